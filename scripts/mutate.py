@@ -1,0 +1,238 @@
+"""Run mutants of the package, each in a process that is forked where the libraries are loaded.
+
+They are put into copies of the checkout. What is known of them is kept in ~/.cache/sglang-mixkv
+for as long as no Python file changes, so that a run goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sglang-mixkv")
+
+sys.path.insert(0, str(ROOT / "tests"))
+from mutants import Mutant, mutants, run_tests  # noqa: E402
+
+CONFIG: dict[str, Any] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/mutate.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders (default: all)")
+    parser.add_argument("--without", action="append", default=[], metavar="PATH", help="not these")
+    parser.add_argument("--since", metavar="COMMIT", help="those on lines changed since, mixed")
+    parser.add_argument("--draw", type=int, metavar="N", help="so many of them, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="at most; the next run goes on")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time")
+    return parser.parse_args()
+
+
+def git(*command: str) -> list[str]:
+    return subprocess.check_output(["git", *command], cwd=ROOT, text=True).splitlines()
+
+
+def part_of(file: str) -> dict[str, Any]:
+    fits = (part for part in CONFIG["part"] if any(fnmatch(file, one) for one in part["files"]))
+    return next(fits, {})
+
+
+class Known:
+    """What became of mutants of these files: True if it was killed."""
+
+    def __init__(self, files: list[str]) -> None:
+        self._kept = CACHE / f"mutants-{hashlib.sha256(bytes(ROOT)).hexdigest()[:8]}.jsonl"
+        code = [(ROOT / file).read_bytes() for file in files if file.endswith((".py", ".toml"))]
+        tree = hashlib.sha256(b"".join(code)).hexdigest()
+        self.killed: dict[Mutant, bool] = {}
+        lines = self._kept.read_text().splitlines() if self._kept.exists() else []
+        if lines[:1] == [tree]:
+            self.killed = {Mutant(*one): killed for one, killed in map(json.loads, lines[1:])}
+        else:
+            CACHE.mkdir(parents=True, exist_ok=True)
+            self._kept.write_text(tree + "\n")
+
+    def add(self, one: Mutant, killed: bool) -> None:
+        self.killed[one] = killed
+        with self._kept.open("a") as file:
+            file.write(json.dumps([one, killed]) + "\n")
+
+
+def choose(files: list[str], args: argparse.Namespace) -> list[Mutant]:
+    files = [f for f in sorted(files) if part_of(f) and is_in(f, args.paths or [ROOT])]
+    files = [file for file in files if not is_in(file, args.without)]
+    changed = changed_since(args.since) if args.since else dict.fromkeys(files, range(10**6))
+    found = [one for file in files if file in changed for one in mutants(ROOT, file, CONFIG)]
+    equivalent = claimed(found, set(files))
+    found = [one for one in found if one not in equivalent and one.line in changed[one.file]]
+    if args.draw or args.since:
+        found = random.Random(args.seed).sample(found, min(args.draw or len(found), len(found)))
+    if args.since:  # those last whose tests take long to load
+        found.sort(key=lambda one: len(part_of(one.file).get("preload", ())))
+    return found
+
+
+def is_in(file: str, paths: list[str]) -> bool:
+    return any((ROOT / file).is_relative_to(os.path.abspath(path)) for path in paths)
+
+
+def changed_since(commit: str) -> dict[str, Any]:
+    new = git("ls-files", "-o", "--exclude-standard")
+    lines: dict[str, Any] = dict.fromkeys(new, range(10**6))
+    for line in git("diff", "-U0", "--no-ext-diff", commit):
+        if line.startswith("+++ "):
+            file = lines.setdefault(line[6:], set())
+        elif at := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
+            file.update(range(int(at[1]), int(at[1]) + int(at[2] or 1)))
+    return lines
+
+
+def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
+    """The mutants that tests/mutants.toml says are equivalent; ends where it names none."""
+    claims = {
+        (one["file"], one["function"], one["line"], one["mutant"]): set[Mutant]()
+        for one in CONFIG.get("equivalent", ())
+        if one["file"] in files or not (ROOT / one["file"]).exists()
+    }
+    places = {claim[:2] for claim in claims}
+    for one in found:
+        if (one.file, one.function) in places:
+            claims.get((one.file, one.function, *one.change(ROOT)), set()).add(one)
+    mutated = {one.file for one in found} | {f for f, *_ in claims if not (ROOT / f).exists()}
+    if stale := [claim for claim, those in claims.items() if not those and claim[0] in mutated]:
+        sys.exit(f"tests/mutants.toml says of what is no mutant that it is equivalent: {stale}")
+    return set[Mutant]().union(*claims.values())
+
+
+class Runner:
+    """Runs tests on copies of these files."""
+
+    def __init__(self, files: list[str], folder: Path, jobs: int) -> None:
+        self._copies = [folder / str(number) for number in range(jobs)]
+        for copy in self._copies:
+            for file in files:
+                (copy / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / file, copy / file, follow_symlinks=False)
+        self._clean: dict[str, float] = {}
+        self._written = 10**9
+        self.children: set[int] = set()
+
+    def run(self, todo: Iterable[Mutant]) -> Iterator[tuple[Mutant, bool]]:
+        """Each with whether it was killed, in the order in which they end."""
+        rest, free = iter(todo), list(self._copies)
+        running: dict[int, tuple[int, Mutant, Path, float]] = {}
+        while True:
+            while free and (one := next(rest, None)):
+                limit = 5 + 4 * self._seconds(part_of(one.file), free[-1])
+                pid = self._start(part_of(one.file), copy := free.pop(), one)
+                running[os.pidfd_open(pid)] = pid, one, copy, time.monotonic() + limit
+            if not running:
+                return
+            first = min(entry[3] for entry in running.values())
+            ready = select.select(running, [], [], max(0.0, first - time.monotonic()))[0]
+            late = {fd for fd, entry in running.items() if time.monotonic() >= entry[3]}
+            for fd in late.union(ready):
+                pid, one, copy, _ = running.pop(fd)
+                os.close(fd)
+                failed = self.stop(pid) != 0
+                shutil.copy2(ROOT / one.file, copy / one.file)
+                free.append(copy)
+                yield one, failed
+
+    def _seconds(self, part: dict[str, Any], copy: Path) -> float:
+        """How long the tests take without a mutant."""
+        tests = json.dumps(part["tests"])
+        if tests not in self._clean:
+            for module in ("numpy", "msgspec", "zmq", *part.get("preload", ())):
+                importlib.import_module(module)
+            begun, pid = time.monotonic(), self._start(part, copy, None)
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self.stop(pid):
+                sys.exit(f"these fail without a mutant: {tests}")
+            self._clean[tests] = time.monotonic() - begun
+        return self._clean[tests]
+
+    def _start(self, part: dict[str, Any], copy: Path, one: Mutant | None) -> int:
+        if one:
+            (copy / one.file).write_text(one.code(ROOT))
+            self._written += 1  # compiled code is known by its source's size and second
+            os.utime(copy / one.file, (self._written, self._written))
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                code = run_tests(part["tests"], ROOT, copy)
+            finally:
+                os._exit(code)
+        self.children.add(pid)
+        return pid
+
+    def stop(self, pid: int) -> int:
+        for kill in (os.killpg, os.kill):  # its group may not be there yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+        self.children.discard(pid)
+        return os.waitpid(pid, 0)[1]
+
+
+def report(chosen: list[Mutant], known: Known) -> None:
+    """A line for each survivor, and one with the scores."""
+    scores: dict[str, Counter[bool]] = defaultdict(Counter)
+    for one in sorted(one for one in chosen if one in known.killed):
+        scores[os.path.dirname(one.file)][known.killed[one]] += 1
+        if not known.killed[one]:
+            print(f"{one.file}:{one.line} {one.function}: {'  ->  '.join(one.change(ROOT))}")
+    shares = [f"{f} {100 * s[True] // s.total()} % of {s.total()}" for f, s in scores.items()]
+    rest = len(chosen) - sum(s.total() for s in scores.values())
+    print(f"killed: {', '.join(shares) or 'none'}; {rest} not run", flush=True)
+
+
+def leave(number: int, _: object) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)  # again: between a fork's callbacks it is lost
+    sys.exit(0 if number == signal.SIGALRM else 130)
+
+
+def main() -> None:
+    args = arguments()
+    end = time.monotonic() + args.seconds
+    for number in ENDS:
+        signal.signal(number, leave)
+    files = [f for f in git("ls-files", "-co", "--exclude-standard") if (ROOT / f).is_file()]
+    chosen, known = choose(files, args), Known(files)
+    with tempfile.TemporaryDirectory(prefix="mixkv-mutants-", ignore_cleanup_errors=True) as folder:
+        runner = Runner(files, Path(folder), args.jobs)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(end - time.monotonic(), 1e-3))
+            for one, killed in runner.run([m for m in chosen if m not in known.killed]):
+                known.add(one, killed)
+        finally:
+            for number in ENDS:
+                signal.signal(number, signal.SIG_IGN)
+            for pid in list(runner.children):
+                runner.stop(pid)
+            report(chosen, known)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Mutants of the package: small mistakes put in by a tool, one at a time, and the tests that should
+# notice them. One line per mutant that survives, and a score per folder.
+#   scripts/mutate.sh [PATH...]                       all mutants; goes on where it was stopped
+#   scripts/mutate.sh --since COMMIT --seconds 22     a sample of those on lines changed since then
+#   scripts/mutate.sh --draw 200 --seed 1 [PATH...]   a sample for a score
+# tests/mutants.toml says what is mutated, how, against which tests, and which mutants are equivalent.
+set -euo pipefail
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+exec python "$MIXKV_ROOT/scripts/mutate.py" "$@"

@@ -1,0 +1,226 @@
+"""The mutants of a file, by operators of Cosmic Ray and four that it lacks, and a run of tests."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import itertools
+import os
+import runpy
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cosmic_ray.operators.provider as core
+import hypothesis
+import parso
+import pytest
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
+
+KILLED_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+
+
+class Own(Operator):
+    """An operator that replaces children of a node."""
+
+    @classmethod
+    def examples(cls) -> tuple[()]:
+        return ()
+
+    def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
+        for child, _ in self.changes(node):
+            yield child.start_pos, child.end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        child, code = next(itertools.islice(self.changes(node), index, None))
+        node.children[node.children.index(child)] = parso.parse(" " + code)
+        return node
+
+
+class Delete(Own):
+    """Calls, assignments to what outlives the function, del, raise and bare return do nothing."""
+
+    def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
+        for one in node.children if node.type == "simple_stmt" else ():
+            called = one.type in ("atom_expr", "power") and one.children[-1].type == "trailer"
+            if called or one.type in ("del_stmt", "raise_stmt") or one == "return" or kept(one):
+                yield one, "pass"
+
+
+class Negate(Own):
+    """Conditions that no other operator turns round, and membership."""
+
+    def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
+        children = getattr(node, "children", ())
+        for word, test in itertools.pairwise(children):
+            asked = word in ("if", "elif", "while") and node.type != "argument"
+            if asked and test.type not in ("comparison", "not_test"):
+                yield test, f"not ({code_of(test)})"
+            if node.type == "comparison" and code_of(word) in ("in", "not in"):
+                yield word, "in" if word.type == "comp_op" else "not in"
+
+
+class Nothing(Own):
+    """A function returns None."""
+
+    def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
+        if node.type == "return_stmt" and code_of(node.children[1]) not in FALSE:
+            yield node.children[1], "None"
+
+
+class Arguments(Own):
+    """A call without one of its keywords, or with two arguments in each other's place."""
+
+    def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
+        if node.type != "trailer" or node.children[0] != "(" or node.children[1] == ")":
+            return
+        inner = node.children[1]
+        given = inner.children[::2] if inner.type == "arglist" else [inner]
+        for at, one in enumerate(given):
+            if is_keyword(one):
+                yield inner, ", ".join(code_of(g) for g in given[:at] + given[at + 1 :])
+        if node.get_previous_leaf() in ORDERLESS:
+            return
+        for at, (one, other) in enumerate(itertools.pairwise(given)):
+            if not is_keyword(one) and not is_keyword(other) and code_of(one) != code_of(other):
+                swapped = [*given[:at], other, one, *given[at + 2 :]]
+                yield inner, ", ".join(map(code_of, swapped))
+
+
+ORDERLESS = ("max", "min")
+FALSE = ("None", "False", "0", "()", "[]", "{}", '""')
+OWN = {one.__name__: one for one in (Delete, Negate, Nothing, Arguments)}
+
+
+def code_of(node: Any) -> str:
+    return node.get_code(include_prefix=False)
+
+
+def is_keyword(node: Any) -> bool:
+    return node.type == "argument" and node.children[1] == "="
+
+
+def kept(node: Any) -> bool:
+    """Whether it assigns to an attribute or an element, or adds to a name."""
+    if node.type != "expr_stmt" or node.children[1].type == "annassign":
+        return False
+    return node.children[0].type != "name" or node.children[1] != "="
+
+
+class Mutant(NamedTuple):
+    file: str
+    line: int
+    function: str
+    operator: str
+    occurrence: int
+
+    def code(self, root: Path) -> str:
+        source = (root / self.file).read_text()
+        return mutate_code(source, operator(self.operator), self.occurrence)
+
+    def change(self, root: Path) -> tuple[str, str]:
+        """The lines that differ, before and after."""
+        old, new = (root / self.file).read_text().splitlines(), self.code(root).splitlines()
+        while old and new and old[0] == new[0]:
+            del old[0], new[0]
+        while old and new and old[-1] == new[-1]:
+            del old[-1], new[-1]
+        return " ".join(" ".join(old).split()), " ".join(" ".join(new).split())
+
+
+def operator(name: str) -> Operator:
+    return OWN[name]() if name in OWN else core.OperatorProvider()[name]()
+
+
+def mutants(root: Path, file: str, config: dict[str, Any]) -> list[Mutant]:
+    found: list[Mutant] = []
+    operators = {name: operator(name) for name in config["operators"]}
+    counts = dict.fromkeys(operators, 0)
+    skipped: set[int] = set()
+    for node in ast_nodes(get_ast((root / file).read_text())):
+        if id(node.parent) in skipped or says_nothing(node, config["skip"]):
+            skipped.add(id(node))
+        for name, one in operators.items():
+            for start, _ in one.mutation_positions(node):
+                if id(node) not in skipped:
+                    found.append(Mutant(file, start[0], function_of(node), name, counts[name]))
+                counts[name] += 1
+    return found
+
+
+def says_nothing(node: Any, skip: dict[str, list[str]]) -> bool:
+    """Whether no behaviour depends on it: types, texts, decorators, and what the file names."""
+    above = node.parent
+    if node.type in ("decorator", "fstring", "assert_stmt", "import_from"):
+        return True
+    if above is None:
+        return False
+    if node.type == "funcdef" and node.name.value in skip["functions"]:
+        return True
+    if node is getattr(above, "annotation", None) or (
+        above.type == "annassign" and node is above.children[1]
+    ):
+        return True
+    if above.type in ("tfpdef", "classdef") and node.type not in ("suite", "name", "operator"):
+        return True
+    if is_keyword(node) and node.children[0].value in skip["keywords"]:
+        return True
+    if above.type == "raise_stmt" and node.type in ("atom_expr", "power"):
+        return True  # what the error says
+    inside = node.type == "simple_stmt" and code_of(node)
+    return bool(inside) and inside.startswith(tuple(skip["calls"]))
+
+
+def function_of(node: Any) -> str:
+    names = []
+    while node := node.parent:
+        if node.type in ("funcdef", "classdef"):
+            names.append(node.name.value)
+    return ".".join(reversed(names))
+
+
+def run_tests(tests: list[str], root: Path, copy: Path) -> int:
+    """In a process of its own: until one fails, with the package of a copy of the checkout."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()
+    ctypes.CDLL(None).prctl(KILLED_WITH_PARENT, signal.SIGKILL)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(nowhere, fd)
+    os.chdir(copy)
+    scratch = copy / "tmp"
+    shutil.rmtree(scratch, ignore_errors=True)  # of the last one, which was killed
+    scratch.mkdir()
+    os.environ |= {
+        "TMPDIR": str(scratch),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # to look for them takes as long as many tests
+        "PYTHONPATH": f"{copy}:{os.getenv('PYTHONPATH', '')}",
+    }
+    here = {str(root), str(root / "tests"), str(root / "scripts")}
+    others = [path for path in sys.path if path not in here]
+    sys.path[:] = [str(copy), str(copy / "tests"), *others]
+    if not str(importlib.import_module("sglang_mixkv").__file__).startswith(str(copy)):
+        return 1
+    hypothesis.configuration.set_hypothesis_home_dir(copy / ".hypothesis")
+    quick = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("quick", derandomize=True, database=None, phases=quick)
+    hypothesis.settings.load_profile("quick")
+    modules = [test for test in tests if not test.startswith("scripts/")]
+    if modules and pytest.main(["-xqpno:cacheprovider", "-ppytest_timeout", *modules]):
+        return 1
+    for script in tests:
+        if script in modules:
+            continue
+        sys.argv = script.split()
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                return 1
+    return 0

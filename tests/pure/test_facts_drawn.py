@@ -1,0 +1,267 @@
+"""What ranks publish: the bound of every field, and every target that SGLang cannot move."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.draft.facts import (
+    Difference,
+    Row,
+    Severity,
+    StagingFacts,
+    Target,
+    differences,
+    read_row,
+)
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+
+DRAFT = DraftLayout(DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16"), 2, 0)
+STAGING = StagingFacts("nixl", b"agent", 1 << 40, 1 << 20, 64)
+ROW = Row(
+    PROTOCOL, "0.3.0", "0.5.23", b"instance", "10.0.0.1", 9000, "tcp://10.0.0.1:9001", 2, 0, 0,
+    (64, 128), "nixl", Target(8, 8, layer_ids=False, even=True), 1, DRAFT, STAGING, 1.0,
+)  # fmt: skip
+
+# ---------------------------------------------------------------- bounds
+
+BIG, RANK, COUNT = (1 << 63) - 1, 1 << 16, 1 << 20
+NUMBERS = {
+    "rank_port": (0, 65535), "attn_tp": (0, RANK), "attn_tp_rank": (0, RANK), "pp_rank": (0, RANK),
+    "topk": (0, RANK), "protocol.1": (PROTOCOL[1], RANK), "aux_item_lens.0": (0, BIG),
+    "target.heads": (0, COUNT), "target.entries": (0, COUNT), "target.stages": (1, RANK),
+    "target.dcp": (1, RANK), "draft.tp": (1, RANK), "draft.rank": (0, RANK),
+    "draft.facts.total_heads": (1, RANK), "draft.facts.head_bytes.0": (1, COUNT),
+    "staging.base": (0, BIG), "staging.slot_bytes": (1, 1 << 40), "staging.slots": (2, COUNT),
+}  # fmt: skip
+LENGTHS = {
+    "aux_item_lens": (0, 256, [1]), "draft.facts.head_bytes": (1, 1024, [1]),
+    **dict.fromkeys(
+        ("plugin", "engine", "rank_ip", "address", "backend", "draft.facts.architecture",
+         "draft.facts.algorithm", "draft.facts.dtype", "staging.data_plane"), (0, 256, "x")),
+}  # fmt: skip
+
+
+def with_value(path: str, value: Any) -> Any:
+    """The row with this value in this place, as read_row has it."""
+    tree = json.loads(msgspec.json.encode(ROW))
+    *above, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    place = tree
+    for key in above:
+        place = place[key]
+    place[last] = value
+    found = msgspec.to_builtins(read_row(json.dumps(tree).encode()), builtin_types=(bytes,))
+    for key in (*above, last):
+        found = found[key]
+    return found
+
+
+def test_every_number_and_every_name_has_its_bounds() -> None:
+    """A field that is new has its line in one of the tables here."""
+    paths = set[str]()
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, msgspec.Struct):
+            for name in value.__struct_fields__:
+                walk(getattr(value, name), f"{path}.{name}".lstrip("."))
+        elif not isinstance(value, (bool, bytes, float)):
+            paths.add(path)
+
+    walk(ROW, "")
+    assert paths == set(LENGTHS) | {p.removesuffix(".0").removesuffix(".1") for p in NUMBERS}
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_a_number_at_and_beyond_its_bounds(path: str) -> None:
+    least, most = NUMBERS[path]
+    for value in (least, most):
+        assert with_value(path, value) == value
+    for value in (least - 1, most + 1):
+        with pytest.raises(ValueError):  # noqa: PT011
+            with_value(path, value)
+
+
+@pytest.mark.parametrize("path", LENGTHS)
+def test_a_name_and_a_list_at_and_beyond_their_lengths(path: str) -> None:
+    least, most, item = LENGTHS[path]
+    for count in (least, most):
+        assert len(with_value(path, item * count)) == count
+    for count in (least - 1, most + 1):
+        with pytest.raises(ValueError):  # noqa: PT011
+            with_value(path, item * count if count >= 0 else None)
+
+
+def test_patience_instance_and_endpoint_have_bounds() -> None:
+    for value, fits in ((0.1, True), (60, True), (0.09, False), (60.1, False)):
+        if fits:
+            assert with_value("patience", value) == value
+        else:
+            with pytest.raises(ValueError):  # noqa: PT011
+                with_value("patience", value)
+    for count, fits in ((0, True), (32 << 10, True), ((32 << 10) + 1, False)):
+        staging = replace(STAGING, endpoint=b"x" * count)
+        data = msgspec.json.encode(replace(ROW, staging=staging))
+        if fits:
+            assert read_row(data).staging == staging
+        else:
+            with pytest.raises(ValueError):  # noqa: PT011
+                read_row(data)
+    for count in (7, 9):
+        with pytest.raises(ValueError):  # noqa: PT011
+            read_row(msgspec.json.encode(replace(ROW, instance=b"x" * count)))
+
+
+def test_what_an_older_release_does_not_publish_has_its_value() -> None:
+    tree = json.loads(msgspec.json.encode(ROW))
+    for name in ("topk", "draft", "staging", "patience"):
+        del tree[name]
+    for name in ("stages", "dcp"):
+        del tree["target"][name]
+    read = read_row(json.dumps(tree).encode())
+    assert (read.topk, read.draft, read.staging, read.patience) == (0, None, None, 1.0)
+    assert (read.target.stages, read.target.dcp) == (1, 1)
+
+
+OLDEST, NEWEST = PROTOCOL
+
+
+@pytest.mark.parametrize(
+    ("protocol", "read"),
+    [
+        ((NEWEST, NEWEST), True), ((OLDEST, OLDEST), True), ((0, OLDEST), True),
+        ((NEWEST, NEWEST + 1), True), ((0, NEWEST + 9), True), ((NEWEST + 1, NEWEST + 1), False),
+        ((0, OLDEST - 1), False), ((OLDEST - 1, OLDEST - 1), False), ((NEWEST, OLDEST - 1), False),
+    ],
+)  # fmt: skip
+def test_a_row_is_read_where_both_have_a_version(protocol: tuple[int, int], read: bool) -> None:
+    data = msgspec.json.encode(replace(ROW, protocol=protocol))
+    if read:
+        assert read_row(data).protocol == protocol
+    else:
+        with pytest.raises(ValueError, match="protocol"):
+            read_row(data)
+
+
+# ---------------------------------------------------------------- targets
+
+
+def wrong(prefill: Row, decode: Row) -> set[str]:
+    """What SGLang gets wrong between these, by how it moves the target."""
+    source, wanted, over_nixl = prefill.target, decode.target, prefill.backend == "nixl"
+    same_tp, has_heads = prefill.attn_tp == decode.attn_tp, 0 not in (source.heads, wanted.heads)
+    splits = source.stages > wanted.stages and has_heads  # it looks for layers of other stages
+    found = {
+        # A prefill rank sends its share of the tokens to the decode rank of its own number.
+        "target with DCP": source.dcp > 1 and not same_tp,
+        # Rows are cut by K's width.
+        "target with K and V": has_heads and not (same_tp or source.even),
+        # It divides by the heads of a prefill rank, of which there are none.
+        "target with": (
+            has_heads and over_nixl and decode.attn_tp > prefill.attn_tp > source.heads
+        ),
+        # It takes the first layer of a stage to be its number times its buffers.
+        "pipeline stages of different": False,
+        "pipeline stages of a target": False,
+    }
+    if splits and (not source.layer_ids or (over_nixl and not same_tp)):
+        unlike = source.entries * source.stages != wanted.entries * wanted.stages
+        found["pipeline stages of different"] = unlike
+        found["pipeline stages of a target"] = (
+            over_nixl and same_tp and not unlike and not source.layer_ids
+        )
+    return {what for what, is_wrong in found.items() if is_wrong}
+
+
+def names(found: list[Difference]) -> set[str]:
+    known = (
+        "target with DCP", "target with K and V", "target with",
+        "pipeline stages of different", "pipeline stages of a target",
+    )  # fmt: skip
+    return {next(name for name in known if one.what.startswith(name)) for one in found}
+
+
+def test_targets_are_refused_in_every_case_that_sglang_gets_wrong_and_in_no_other() -> None:
+    seen = set[str]()
+    targets = [
+        Target(heads, entries, layer_ids=layer_ids, even=even, stages=stages, dcp=dcp)
+        for heads, entries, layer_ids, even, stages, dcp in itertools.product(
+            (0, 1, 2), (2, 4), (False, True), (False, True), (1, 2), (1, 2)
+        )
+    ]
+    ones = [t for t in targets if t.even and t.dcp == 1 and not t.layer_ids and t.heads != 1]
+    for source, wanted, backend in itertools.product(targets, ones, ("mooncake", "nixl")):
+        for there, here in itertools.product((1, 2, 4), repeat=2):
+            prefill = replace(ROW, target=source, backend=backend, attn_tp=there)
+            decode = replace(ROW, target=wanted, backend=backend, attn_tp=here)
+            found = differences(prefill, decode)
+            assert names(found) == wrong(prefill, decode), (prefill, decode)
+            assert len(found) == len(names(found))
+            assert all(one.severity is Severity.REFUSED for one in found)
+            seen |= names(found)
+    assert len(seen) == 5
+
+
+# ---------------------------------------------------------------- releases, and what is said
+
+RELEASES = ("0.5.21", "0.5.22", "0.5.23", "0.5.24", "0.6")
+SERVED = {
+    "mooncake": {("0.5.21", "0.5.22"), ("0.5.21", "0.5.23"), ("0.5.22", "0.5.23")},
+    "nixl": {("0.5.21", "0.5.22")},
+    "another": set(),
+}
+
+
+@pytest.mark.parametrize("backend", SERVED)
+def test_releases_are_served_alike_and_in_the_mixes_that_were_seen_to(backend: str) -> None:
+    for old, new in itertools.product(RELEASES, repeat=2):
+        for more in ("", "+cu130", ".post1", "rc2"):
+            sides = (
+                replace(ROW, engine=engine, backend=backend) for engine in (old + more, new + more)
+            )
+            found = differences(*sides)
+            served = old == new or (old, new) in SERVED[backend]
+            assert [one.what for one in found] == (
+                [] if served else [f"SGLang's release over {backend}"]
+            )
+            others = sorted(there for here, there in SERVED[backend] if here == old)
+            for one in found:
+                assert (one.prefill, one.decode) == (old, new)
+                assert one.remedy.endswith(" on decode") == bool(others)
+                assert all(other in one.remedy for other in others)
+
+
+def test_a_difference_says_which_side_has_what() -> None:
+    cases = [
+        ({"backend": "nixl"}, {"backend": "mooncake"}, "transfer backend", ("nixl", "mooncake")),
+        ({"attn_tp": 2, "target": replace(ROW.target, dcp=2)}, {"attn_tp": 4}, "target with DCP",
+         ("attention TP 2", "attention TP 4")),
+        ({"aux_item_lens": (1,)}, {"aux_item_lens": (3, 4)}, "bytes of the", ("[1]", "[3, 4]")),
+        ({"draft": None, "staging": None}, {}, "drafter with KV heads", ("none", "LlamaEagle3")),
+        ({"staging": replace(STAGING, data_plane="a")}, {}, "data plane", ("a", "nixl")),
+        ({"staging": None}, {}, "data plane", ("none", "nixl")),
+        ({"target": replace(ROW.target, even=False)}, {"attn_tp": 4}, "target with K and V",
+         ("attention TP 2", "attention TP 4")),
+        ({"target": replace(ROW.target, heads=1)}, {"attn_tp": 4}, "target with 1 KV heads",
+         ("attention TP 2", "attention TP 4")),
+        ({"draft": replace(DRAFT, facts=replace(DRAFT.facts, dtype="fp8"))}, {}, "dtype",
+         ("fp8", "bfloat16")),
+        ({"topk": 4}, {"topk": 2}, "--speculative-eagle-topk", ("4", "2")),
+        ({"target": replace(ROW.target, stages=2, entries=3)}, {}, "pipeline stages of different",
+         ("3 buffers on one of 2 stages", "8 on one of 1")),
+        ({"target": replace(ROW.target, stages=2, entries=4)}, {}, "pipeline stages of a target",
+         ("2 stages", "1")),
+    ]  # fmt: skip
+    for there, here, what, sides in cases:
+        found = differences(replace(ROW, **there), replace(ROW, **here))
+        one = next(one for one in found if one.what.startswith(what))
+        assert (one.prefill, one.decode) == sides
+        said = f"{one.what}: prefill has {sides[0]}, decode has {sides[1]}; {one.consequence}. "
+        assert str(one) == f"{said}{one.remedy}."
+        assert one.remedy.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))
+        assert not one.consequence.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))

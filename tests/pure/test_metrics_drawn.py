@@ -1,0 +1,192 @@
+"""What a rank counts and logs, at the bounds of its tables, and with drawn histograms."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sglang_mixkv import series
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.worker import ReceiveHandle
+from sglang_mixkv.engine import metrics
+from sglang_mixkv.prefill import events as prefill_events
+from sglang_mixkv.series import DECODE, NOTES, PREFILL, SERIES
+
+
+class Rank(metrics.MetricsReporter):
+    """A rank's reporter. `of`: values of a series that are not 0, by those of its own labels."""
+
+    def __init__(self, side: str = DECODE) -> None:
+        self.registry = CollectorRegistry()
+        super().__init__(side, {"tp_rank": "3"}, self.registry)
+
+    def of(self, name: str) -> dict[tuple[str, ...], float]:
+        found: dict[tuple[str, ...], float] = {}
+        for line in generate_latest(self.registry).decode().splitlines():
+            parts = re.fullmatch(rf"{series.PREFIX}{name}{{(.*)}} (\S+)", line)
+            if parts and float(parts[2]):
+                labels = dict(re.findall(r'(\w+)="(.*?)"', parts[1]))
+                assert labels.pop("tp_rank") == "3"
+                own = next(one.labels for one in SERIES if one.name == name)
+                found[tuple(labels[label] for label in own)] = float(parts[2])
+        return found
+
+    def end(self, request: Any, prefill: str = "a:1", state: Any = ev.State.WARM) -> None:
+        handle = ReceiveHandle([], 1, None, prefill)
+        handle.state, handle.request = state, request
+        self.ended(handle, "")
+
+
+class Req:
+    def __init__(self, rid: str, histogram: list[int], done: bool = True) -> None:
+        self.rid, self.spec_correct_drafts_histogram, self.done = rid, histogram, done
+
+    def finished(self) -> bool:
+        return self.done
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=40), min_size=1, max_size=3))
+@example([[1] * 40])
+@example([[1] * 33])
+def test_drafts_are_counted_by_position_and_no_further_than_32(histograms: list[Any]) -> None:
+    """A round has as many right drafts as its place says, and one token more."""
+    one = Rank()
+    for number, histogram in enumerate(histograms):
+        one.end(Req(str(number), histogram))
+    one.look()
+    rounds = [right for h in histograms for right, count in enumerate(h) for _ in range(count)]
+    tokens = sum(right + 1 for right in rounds)
+    assert one.of("verify_rounds_total") == ({("a:1", "warm", ""): len(rounds)} if rounds else {})
+    assert one.of("accepted_tokens_total") == ({("a:1", "warm", ""): tokens} if tokens else {})
+    by_position = {p: sum(right >= p for right in rounds) for p in range(1, 33)}
+    assert one.of("accepted_drafts_total") == {
+        ("warm", str(p)): count for p, count in by_position.items() if count
+    }
+    assert one.of("finished_requests_total") == {("a:1", "warm", ""): len(histograms)}
+
+
+def test_rooms_are_counted_at_each_tick_and_drafts_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    one = Rank()
+    one.ticked()
+    for passed, drafts in ((0.0, 0), (0.99, 0), (0.01, 2), (0.5, 2), (0.5, 4)):
+        clock[0] = round(clock[0] + passed, 2)
+        one.end(Req(f"{clock[0]}", [1]))
+        one.ticked()
+        counted = sum(one.of("finished_requests_total").values())
+        assert (counted > 0) == (drafts > 0)
+        assert sum(one.of("rooms_total").values()) == len(one._watched) + counted
+    assert counted == 5
+
+
+def test_series_and_lines_are_as_many_as_operators_were_told() -> None:
+    """docs/metrics.md has the first."""
+    bounds = metrics.MAX_PREFILLS, metrics.MAX_POSITIONS, metrics.MAX_LOGGED, metrics.MAX_WATCHED
+    assert (*bounds, metrics.LOOK_S) == (64, 32, 1024, 65536, 1.0)
+
+
+def test_what_is_watched_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_WATCHED", 3)
+    one = Rank()
+    requests = [Req(str(number), [1], done=False) for number in range(5)]
+    for request in requests:
+        one.end(request)
+        one.look()
+    assert len(one._watched) == 3
+    for request in requests:
+        one.end(request)
+    assert len(one._ended) == 3
+
+
+def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "MAX_LOGGED", 3)
+    logged = [what for what, kind in NOTES.items() if kind.happened and kind.logged]
+    one = Rank()
+    with caplog.at_level(logging.WARNING):
+        for what, peer in ((0, b"a"), (0, b"a"), (1, b"a"), (0, b"b"), (1, b"b"), (2, b"c")):
+            one(ev.Note(logged[what], peer, "why"))
+    assert len(caplog.messages) == 3
+    kinds = [NOTES[logged[what]].code for what in (0, 1, 0)]
+    for line, kind, peer in zip(caplog.messages, kinds, ("61", "61", "62"), strict=True):
+        assert f"[{kind}] draft channel, prefill rank {peer}: " in line
+        assert "(why)" in line
+
+
+def test_a_line_names_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
+    what = next(w for w, kind in NOTES.items() if kind.happened and kind.logged)
+    note, reader = ev.Note(what, b"peer"), prefill_events.Note(what, b"12345678")
+    decode, prefill = Rank(DECODE), Rank(PREFILL)
+    decode.name_of = {b"peer": "a:1"}.__getitem__
+    with caplog.at_level(logging.WARNING):
+        decode(note)
+        prefill(reader)
+        Rank()(ev.Note(what))
+    said = [re.search(r"channel, (.*?): .*\((.*?)\)", line).groups() for line in caplog.messages]
+    assert said == [
+        ("prefill a:1", "no detail"), ("decode rank 31323334", "no detail"),
+        ("prefill rank", "no detail"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("side", [PREFILL, DECODE])
+def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
+    one = Rank(side)
+    assert set(one._made) == {s.name for s in SERIES if side in s.sides}
+    one.moved(7, 0.25)
+    name = "sent_bytes_total" if side == PREFILL else "needed_bytes_total"
+    assert one.of(name) == {("draft",): 7}
+    assert one.of("copy_seconds_total") == {(): 0.25}
+    page = generate_latest(one.registry).decode()
+    for known in (s for s in SERIES if side in s.sides for _ in s.known):
+        assert f"{series.PREFIX}{known.name}{{" in page, "it is there before it is counted"
+
+
+def test_a_rank_without_metrics_counts_nothing_and_keeps_nothing() -> None:
+    one = metrics.MetricsReporter(DECODE, None)
+    handle = ReceiveHandle([], 1, None, "a:1")
+    handle.state, handle.reason = ev.State.COLD, "broken"
+    one.ended(handle, "")
+    one.retracted(Req("a", [1]))
+    one.moved(1, 1.0)
+    one.ticked()
+    assert not one._ended
+    assert not one._watched
+
+
+def test_series_that_cannot_be_made_cost_nobody_a_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "_labels", lambda side: 1 // 0)
+    one = metrics.reporter(DECODE)
+    one.moved(1, 1.0)
+    assert "MIXKV-SELF-01" in caplog.text
+    monkeypatch.setattr(metrics, "_labels", lambda side: None)
+    assert metrics.reporter(PREFILL)._side == PREFILL
+
+
+def test_a_series_that_fails_is_nothing_to_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    one = Rank()
+    one._made = dict.fromkeys(one._made)
+    for _ in range(2):
+        one.moved(1, 1.0)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("prefill", ["", "a:1"])
+def test_a_breaker_is_counted_for_the_server_of_its_rank(prefill: str) -> None:
+    one = Rank()
+    one.name_of = {b"peer": prefill}.__getitem__
+    one(ev.Note("breaker_opened", b"peer"))
+    assert one.of("breaker_opened_total") == {(prefill or "other",): 1}
