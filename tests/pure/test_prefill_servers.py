@@ -421,6 +421,7 @@ def test_a_bootstrap_server_that_goes_away_alone_costs_what_sglang_gives_up(
     assert site.is_ready(address)
     del site.table[address]
     site.servers.ensure(NOBODY)
+    assert wait_for(lambda: entry.state is not None)  # without a target no deadline ends it
     assert site.ended(entry) == "lost"
     with pytest.raises(MixKVError, match="being resolved anew"):
         site.peer(address)
