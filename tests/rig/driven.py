@@ -27,6 +27,7 @@ class _Side:
         self.machine: Any = None
         self.now = 0.0
         self.notes: list[tuple[bytes, str]] = []
+        self.details: list[tuple[str, str]] = []
 
     def do(self, *events: Any) -> None:
         for event in events:
@@ -71,6 +72,7 @@ class Prefill(_Side):
         self.sent: dict[int, int] = {}
         self.pages: dict[int, set[Any]] = {}
         self.fails: dict[int, str] = {}
+        self.failed: list[tuple[bytes, Fail]] = []
         self.settled: dict[Any, float] = {}
         self._packed: dict[int, Any] = {}  # pages by stamp
 
@@ -81,8 +83,9 @@ class Prefill(_Side):
                 self.do(pev.Packed(tuple(job.job for job in jobs)))
             case pev.Send(connection) if connection in self.unreachable:
                 self.do(pev.Unsent(action.message), pev.ConnectionLost(connection))
-            case pev.Send(_, Fail(_, generation, code)):
+            case pev.Send(connection, Fail(_, generation, code) as message):
                 self.fails[generation] = code
+                self.failed.append((connection, message))
             case pev.Send(connection, Ready() as ready) if connection not in self.gone:
                 self._ready(connection, ready)
             case pev.Settled(use):
@@ -107,12 +110,17 @@ class Prefill(_Side):
         for connection, slot in taken:
             self.do(pev.Received(connection, Ack((slot,))))
 
+    def message(
+        self, room: int, reader: bytes = READER, generation: int = 0, readers: int = 1
+    ) -> Open:
+        """`generation`: the room's number unless given."""
+        return Open(3, room, generation or room, PREFILL, reader, readers, (0, 4), 0, 1 << 20)
+
     def open(
         self, room: int, reader: bytes = READER, generation: int = 0, readers: int = 1
     ) -> None:
-        """`generation`: the room's number unless given. The reader is its own connection."""
-        message = Open(3, room, generation or room, PREFILL, reader, readers, (0, 4), 0, 1 << 20)
-        self.do(pev.Received(reader, message))
+        """The reader is its own connection."""
+        self.do(pev.Received(reader, self.message(room, reader, generation, readers)))
 
     def close(self, room: int, reader: bytes = READER, generation: int = 0) -> None:
         self.do(pev.Received(reader, fail(room, generation or room, "closed", "")))
@@ -162,8 +170,9 @@ class Decode(_Side):
                 self.sends.append((peer, message))
             case dev.Forget(peer):
                 self.forgotten.append(peer)
-            case dev.Note(what, peer):
+            case dev.Note(what, peer, detail):
                 self.notes.append((peer, what))
+                self.details.append((what, detail))
 
     def end_reads(self, error: str = "") -> None:
         reading, self.reading = self.reading, []

@@ -166,8 +166,10 @@ class PrefillGroup(Group):
 
     def _chunk_done(self, request: Request, number: int, first: int) -> None:
         life, chunk = self.world.lives[request.id], request.chunks[number]
-        if life.prefill_over:
+        if life.prefill_over:  # the forward that was launched for it runs to its end
             for sender in self.handles[request.id] if chunk.pending else ():
+                if not sender.given_back:
+                    sender.rank.write(sender, first, chunk.count)
                 sender.rank.written(sender)
             return
         last = number == len(request.chunks) - 1

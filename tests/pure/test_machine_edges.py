@@ -1,0 +1,99 @@
+"""Bounds and messages of the two machines, at equality and word for word."""
+
+from __future__ import annotations
+
+import pytest
+from rig.driven import PREFILL, READER, Decode, Prefill
+
+from sglang_mixkv.channel.messages import Fail
+from sglang_mixkv.channel.slots import SLOTS, list_of, quota_of, slot_bytes
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode.breaker import Numbers
+from sglang_mixkv.prefill import machine
+from sglang_mixkv.prefill.transfer import refusal
+
+AT = 5000.0  # clocks do not begin at 0
+
+
+def test_slots_are_cut_as_the_documents_say() -> None:
+    """256 MiB are 64 slots of 4 MiB of rows each; a READY or a read has at most eight."""
+    assert slot_bytes(256) == (4 << 20) + 4096
+    assert (SLOTS, quota_of(SLOTS), list_of(SLOTS)) == (64, 32, 8)
+    assert [list_of(count) for count in (2, 8, 15, 16, 24, 40)] == [1, 1, 1, 2, 3, 5]
+
+
+def test_readers_can_be_invented_up_to_the_documented_bounds() -> None:
+    assert (machine.MAX_OPEN, machine.MAX_ALL) == (32_768, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("after", "doubtful"), [(0.0, True), (599.9, True), (600.0, True), (600.1, False)]
+)
+def test_a_number_is_doubted_as_long_as_prefill_may_hold_it(after: float, doubtful: bool) -> None:
+    numbers = Numbers(600.0)
+    assert not numbers.is_doubtful(7, AT)
+    assert numbers.is_doubtful(7, AT + after) is doubtful
+
+
+def test_a_token_that_just_fits_a_slot_is_served() -> None:
+    opened = Prefill().message(1)
+    assert refusal(opened, PREFILL, range(4), lambda _: 1) is None
+    found = refusal(opened, PREFILL, range(4), lambda _: 0)
+    assert found is not None
+    assert found[0] == "heads"
+
+
+@pytest.mark.parametrize(("less", "held"), [(0.01, True), (0.0, False)])
+def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, held: bool) -> None:
+    rank = Prefill()
+    rank.open(1)
+    rank.until(rank.now + rank.times.early_room - less, step=0.9)
+    assert bool(rank.machine._early) is held
+    assert (READER, "early") in rank.notes or held
+
+
+def test_what_a_fail_of_either_side_says() -> None:
+    rank = Prefill()
+    rank.open(5, generation=77)
+    rank.do(machine.ev.Begin("use", 5), machine.ev.AddChunk("use", 0, 10, last=False))
+    rank.do(machine.ev.End("use", "gone"))
+    assert rank.failed == [(READER, Fail(5, 77, "aborted", "gone"))]
+    assert (READER, "aborted") in rank.notes
+    other = Decode()
+    other.open(77, number=5)
+    other.arrive(77)
+    other.wait(1.1)
+    fails = [message for _, message in other.sends if isinstance(message, Fail)]
+    assert fails == [Fail(5, 77, "deadline", "its KV is late")]
+
+
+def test_a_forward_that_cannot_be_asked_about_is_a_reason_of_this_rank() -> None:
+    """The rows are cleared behind the forward, and its peer is not to blame."""
+    rank = Decode()
+    rank.open(1, pending=True)
+    rank.ready(1, 4, last=True)
+    rank.do(dev.ForwardDone(1, "lost context"))
+    assert ("cold_unpack", "lost context") in rank.details
+    assert 1 not in rank.verdicts
+    rank.do(dev.ForwardDone(1))
+    assert rank.verdicts[1] == ("cold", "unpack")
+    assert rank.strikes() == 0
+
+
+def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
+    """All slots were another peer's; then one room's segments took them, and another's wait."""
+    rank, other = Decode(slots=2), b"other___"
+    rank.hung = {PREFILL, other}
+    rank.now = AT
+    rank.open(1, other)
+    rank.open(2)
+    rank.open(3)
+    rank.ready(1, 2, other)
+    rank.ready(2, 2)
+    rank.ready(3, 1)
+    rank.arrive(3)
+    rank.until(AT + 0.2, step=0.05)
+    rank.end_reads()
+    rank.until(AT + 0.35, step=0.05)
+    assert (PREFILL, "cold_deadline") in rank.notes
+    assert rank.strikes() == 0
