@@ -6,7 +6,7 @@ every process gets the same record. Where a launcher builds ServerArgs without S
 command line, its environment decides, and the record is made when they are resolved.
 
 Each setting has bounds, and text outside of them is refused here, before anything starts. So is a
-variable with the plugin's name that nobody reads: a setting that was misspelt, or is gone.
+variable with the plugin's name that nobody reads: a setting that was misspelt.
 
 This module is imported while ServerArgs are unpickled in child processes: it imports
 neither SGLang nor torch.
@@ -163,33 +163,16 @@ SETTINGS = (
     ),
 )  # fmt: skip
 
-_ALWAYS = "is no longer a setting: draft KV is always packed into slots. Remove it"
-_SUMS = (
-    "is no longer a setting: each segment of draft KV carries a sum, which decode compares always. "
-    "Remove it"
-)
-REMOVED = {
-    "--mixkv-draft-transfer": _ALWAYS,
-    "SGLANG_MIXKV_DRAFT_TRANSFER": _ALWAYS,
-    "--mixkv-verify": _SUMS,
-    "SGLANG_MIXKV_VERIFY": _SUMS,
-    "SGLANG_MIXKV_STATS_DIR": "is no longer a setting: the counters are at /metrics with "
-    "--enable-metrics. Remove it",
-}
-"""Flags and variables. Each stops the start of an opted-in server, and says what to do."""
-
 _OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
 _OWN = re.compile(r"SGLANG_\w*MIX_?KV")
-_KNOWN = {name for name in (*_OF_VARIABLE, *REMOVED, API_KEY_ENV) if _OWN.match(name)}
+_KNOWN = {name for name in (*_OF_VARIABLE, API_KEY_ENV) if _OWN.match(name)}
 
 
 def variable(name: str, text: str) -> Any:
     """The value of an environment variable; None where it is empty, and for those that no server
-    reads. MixKVError where it is outside of its bounds, or has the plugin's name in vain."""
+    reads. MixKVError where it is outside of its bounds, or unknown and has the plugin's name."""
     if setting := _OF_VARIABLE.get(name):
         return setting.value(name, text) if text.strip() else None
-    if name in REMOVED:
-        raise MixKVError("MIXKV-START-04", f"{name} {REMOVED[name]}")
     if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):
         raise refuse(
             "MIXKV-START-04", "variables that the plugin reads", name,
@@ -233,10 +216,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 help=f"{setting.help} Expected: {setting.words} [default: "
                 f"{setting.default}; env: {setting.environ}]",
             )  # fmt: skip
-    for name in REMOVED:
-        if name.startswith("--"):
-            read = _for_argparse(partial(variable, name))
-            group.add_argument(name, type=read, help=argparse.SUPPRESS)
 
 
 def _for_argparse(read: Callable[[str], Any]) -> Callable[[str], Any]:
