@@ -29,7 +29,6 @@ logger = logging.getLogger(f"sglang.{__name__}")
 LOOK_S = 1.0
 MAX_LOGGED = 1024  # pairs of peer and note; beyond them nothing new is logged
 MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
-MAX_POSITIONS = 32  # of a draft; positions behind are not counted
 MAX_WATCHED = 65536  # requests
 
 
@@ -162,9 +161,6 @@ class MetricsReporter(Reporter):
         self._record("finished_requests_total", *values)
         self._record("verify_rounds_total", *values, amount=rounds)
         self._record("accepted_tokens_total", *values, amount=tokens)
-        for position in range(1, min(len(histogram), MAX_POSITIONS + 1)):
-            right = sum(histogram[position:])
-            self._record("accepted_drafts_total", began.state, str(position), amount=right)
 
     def _known(self, prefill: str) -> str:
         """The value of the label `prefill`."""
