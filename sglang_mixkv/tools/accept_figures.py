@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_mixkv.tools.client import Answer, acceptance_by_position
+from sglang_mixkv.tools.client import Answer
 
 FEWEST = 8
 """Prompts that a verdict needs: of fewer, how much prompts differ is not known."""
@@ -165,6 +165,16 @@ def _side(answers: list[Answer], counts: Any) -> Side:
     first = statistics.fmean(answer.first_token_s for answer in answers)
     by_position = acceptance_by_position(answers, steps)
     return Side(tokens / rounds if rounds else 0.0, by_position, int(rounds), first)
+
+
+def acceptance_by_position(answers: Sequence[Answer], steps: int) -> list[float]:
+    """For i = 1 .. steps: the share of verify rounds with at least i right drafts."""
+    histograms = [answer.rounds_by_right_drafts for answer in answers]
+    rounds = sum(map(sum, histograms))
+    return [
+        sum(sum(histogram[i:]) for histogram in histograms) / rounds if rounds else 0.0
+        for i in range(1, steps + 1)
+    ]
 
 
 def _interval(counts: Any, tail: float) -> tuple[float, float] | None:

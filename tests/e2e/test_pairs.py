@@ -9,19 +9,12 @@ from pathlib import Path
 import pytest
 import requests
 
+from mixkv_demo.client import Answer, accept_length, generate, post
 from mixkv_demo.launch import HOST, Launch, ranks, run_by, without_drafter
 from mixkv_demo.pair import cousins, prompts, request_body
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import disaggregated
-from sglang_mixkv.tools.client import (
-    Answer,
-    RequestFailed,
-    accept_length,
-    generate,
-    post,
-    read_stream,
-    session,
-)
+from sglang_mixkv.tools.client import RequestFailed, read_stream, session
 
 from . import staging_on_cpu
 from .conftest import (
