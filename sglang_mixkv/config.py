@@ -211,23 +211,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(setting.flag, action="store_true", default=None, help=text)
         elif setting.flag:
             group.add_argument(
-                setting.flag, type=_for_argparse(partial(setting.value, setting.flag)),
-                default=None, metavar="VALUE",
+                setting.flag, type=partial(setting.value, setting.flag), metavar="VALUE",
                 help=f"{setting.help} Expected: {setting.words} [default: "
                 f"{setting.default}; env: {setting.environ}]",
             )  # fmt: skip
-
-
-def _for_argparse(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """With the one error whose text it shows."""
-
-    def shown(text: str) -> Any:
-        try:
-            return read(text)
-        except MixKVError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return shown
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
