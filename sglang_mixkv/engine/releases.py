@@ -15,6 +15,7 @@ import logging
 import os
 import pkgutil
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 from sglang_mixkv import __version__
@@ -55,24 +56,22 @@ SUPPORTED_SGLANG = tuple(UNSERVED)
 
 
 @cache
-def sglang_version() -> str:
-    """Version of the installed SGLang, `none` without one. Read once: `get_kv_class` is called
-    for every request, and the package's metadata take a millisecond."""
-    from importlib.metadata import PackageNotFoundError, version
-
+def version_of(package: str) -> str:
+    """Its installed version, `none` without one. Read once: `get_kv_class` is called for every
+    request, and a package's metadata take a millisecond."""
     try:
-        return version("sglang")
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "none"
 
 
-def unserved() -> tuple[Rule, ...]:
-    """Of the installed release."""
-    return UNSERVED.get(sglang_version(), UNSERVED[SUPPORTED_SGLANG[-1]])
+def sglang_version() -> str:
+    return version_of("sglang")
 
 
 def rules() -> tuple[Rule, ...]:
-    return ARGUMENT_RULES + unserved()
+    """What is refused with the installed release."""
+    return ARGUMENT_RULES + UNSERVED.get(sglang_version(), UNSERVED[SUPPORTED_SGLANG[-1]])
 
 
 def _problem(path: str, names: tuple[str, ...]) -> str:
