@@ -112,15 +112,13 @@ class MetricsReporter(Reporter):
             self._count_rooms()
             if time.monotonic() - self._looked >= LOOK_S:
                 self._looked = time.monotonic()
-                self.look()
+                self._look()
         except Exception:
             self._stop()
         finally:
             self._counting.release()
 
-    def look(self) -> None:
-        """Count the rooms and requests that have ended, and set the gauges."""
-        self._count_rooms()
+    def _look(self) -> None:
         for rid, (alive, histogram, began) in list(self._watched.items()):
             if (request := alive()) is None or request.finished():
                 del self._watched[rid]

@@ -20,7 +20,7 @@ from typing import Any
 
 from sglang_mixkv import __version__
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, config_of
-from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS, target_of
+from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS
 from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, broken, has_drafter
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -152,7 +152,7 @@ def check(server_args: Any, *, functions: bool = True) -> None:
             "Compare its accept length with a single server's (python -m sglang_mixkv accept) "
             "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
-    if dead := [path for path in map(target_of, HOOKS) if path not in HookRegistry._patched]:
+    if dead := [target for target in HOOKS if target not in HookRegistry._patched]:
         remedy = (
             "Look above for the reason that SGLang logged, or for another plugin on these seams"
         )

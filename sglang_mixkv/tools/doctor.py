@@ -21,7 +21,7 @@ from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, problems, version_of
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools import as_json, doctor_read, parser, waiting
+from sglang_mixkv.tools import as_json, begins, doctor_read, parser
 
 SCHEMA = 2
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
@@ -57,9 +57,8 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from environment()
     yield from rdma(args.devices)
     if not args.no_seams:
-        with waiting("comparing SGLang's functions with those that the plugin relies on"):
-            found = list(seams())
-        yield from found
+        begins("comparing SGLang's functions with those that the plugin relies on")
+        yield from seams()
     if not args.no_transfer:
         yield from data_plane(args)
 
@@ -160,8 +159,8 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     try:
         wire = doctor_read.Wire(args.backend, args.devices, config.resolve(args))
         yield Finding(section, "chosen", f"{wire.plane.name}: {wire.plane.why}")
-        with waiting("reading slots of another process"):
-            found = doctor_read.result(wire, args.listen, args.peer)
+        begins("reading slots of another process")
+        found = doctor_read.result(wire, args.listen, args.peer)
     except (doctor_read.ReadFailed, OSError, ValueError) as error:
         yield Finding(section, "read", "failed", str(error))
         return
