@@ -50,6 +50,16 @@ def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S)
     )
 
 
+def acceptance_by_position(answers: Sequence[client.Answer], steps: int) -> list[float]:
+    """For i = 1 .. steps: the share of verify rounds with at least i right drafts."""
+    histograms = [answer.rounds_by_right_drafts for answer in answers]
+    rounds = sum(map(sum, histograms))
+    return [
+        sum(sum(histogram[i:]) for histogram in histograms) / rounds if rounds else 0.0
+        for i in range(1, steps + 1)
+    ]
+
+
 def accept_length(answers: Sequence[client.Answer]) -> float:
     """Completion tokens a verify round, over all prompts; 0 without any round."""
     rounds = sum(answer.verify_rounds for answer in answers)

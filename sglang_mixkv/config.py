@@ -38,13 +38,8 @@ API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # of servers with --api-key; commands read
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What the operator asked of the plugin.
-
-    `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
-    cold. `patience`: a factor on the channel's times. `port`: of the channel on GPU 0; any free one
-    when 0. `data_plane`: mooncake or nixl; by the transfer backend when empty. `nixl_params`: of
-    NIXL's backend, SGLang's and the plugin's.
-    """
+    """What the operator asked of the plugin; SETTINGS says what each field means. `port`: 0 for any
+    free one. `data_plane`: "" for the transfer backend's own."""
 
     enabled: bool = False
     staging_mb: int = 256
@@ -165,7 +160,7 @@ SETTINGS = (
 
 _OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
 _OWN = re.compile(r"SGLANG_\w*MIX_?KV")
-_KNOWN = {name for name in (*_OF_VARIABLE, API_KEY_ENV) if _OWN.match(name)}
+_KNOWN = {*_OF_VARIABLE, API_KEY_ENV}
 
 
 def variable(name: str, text: str) -> Any:
