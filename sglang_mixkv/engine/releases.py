@@ -91,14 +91,12 @@ def _problem(path: str, names: tuple[str, ...]) -> str:
 
 def has_attribute(owner: type, name: str) -> bool:
     """Whether the class, or one that it is made of, declares it, or assigns it in a method."""
-    for one in owner.__mro__:
-        if name in vars(one) or name in inspect.get_annotations(one):
-            return True
-        codes = [getattr(value, "__code__", None) for value in vars(one).values()]
-        for code in (code for code in codes if code and name in code.co_names):
-            if any(i.argval == name and i.opname == "STORE_ATTR" for i in dis.Bytecode(code)):
-                return True
-    return False
+    if any(name in {*vars(one), *inspect.get_annotations(one)} for one in owner.__mro__):
+        return True
+    methods = (value for one in owner.__mro__ for value in vars(one).values())
+    codes = (method.__code__ for method in methods if inspect.isfunction(method))
+    steps = (step for code in codes if name in code.co_names for step in dis.Bytecode(code))
+    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
 
 
 def problems(*, functions: bool = True) -> list[str]:
