@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mixkv_demo import one_gpu, report
+from mixkv_demo.client import Answer, NoAnswer
 from mixkv_demo.launch import DEVICES, Topology
 from mixkv_demo.pair import DRAFTERS, PAIRS, TARGETS, pair_name, prompts
 from mixkv_demo.processes import Fleet, ServerDied
@@ -27,7 +28,7 @@ from mixkv_demo.progress import StartDisplay
 from mixkv_demo.serve import serve
 from mixkv_demo.servers import Deployment, Progress, disaggregated, single
 from sglang_mixkv.__main__ import run
-from sglang_mixkv.tools.client import Answer, NoAnswer, RequestFailed
+from sglang_mixkv.tools.client import RequestFailed
 
 RUNS = ("single", "stock", "mixkv")
 ENABLE = ("--enable-mixkv",)

@@ -14,7 +14,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, Answer, generate
+from mixkv_demo.client import Answer, generate
+from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S
 
 TARGETS = ("mla", "gqa")
 """The shipped targets, by their attention."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from mixkv_demo.client import Answer, accept_length, acceptance_by_position
 from mixkv_demo.servers import DraftBytes
-from sglang_mixkv.tools.client import Answer, accept_length, acceptance_by_position
 
 TOLERANCE = 0.02
 """How far the accept length with mixkv may be from the single server's, as a share of it."""

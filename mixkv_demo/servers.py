@@ -22,10 +22,11 @@ from typing import TypeVar
 import requests
 
 from mixkv_demo import launch, series
+from mixkv_demo.client import Answer, post
 from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import ask, prompts, request_body
 from mixkv_demo.processes import Fleet, ServerProcess
-from sglang_mixkv.tools.client import Answer, RequestFailed, post, request
+from sglang_mixkv.tools.client import RequestFailed, request
 
 START_TIMEOUT_S = 900.0
 FIRST_ANSWER_S = 60.0

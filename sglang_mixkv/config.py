@@ -6,7 +6,7 @@ every process gets the same record. Where a launcher builds ServerArgs without S
 command line, its environment decides, and the record is made when they are resolved.
 
 Each setting has bounds, and text outside of them is refused here, before anything starts. So is a
-variable with the plugin's name that nobody reads: a setting that was misspelt, or is gone.
+variable with the plugin's name that nobody reads: a setting that was misspelt.
 
 This module is imported while ServerArgs are unpickled in child processes: it imports
 neither SGLang nor torch.
@@ -38,13 +38,8 @@ API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # of servers with --api-key; commands read
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What the operator asked of the plugin.
-
-    `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
-    cold. `patience`: a factor on the channel's times. `port`: of the channel on GPU 0; any free one
-    when 0. `data_plane`: mooncake or nixl; by the transfer backend when empty. `nixl_params`: of
-    NIXL's backend, SGLang's and the plugin's.
-    """
+    """What the operator asked of the plugin; SETTINGS says what each field means. `port`: 0 for any
+    free one. `data_plane`: "" for the transfer backend's own."""
 
     enabled: bool = False
     staging_mb: int = 256
@@ -163,33 +158,16 @@ SETTINGS = (
     ),
 )  # fmt: skip
 
-_ALWAYS = "is no longer a setting: draft KV is always packed into slots. Remove it"
-_SUMS = (
-    "is no longer a setting: each segment of draft KV carries a sum, which decode compares always. "
-    "Remove it"
-)
-REMOVED = {
-    "--mixkv-draft-transfer": _ALWAYS,
-    "SGLANG_MIXKV_DRAFT_TRANSFER": _ALWAYS,
-    "--mixkv-verify": _SUMS,
-    "SGLANG_MIXKV_VERIFY": _SUMS,
-    "SGLANG_MIXKV_STATS_DIR": "is no longer a setting: the counters are at /metrics with "
-    "--enable-metrics. Remove it",
-}
-"""Flags and variables. Each stops the start of an opted-in server, and says what to do."""
-
 _OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
 _OWN = re.compile(r"SGLANG_\w*MIX_?KV")
-_KNOWN = {name for name in (*_OF_VARIABLE, *REMOVED, API_KEY_ENV) if _OWN.match(name)}
+_KNOWN = {*_OF_VARIABLE, API_KEY_ENV}
 
 
 def variable(name: str, text: str) -> Any:
     """The value of an environment variable; None where it is empty, and for those that no server
-    reads. MixKVError where it is outside of its bounds, or has the plugin's name in vain."""
+    reads. MixKVError where it is outside of its bounds, or unknown and has the plugin's name."""
     if setting := _OF_VARIABLE.get(name):
         return setting.value(name, text) if text.strip() else None
-    if name in REMOVED:
-        raise MixKVError("MIXKV-START-04", f"{name} {REMOVED[name]}")
     if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):
         raise refuse(
             "MIXKV-START-04", "variables that the plugin reads", name,
@@ -228,27 +206,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(setting.flag, action="store_true", default=None, help=text)
         elif setting.flag:
             group.add_argument(
-                setting.flag, type=_for_argparse(partial(setting.value, setting.flag)),
-                default=None, metavar="VALUE",
+                setting.flag, type=partial(setting.value, setting.flag), metavar="VALUE",
                 help=f"{setting.help} Expected: {setting.words} [default: "
                 f"{setting.default}; env: {setting.environ}]",
             )  # fmt: skip
-    for name in REMOVED:
-        if name.startswith("--"):
-            read = _for_argparse(partial(variable, name))
-            group.add_argument(name, type=read, help=argparse.SUPPRESS)
-
-
-def _for_argparse(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """With the one error whose text it shows."""
-
-    def shown(text: str) -> Any:
-        try:
-            return read(text)
-        except MixKVError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return shown
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:

@@ -6,6 +6,8 @@ means, and what to do. Two texts share a code where the operator would do the sa
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 REASON_OF = {
     "MIXKV-PAIR-01": "no_plugin",
     "MIXKV-PAIR-02": "protocol",
@@ -17,9 +19,9 @@ REASON_OF = {
 REASONS = (*REASON_OF.values(), "other")
 
 
-class MixKVError(ValueError):
+class MixKVError(ArgumentTypeError, ValueError):
     """Something does not fit. The text begins with its code, and says expected, got,
-    consequence and remedy where these are not plain."""
+    consequence and remedy where these are not plain. argparse shows it whole."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"[{code}] {text}")

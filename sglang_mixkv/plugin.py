@@ -49,10 +49,10 @@ def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_mixkv.engine.seams import HOOKS, target_of
+    from sglang_mixkv.engine.seams import HOOKS
 
-    for path, name in HOOKS.items():
-        HookRegistry.register(target_of(path), functools.partial(_around, name), HookType.AROUND)
+    for target, name in HOOKS.items():
+        HookRegistry.register(target, functools.partial(_around, name), HookType.AROUND)
     register_resolution_hook(VALIDATION)(validate)
 
 

@@ -17,6 +17,7 @@ from sglang_mixkv.config import truth
 SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
 DEVICES = ("cuda", "cpu")
 BACKENDS = ("mooncake", "nixl")
+_OFF = (None, False, "", "none", "null")
 
 
 class Rule(NamedTuple):
@@ -32,12 +33,15 @@ class Rule(NamedTuple):
 
 
 def _flag(flag: str, remedy: str, *, drafter: bool = False) -> Rule:
-    """A flag that is refused when it is given; `drafter`: with a drafter alone."""
-    attribute = flag.removeprefix("--").replace("-", "_")
-    if not drafter:
-        return Rule(flag, lambda a: getattr(a, attribute, None), remedy)
-    name = f"{flag} with a drafter"
-    return Rule(name, lambda a: getattr(a, attribute, None) and has_drafter(a), remedy)
+    """A flag that is refused when it is given, or given so; `drafter`: with a drafter alone."""
+    attribute, *values = flag.removeprefix("--").replace("-", "_").split()
+
+    def applies(args: Any) -> bool:
+        given = getattr(args, attribute, None)
+        is_given = given in values if values else given not in _OFF
+        return is_given and (not drafter or has_drafter(args))
+
+    return Rule(f"{flag} with a drafter" if drafter else flag, applies, remedy)
 
 
 def has_drafter(args: Any) -> bool:
@@ -89,9 +93,8 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     _flag("--use-ray", "start without Ray"),
     _flag("--enable-pd-role-switch", "drop the flag"),
-    Rule(
+    _flag(
         "--disaggregation-decode-allocation-policy prefill_complete",
-        lambda a: getattr(a, "disaggregation_decode_allocation_policy", "") == "prefill_complete",
         "use the default policy, early",
     ),
     _flag("--enable-hisparse", "drop the flag"),
@@ -99,10 +102,10 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "--enable-unified-memory",
         "KV fused into shared pages has no regions that could be cut by heads; drop the flag",
     ),
-    Rule(
-        "--kv-canary with a drafter",
-        lambda a: getattr(a, "kv_canary", "none") not in (None, "none") and has_drafter(a),
+    _flag(
+        "--kv-canary",
         "its rows beside the KV would be taken for heads; drop the flag",
+        drafter=True,
     ),
     # NixlKVManager (disaggregation/nixl/conn.py) has no deregister_buffer_to_engine, as Mooncake's
     # has. Peers would go on to write into the memory that /release_memory_occupation gave back.
@@ -122,19 +125,11 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "those, or start both sides without --enable-mixkv",
     ),
     _flag("--enable-multi-layer-eagle", "drop the flag"),
-    Rule(
-        "--decoupled-spec-role",
-        lambda a: getattr(a, "decoupled_spec_role", "null") != "null",
-        "draft in the same server",
-    ),
+    _flag("--decoupled-spec-role", "draft in the same server"),
     STORAGE,
     _flag("--enable-lmcache", _LACKS.format("LMCache"), drafter=True),
     _flag("--enable-flexkv", _LACKS.format("FlexKV"), drafter=True),
-    Rule(
-        "--radix-cache-backend flexkv with a drafter",
-        lambda a: getattr(a, "radix_cache_backend", None) == "flexkv" and has_drafter(a),
-        _LACKS.format("FlexKV"),
-    ),
+    _flag("--radix-cache-backend flexkv", _LACKS.format("FlexKV"), drafter=True),
     _flag(
         "--enable-unified-cache-external-linker",
         "a prefix that comes back from the external store may have the draft KV of other heads, "

@@ -143,7 +143,7 @@ class Series(NamedTuple):
 
 _BOTH = (PREFILL, DECODE)
 _DRAFT = ("prefill", "state", "reason")
-"""Labels of how a request's drafter began. Positions have no `prefill`: 32 times as many series."""
+"""Labels of how a request's drafter began."""
 
 SERIES = (
     Series(
@@ -165,10 +165,6 @@ SERIES = (
     Series(
         "accepted_tokens_total", (DECODE,),
         "Tokens of these rounds: accepted drafts, and one more each.", _DRAFT, (),
-    ),
-    Series(
-        "accepted_drafts_total", (DECODE,),
-        "Rounds that accepted the draft at this position.", ("state", "position"), (),
     ),
     Series(
         "breaker_open", (DECODE,),

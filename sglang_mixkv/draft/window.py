@@ -1,16 +1,8 @@
 """How far before a prompt's end a drafter reads, so that decode asks for no other of its rows.
 
-A query behind the prompt sees `window` tokens before itself. In SGLang 0.5.21 to 0.5.23
-
-* DFLASH with --speculative-draft-window-size reads through a table of that many tokens, which
-  begins on a page (dflash_worker_v2.py, _compute_compact_draft_seq_lens);
-* each layer of Llama EAGLE3 has that flag as its window (models/llama_eagle3.py), and a layer of a
-  DFLASH or DSPARK drafter that of config.json, where its type says so (models/dflash.py,
-  _get_dflash_layer_attention_params). The attention backend has to keep to it (WINDOWED). A row
-  has all layers, so they all need one.
-
-All else may read the whole prompt: MTP and other EAGLE drafters with the flag do so in draft
-extends, and DSPARK ignores it. docs/compatibility.md has the table.
+A query behind the prompt sees `window` tokens before itself. docs/compatibility.md#windows has the
+drafters and attention backends of SGLang 0.5.21 to 0.5.23 that keep to one, and where its source
+says so; all else may read the whole prompt. A row has all layers, so they all need a window.
 
 With decode's radix cache, without which it has no host cache, all rows move: a row that was left
 out would be missed by a shorter prompt that shares it.

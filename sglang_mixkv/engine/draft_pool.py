@@ -73,13 +73,13 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
     """A drafter without KV heads stays in SGLang's lists, behind an MLA target. Of a target with
     heads these are K and V in halves (disaggregation/common/conn.py, get_mha_kv_ptrs_with_pp), and
     are cut by heads. A drafter with heads among them is what the channel exists to prevent."""
-    latent, count = is_mla or kv_args.is_hybrid_mla_backend, kv_args.num_draft_entries
-    if count and not latent:
+    count = kv_args.num_draft_entries
+    if count and not (is_mla or kv_args.is_hybrid_mla_backend):
         raise refuse(
             "MIXKV-START-05",
             "a drafter with KV heads apart from the target's entries, or an MLA drafter behind an "
             "MLA target's",
-            f"{count} entries of a drafter behind those of {'an MLA' if latent else 'a'} target",
+            f"{count} entries of a drafter behind those of a target",
             "SGLang would pair the drafter's entries with others, or end requests",
             "Use a drafter with KV heads",
         )
@@ -115,15 +115,12 @@ def _not_cut(got: str) -> MixKVError:
     )
 
 
-def draft_is_left_out() -> bool:
-    """Whether SGLang's backup of a retracted request has the target's rows alone. Its host pool has
-    the drafter's beside them."""
-    return bool(get_disagg().disaggregation_decode_retraction_backup == "cpu_tensor")
-
-
 def clear_retracted(pool: Any, table: Any, request: Any) -> None:
-    """Zeros in the rows that Req.load_kv_cache fills in the target's pool. On the current stream,
-    which resume_retracted_reqs has made wait for the forward that may have written to them."""
+    """Zeros in the rows that Req.load_kv_cache fills in the target's pool, where SGLang's backup of
+    a retracted request has these alone; its host pool has the drafter's beside them. On the current
+    stream, which resume_retracted_reqs has made wait for the forward that may have written."""
+    if get_disagg().disaggregation_decode_retraction_backup != "cpu_tensor":
+        return
     rows = table.req_to_token[request.kv.req_pool_idx, : request.seqlen - 1].long()
     with torch.inference_mode():
         for buffer in (*pool.k_buffer, *pool.v_buffer):

@@ -85,7 +85,7 @@ def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs
     for request in resumed or () if local is not None else ():
         try:
             local.reporter.retracted(request)
-            if local.handed.pool is not None and draft_pool.draft_is_left_out():
+            if local.handed.pool is not None:
                 draft_pool.clear_retracted(local.handed.pool, queue.req_to_token_pool, request)
         except Exception:
             logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")

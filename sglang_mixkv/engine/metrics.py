@@ -29,7 +29,6 @@ logger = logging.getLogger(f"sglang.{__name__}")
 LOOK_S = 1.0
 MAX_LOGGED = 1024  # pairs of peer and note; beyond them nothing new is logged
 MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
-MAX_POSITIONS = 32  # of a draft; positions behind are not counted
 MAX_WATCHED = 65536  # requests
 
 
@@ -113,15 +112,13 @@ class MetricsReporter(Reporter):
             self._count_rooms()
             if time.monotonic() - self._looked >= LOOK_S:
                 self._looked = time.monotonic()
-                self.look()
+                self._look()
         except Exception:
             self._stop()
         finally:
             self._counting.release()
 
-    def look(self) -> None:
-        """Count the rooms and requests that have ended, and set the gauges."""
-        self._count_rooms()
+    def _look(self) -> None:
         for rid, (alive, histogram, began) in list(self._watched.items()):
             if (request := alive()) is None or request.finished():
                 del self._watched[rid]
@@ -162,9 +159,6 @@ class MetricsReporter(Reporter):
         self._record("finished_requests_total", *values)
         self._record("verify_rounds_total", *values, amount=rounds)
         self._record("accepted_tokens_total", *values, amount=tokens)
-        for position in range(1, min(len(histogram), MAX_POSITIONS + 1)):
-            right = sum(histogram[position:])
-            self._record("accepted_drafts_total", began.state, str(position), amount=right)
 
     def _known(self, prefill: str) -> str:
         """The value of the label `prefill`."""

@@ -15,11 +15,12 @@ import logging
 import os
 import pkgutil
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 from sglang_mixkv import __version__
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, config_of
-from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS, target_of
+from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS
 from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, broken, has_drafter
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -55,24 +56,22 @@ SUPPORTED_SGLANG = tuple(UNSERVED)
 
 
 @cache
-def sglang_version() -> str:
-    """Version of the installed SGLang, `none` without one. Read once: `get_kv_class` is called
-    for every request, and the package's metadata take a millisecond."""
-    from importlib.metadata import PackageNotFoundError, version
-
+def version_of(package: str) -> str:
+    """Its installed version, `none` without one. Read once: `get_kv_class` is called for every
+    request, and a package's metadata take a millisecond."""
     try:
-        return version("sglang")
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "none"
 
 
-def unserved() -> tuple[Rule, ...]:
-    """Of the installed release."""
-    return UNSERVED.get(sglang_version(), UNSERVED[SUPPORTED_SGLANG[-1]])
+def sglang_version() -> str:
+    return version_of("sglang")
 
 
 def rules() -> tuple[Rule, ...]:
-    return ARGUMENT_RULES + unserved()
+    """What is refused with the installed release."""
+    return ARGUMENT_RULES + UNSERVED.get(sglang_version(), UNSERVED[SUPPORTED_SGLANG[-1]])
 
 
 def _problem(path: str, names: tuple[str, ...]) -> str:
@@ -92,14 +91,12 @@ def _problem(path: str, names: tuple[str, ...]) -> str:
 
 def has_attribute(owner: type, name: str) -> bool:
     """Whether the class, or one that it is made of, declares it, or assigns it in a method."""
-    for one in owner.__mro__:
-        if name in vars(one) or name in inspect.get_annotations(one):
-            return True
-        codes = [getattr(value, "__code__", None) for value in vars(one).values()]
-        for code in (code for code in codes if code and name in code.co_names):
-            if any(i.argval == name and i.opname == "STORE_ATTR" for i in dis.Bytecode(code)):
-                return True
-    return False
+    if any(name in {*vars(one), *inspect.get_annotations(one)} for one in owner.__mro__):
+        return True
+    methods = (value for one in owner.__mro__ for value in vars(one).values())
+    codes = (method.__code__ for method in methods if inspect.isfunction(method))
+    steps = (step for code in codes if name in code.co_names for step in dis.Bytecode(code))
+    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
 
 
 def problems(*, functions: bool = True) -> list[str]:
@@ -153,7 +150,7 @@ def check(server_args: Any, *, functions: bool = True) -> None:
             "Compare its accept length with a single server's (python -m sglang_mixkv accept) "
             "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
-    if dead := [path for path in map(target_of, HOOKS) if path not in HookRegistry._patched]:
+    if dead := [target for target in HOOKS if target not in HookRegistry._patched]:
         remedy = (
             "Look above for the reason that SGLang logged, or for another plugin on these seams"
         )

@@ -72,7 +72,8 @@ _FUNCTIONS = {
 }  # fmt: skip
 _SPLIT = {path: text.partition("-> ") for path, text in _FUNCTIONS.items()}
 SEAMS = {path: tuple(parameters.split()) for path, (parameters, _, _) in _SPLIT.items()}
-HOOKS = {path: around for path, (_, _, around) in _SPLIT.items() if around}
+HOOKS = {path.replace(":", "."): around for path, (_, _, around) in _SPLIT.items() if around}
+"""By target, as SGLang's HookRegistry names it."""
 
 _NAMES = {
     # a rank's facts; its tables, which a use of a number leaves as SGLang expects them
@@ -148,8 +149,3 @@ LATER = {
     "0.5.22": {"indices_event"},
 }  # fmt: skip
 """By release: what came after it, with what it is for."""
-
-
-def target_of(path: str) -> str:
-    """As SGLang's HookRegistry names it."""
-    return path.replace(":", ".")

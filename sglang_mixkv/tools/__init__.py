@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from textwrap import wrap
-from threading import Timer
 from typing import Any
 
 import msgspec
 
-PATIENCE_S = 1.0
 WIDTH = 100
 
 
@@ -45,13 +42,7 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Says on a terminal what takes longer than a second."""
-    timer = Timer(PATIENCE_S, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
+def begins(what: str) -> None:
+    """Says on a terminal what takes some seconds."""
     if sys.stderr.isatty():
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+        print(f"{what} ...", file=sys.stderr, flush=True)

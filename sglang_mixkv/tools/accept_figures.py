@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_mixkv.tools.client import Answer, acceptance_by_position
+from sglang_mixkv.tools.client import Answer
 
 FEWEST = 8
 """Prompts that a verdict needs: of fewer, how much prompts differ is not known."""
@@ -92,13 +92,13 @@ class Comparison(msgspec.Struct, frozen=True):
     def verdict(self) -> Verdict:
         """Each rank must have prompts enough to be found below, but not to be found within: that
         takes as many on each as on all."""
-        ranks = self.by_dp_rank.values()
-        if any(one.differs for one in (self, *ranks)):
+        each = (self, *self.by_dp_rank.values())
+        if any(one.differs for one in each):
             return Verdict.OTHER_OUTPUT
-        if any(one.is_below for one in (self, *ranks)):
+        if any(one.is_below for one in each):
             return Verdict.BELOW
-        known = all(one.interval for one in ranks)
-        return Verdict.WITHIN if known and self.is_within else Verdict.UNDECIDED
+        is_within = self.is_within and all(one.interval for one in each)
+        return Verdict.WITHIN if is_within else Verdict.UNDECIDED
 
     def words(self) -> str:
         """The verdict's."""
@@ -133,8 +133,8 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparison:
     """`tail`: the probability on either side of the interval."""
     sides = [one.single for one in asked], [one.pair for one in asked]
-    counts = [*map(_counts, sides)]
-    single, pair = map(_side, sides, counts)
+    tables = [*map(_at_least, sides)]
+    single, pair = map(_side, sides, tables)
     lengths = single.accept_length, pair.accept_length
     differ = [one.differs_at for one in asked if one.differs_at is not None]
     early = sum(place < EARLY for place in differ)
@@ -146,36 +146,37 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
     }  # fmt: skip
     return Comparison(
         len(asked), len(asked) - len(differ), single, pair,
-        lengths[1] / lengths[0] if all(lengths) else None, _interval(np.hstack(counts), tail),
+        lengths[1] / lengths[0] if all(lengths) else None, _interval(tables, tail),
         len(asked) >= FEWEST and not is_chance(early, len(asked)), gate, by_dp_rank,
         statistics.median(differ or [0]),
     )  # fmt: skip
 
 
-def _counts(answers: list[Answer]) -> Any:
-    """Of each answer, the tokens that verify rounds yielded, and the rounds."""
+def _at_least(answers: list[Answer]) -> Any:
+    """[answers, longest draft + 1]: each answer's verify rounds with at least so many right drafts.
+    The first are all rounds, and their sum is the tokens that these yielded."""
     rows = [answer.rounds_by_right_drafts for answer in answers]
-    yielded = [sum((right + 1) * n for right, n in enumerate(row)) for row in rows]
-    return np.array([*zip(yielded, map(sum, rows), strict=True)], float)
+    longest = max(1, *map(len, rows))
+    padded = np.array([[*row, *[0] * (longest - len(row))] for row in rows], float)
+    return padded[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
-def _side(answers: list[Answer], counts: Any) -> Side:
-    tokens, rounds = map(float, counts.sum(axis=0))
-    steps = max(len(answer.rounds_by_right_drafts) for answer in answers) - 1
+def _side(answers: list[Answer], at_least: Any) -> Side:
+    sums = at_least.sum(axis=0)
+    rounds = max(1, int(sums[0]))
     first = statistics.fmean(answer.first_token_s for answer in answers)
-    by_position = acceptance_by_position(answers, steps)
-    return Side(tokens / rounds if rounds else 0.0, by_position, int(rounds), first)
+    return Side(float(sums.sum()) / rounds, (sums[1:] / rounds).tolist(), int(sums[0]), first)
 
 
-def _interval(counts: Any, tail: float) -> tuple[float, float] | None:
+def _interval(tables: list[Any], tail: float) -> tuple[float, float] | None:
     """By resampling prompts: rounds of one prompt hang together."""
-    number = len(counts)
+    number = len(tables[0])
     if number < FEWEST:
         return None
     draws = np.random.default_rng(1).multinomial(number, [1 / number] * number, RESAMPLES)
-    tokens, rounds, pair_tokens, pair_rounds = (draws @ counts).T
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = (pair_tokens / pair_rounds) / (tokens / rounds)
+        single, pair = (one.sum(axis=1) / one[:, 0] for one in (draws @ each for each in tables))
+        ratios = pair / single
     if not np.isfinite(ratios).all():
         return None
     low, high = np.quantile(ratios, (tail, 1 - tail))

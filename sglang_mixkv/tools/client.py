@@ -1,4 +1,4 @@
-"""HTTP client for /generate, and what the answers say of speculation."""
+"""HTTP client of the commands."""
 
 from __future__ import annotations
 
@@ -27,28 +27,21 @@ WHY = {
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A server's answer to one prompt. `cached_tokens`: of the prompt, found in a radix cache;
-    `host_tokens`: of these, restored from its host tier. `drafted`: tokens drafted a verify
-    round. `dp_rank`: who decoded it, None where the server does not say. `first_token_s`: when
-    the first token came, of `stream` alone."""
+    """A server's answer to one prompt. `drafted`: tokens drafted a verify round. `dp_rank`: who
+    decoded it, None where the server does not say. `first_token_s`: when the first token came, of
+    `stream` alone."""
 
     tokens: tuple[int, ...]
     verify_rounds: int
     rounds_by_right_drafts: tuple[int, ...]
     seconds: float
-    cached_tokens: int = 0
     drafted: int = 0
-    host_tokens: int = 0
     dp_rank: int | None = None
     first_token_s: float = 0.0
 
 
 class RequestFailed(RuntimeError):
     """A server answered with an error, or not at all."""
-
-
-class NoAnswer(RequestFailed):
-    """A server did not answer in time."""
 
 
 def session() -> requests.Session:
@@ -59,12 +52,6 @@ def session() -> requests.Session:
     if key := os.environ.get(API_KEY_ENV):
         made.headers["Authorization"] = f"Bearer {key}"
     return made
-
-
-def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
-    """One request to a server, whatever comes of it."""
-    with session() as made:
-        return made.post(url, json=body, timeout=timeout)
 
 
 @contextmanager
@@ -82,7 +69,7 @@ def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[req
         text = str(error)
         # Of a stream, requests has a timeout for a broken connection.
         if isinstance(error, requests.Timeout) or "Read timed out" in text:
-            raise NoAnswer(f"no answer from {url} within {timeout:.0f} s") from error
+            raise RequestFailed(f"no answer from {url} within {timeout:.0f} s") from error
         why = next((words for sign, words in WHY.items() if sign in text), text)
         why = NO_URL if isinstance(error, ValueError) else why
         raise RequestFailed(f"no answer from {url}: {why}") from error
@@ -96,15 +83,9 @@ def request(
         return response
 
 
-def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
-    """One request to a server or router; :class:`RequestFailed` says why there is no answer."""
-    begin = time.monotonic()
-    response = request("POST", f"{url}/generate", timeout, json=body)
-    return parse_answer(response.json(), time.monotonic() - begin)
-
-
 def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
-    """As `generate`, token by token. `timeout`: of the first one, and between two of them."""
+    """One prompt's answer from a server or router, token by token. `timeout`: of the first one, and
+    between two of them. Raises RequestFailed."""
     begin, url = time.monotonic(), f"{url}/generate"
     with _answered("POST", url, timeout, json={**body, "stream": True}, stream=True) as response:
         reply, first = read_stream(url, response.iter_lines())
@@ -151,25 +132,7 @@ def parse_answer(reply: dict[str, Any], seconds: float, first_token_s: float = 0
     return Answer(
         tuple(reply["output_ids"]), rounds, tuple(info.get("spec_correct_drafts_histogram") or ()),
         seconds,
-        cached_tokens=info.get("cached_tokens") or 0,
         drafted=(info.get("spec_num_proposed_drafts") or 0) // max(1, rounds),
-        host_tokens=(info.get("cached_tokens_details") or {}).get("host", 0),
         dp_rank=info.get("dp_rank"),
         first_token_s=first_token_s,
     )  # fmt: skip
-
-
-def accept_length(answers: list[Answer]) -> float:
-    """Completion tokens a verify round, over all prompts; 0 without any round."""
-    rounds = sum(answer.verify_rounds for answer in answers)
-    return sum(len(answer.tokens) for answer in answers) / rounds if rounds else 0.0
-
-
-def acceptance_by_position(answers: list[Answer], steps: int) -> list[float]:
-    """For i = 1 .. steps: the share of verify rounds with at least i right drafts."""
-    histograms = [answer.rounds_by_right_drafts for answer in answers]
-    rounds = sum(map(sum, histograms))
-    return [
-        sum(sum(histogram[i:]) for histogram in histograms) / rounds if rounds else 0.0
-        for i in range(1, steps + 1)
-    ]

@@ -11,9 +11,7 @@ import argparse
 import os
 import platform
 import re
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -21,9 +19,9 @@ import msgspec
 
 from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
+from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, problems, version_of
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools import as_json, doctor_read, parser, waiting
+from sglang_mixkv.tools import as_json, begins, doctor_read, parser
 
 SCHEMA = 2
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
@@ -39,11 +37,6 @@ SEAMS_LIMIT_S = 300
 _SHOWN = re.compile(r"MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_|(CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME)$")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 _USERINFO = re.compile(r"//[^/@\s]*@")
-
-_SEAMS_PROGRAM = (
-    "from sglang_mixkv.engine import releases\n"
-    "print(*('seam:' + problem for problem in releases.problems()), sep='\\n')"
-)
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -64,22 +57,13 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from environment()
     yield from rdma(args.devices)
     if not args.no_seams:
-        with waiting("comparing SGLang's functions with those that the plugin relies on"):
-            found = list(seams())
-        yield from found
+        begins("comparing SGLang's functions with those that the plugin relies on")
+        yield from seams()
     if not args.no_transfer:
         yield from data_plane(args)
 
 
 # ---------------------------------------------------------------- this environment
-
-
-def version_of(name: str) -> str:
-    """Of an installed package; `none` without it."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def versions() -> Iterator[Finding]:
@@ -129,24 +113,16 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         yield Finding("environment", name, _USERINFO.sub("//***@", value), problem)
 
 
-def seams(program: str = _SEAMS_PROGRAM) -> Iterator[Finding]:
-    """All functions of SGLang's that the plugin relies on, compared in a child process, which an
-    import of SGLang may end."""
+def seams(compare: Callable[[], list[str]] = problems) -> Iterator[Finding]:
+    """All functions of SGLang's that the plugin relies on."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=SEAMS_LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        yield Finding("seams", "checked", "no", f"no end after {SEAMS_LIMIT_S} s")
+        differing = doctor_read.apart(SEAMS_LIMIT_S, [compare])
+    except doctor_read.ReadFailed as error:
+        yield Finding("seams", "checked", "no", f"the check failed: {error}")
         return
-    problems = [line[5:] for line in done.stdout.splitlines() if line.startswith("seam:")]
-    for problem in problems:
+    for problem in differing:
         yield Finding("seams", problem.partition(": ")[0], "differs", problem)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        problem = f"the check ended with status {done.returncode}: {last}"
-        yield Finding("seams", "checked", "no", problem)
-    elif not problems:
+    if not differing:
         yield Finding("seams", "checked", "all as expected")
 
 
@@ -183,8 +159,8 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     try:
         wire = doctor_read.Wire(args.backend, args.devices, config.resolve(args))
         yield Finding(section, "chosen", f"{wire.plane.name}: {wire.plane.why}")
-        with waiting("reading slots of another process"):
-            found = doctor_read.result(wire, args.listen, args.peer)
+        begins("reading slots of another process")
+        found = doctor_read.result(wire, args.listen, args.peer)
     except (doctor_read.ReadFailed, OSError, ValueError) as error:
         yield Finding(section, "read", "failed", str(error))
         return

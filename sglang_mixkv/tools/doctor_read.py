@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -121,21 +121,17 @@ class Side:
             torch.cuda.set_device(gpu)
         device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
         self._from_numpy, self.slot_bytes = torch.from_numpy, slot_bytes(wire.config.staging_mb)
-        self._staging = Staging(SLOTS, self.slot_bytes, device)
+        staging = Staging(SLOTS, self.slot_bytes, device)
+        self.slot = staging.slot
         self.plane = planes.make(wire.plane.name, host, wire.devices, wire.config.nixl_params)
-        memory = Memory(self._staging.address, self._staging.size, gpu)
-        self.plane.register(memory, self._staging.address + SPARE)
+        memory = Memory(staging.address, staging.size, gpu)
+        self.plane.register(memory, staging.address + SPARE)
         where = "host" if gpu is None else "GPU"
         self.memory = f"{where}, {SLOTS} slots of {self.slot_bytes >> 10:,} KiB"
 
-    def address(self, number: int) -> int:
-        return self._staging.address + number * self.slot_bytes
-
-    def fill(self, number: int) -> None:
-        self._staging.slot(number).copy_(self._from_numpy(pattern(number, self.slot_bytes)))
-
-    def get(self, number: int, size: int) -> Any:
-        return self._staging.slot(number)[:size].cpu().numpy()
+    def fill(self) -> None:
+        for number in range(READ):
+            self.slot(number).copy_(self._from_numpy(pattern(number, self.slot_bytes)))
 
 
 @contextmanager
@@ -165,11 +161,10 @@ def serve(host: str, port: int, wire: Wire) -> Result:
                     raise ReadFailed(f"{text}, got {ask.plane}: set {PLANE_ENV} on both sides")
                 if side is None:
                     side = Side(wire, ask.host)
-                    for number in range(READ):
-                        side.fill(number)
+                    side.fill()
                 if ask.wrong is not None:
                     return Result(side.memory, devices_in_use(), ask.wrong)
-                offer = Offer(side.plane.endpoint, side.address(0), side.slot_bytes)
+                offer = Offer(side.plane.endpoint, side.slot(0).data_ptr(), side.slot_bytes)
             except msgspec.DecodeError:
                 offer = Offer(failed="expected the same release of the doctor on both sides")
             except Exception as error:
@@ -207,7 +202,7 @@ def _read_slots(side: Side, peer: Peer, offer: Offer) -> Result:
     for first in (0, READ):
         begin = time.monotonic()
         side.plane.start(first, peer, [
-            Extent(side.address(first + n), offer.address + n * offer.slot_bytes, size)
+            Extent(side.slot(first + n).data_ptr(), offer.address + n * offer.slot_bytes, size)
             for n in range(READ)
         ])  # fmt: skip
         while not (ended := side.plane.ended()):
@@ -218,37 +213,40 @@ def _read_slots(side: Side, peer: Peer, offer: Offer) -> Result:
             raise ReadFailed(f"{what} failed: {error}")
         seconds.append(time.monotonic() - begin)
         for n in range(READ):
-            differs = np.flatnonzero(side.get(first + n, size) != pattern(n, size))
+            found = side.slot(first + n)[:size].cpu().numpy()
+            differs = np.flatnonzero(found != pattern(n, size))
             wrong |= {n: f"byte {differs[0]} of slot {n}"} if differs.size else {}
     return Result(side.memory, devices_in_use(), [*wrong.values()], READ * size, min(seconds))
 
 
-# ---------------------------------------------------------------- the two processes
+# ---------------------------------------------------------------- processes
 
 
 def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None = None) -> Result:
     """What a process here read from a peer, a peer from one here, or else one here from another."""
-    seconds = LIMIT_S if listen is None else LISTEN_S
+    roles: list[Any] = [(serve, "*", listen)] if peer is None else [(read, *peer)]
+    if peer is None and listen is None:
+        with socket.create_server((HERE, 0)) as free:
+            port = free.getsockname()[1]
+        roles = [(serve, HERE, port), (read, HERE, port)]
+    found: Result = apart(LIMIT_S if listen is None else LISTEN_S, *((*one, wire) for one in roles))
+    return found
+
+
+def apart(seconds: int, *calls: Sequence[Any]) -> Any:
+    """What the last of these functions with arguments returns. Each runs in a process of its own,
+    which an import or a transport may end. ReadFailed where one fails, dies or takes longer."""
     with NamedTemporaryFile() as log, ProcessPoolExecutor(
-        2, multiprocessing.get_context("spawn"), _confine, (log.name, seconds)
+        len(calls), multiprocessing.get_context("spawn"), _confine, (log.name, seconds)
     ) as pool:  # fmt: skip
         try:
-            if peer is not None:
-                return pool.submit(_run, read, *peer, wire).result()
-            if listen is not None:
-                return pool.submit(_run, serve, "*", listen, wire).result()
-            with socket.create_server((HERE, 0)) as free:
-                port = free.getsockname()[1]
-            both = [pool.submit(_run, role, HERE, port, wire) for role in (serve, read)]
-            futures.wait(both, return_when=futures.FIRST_EXCEPTION)
-            for one in both:
-                if one.done():  # one that fails is why the other one does
-                    one.result()
-            return both[1].result()
+            running = [pool.submit(_run, *call) for call in calls]
+            futures.wait(running, return_when=futures.FIRST_EXCEPTION)
+            # One that has failed is why the other one has not ended.
+            return [one.result() for one in running if one.done()][-1]
         except BrokenProcessPool:
             last = b" | ".join(log.read().splitlines()[-3:]).decode(errors="replace")
-            text = f"a process that reads or is read died, or took {seconds} s: {last}"
-            raise ReadFailed(text) from None
+            raise ReadFailed(f"a process died, or took {seconds} s: {last}") from None
 
 
 def _confine(log: str, seconds: int) -> None:
@@ -262,9 +260,9 @@ def _confine(log: str, seconds: int) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _run(role: Callable[[str, int, Wire], Result], host: str, port: int, wire: Wire) -> Result:
+def _run(call: Callable[..., Any], *args: Any) -> Any:
     try:
-        return role(host, port, wire)
+        return call(*args)
     except Exception as error:
         text = str(error) or repr(error)
         if text.startswith("mooncake: [") and "MC_USE_IPV6" not in os.environ:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
-from sglang_mixkv.tools import as_json, parser, point, table, waiting
+from sglang_mixkv.tools import as_json, begins, parser, point, table
 from sglang_mixkv.tools.plan_line import GPUS
 from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan
 from sglang_mixkv.tools.plan_server import Server, read
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
     servers, errors = [], []
     for role in ROLES:
         try:
-            with waiting(f"SGLang resolves the {role} line"):
-                servers.append(read(role, args[role], gpu=args["gpu"]))
+            begins(f"SGLang resolves the {role} line")
+            servers.append(read(role, args[role], gpu=args["gpu"]))
         except ValueError as error:
             errors.append(str(error))
         except ImportError as error:

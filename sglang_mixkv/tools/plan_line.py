@@ -123,10 +123,9 @@ def _parser() -> argparse.ArgumentParser:
 def alone(environ: Mapping[str, str]) -> Iterator[None]:
     """The line's variables alone decide. SGLang logs nothing and downloads nothing."""
     level = logging.root.manager.disable
-    with patch.dict(os.environ), warnings.catch_warnings(action="ignore"):
-        for name in [name for name in os.environ if name.startswith("SGLANG_")]:
-            del os.environ[name]
-        os.environ.update(environ, HF_HUB_OFFLINE="1")
+    of_shell = {name: v for name, v in os.environ.items() if not name.startswith("SGLANG_")}
+    whole = {**of_shell, **environ, "HF_HUB_OFFLINE": "1"}
+    with patch.dict(os.environ, whole, clear=True), warnings.catch_warnings(action="ignore"):
         logging.disable(logging.CRITICAL)
         try:
             yield

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 from rig.unserved import skip_unserved
 
+from mixkv_demo.client import Answer, accept_length
 from mixkv_demo.launch import Topology
 from mixkv_demo.pair import PAIRS, cousins, prompts
 from mixkv_demo.processes import Fleet
@@ -23,7 +24,6 @@ from mixkv_demo.servers import (
     disaggregated,
     single,
 )
-from sglang_mixkv.tools.client import Answer, accept_length
 
 START_TIMEOUT = pytest.mark.timeout(1800)
 """Two deployments may start within one test, on a machine that has other work."""

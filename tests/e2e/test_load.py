@@ -23,11 +23,12 @@ import pytest
 from rig import watched_server
 
 from mixkv_demo import launch
+from mixkv_demo.client import Answer, NoAnswer, accept_length
 from mixkv_demo.launch import Topology
 from mixkv_demo.pair import ask, cousins, prompts
 from mixkv_demo.processes import Fleet, ServerDied
 from mixkv_demo.servers import Deployment, disaggregated, start
-from sglang_mixkv.tools.client import Answer, NoAnswer, RequestFailed, accept_length
+from sglang_mixkv.tools.client import RequestFailed
 
 from .conftest import ENABLE, TP1, TP1_PP2, TP2, TP2_DP2, TP2_DP2_OLDER, WARM, Reference, cold
 

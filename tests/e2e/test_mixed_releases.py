@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from mixkv_demo.client import Answer, accept_length, generate
 from mixkv_demo.launch import Topology
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import disaggregated
 from sglang_mixkv.draft.facts import MIXES
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
-from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, generate
+from sglang_mixkv.tools.client import RequestFailed
 
 from .conftest import COLLAPSED, ENABLE, START_TIMEOUT, TP1, TP2, Reference, same
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mixkv_demo import launch
+from mixkv_demo.client import post
 from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import prompts
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment, bring_up, silent, start
-from sglang_mixkv.tools.client import RequestFailed, post
+from sglang_mixkv.tools.client import RequestFailed
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, Reference, all_arrived, answered, same
 

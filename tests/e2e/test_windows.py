@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from mixkv_demo.client import accept_length
 from mixkv_demo.launch import run_by
 from mixkv_demo.pair import BOS, SEP, SYMBOLS
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import disaggregated, single
-from sglang_mixkv.tools.client import accept_length
 
 from .conftest import (
     DECODE_CACHE,

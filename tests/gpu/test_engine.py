@@ -22,12 +22,12 @@ from functools import cache
 import pytest
 
 from mixkv_demo import launch, one_gpu
+from mixkv_demo.client import Answer, NoAnswer, accept_length, generate
 from mixkv_demo.launch import Launch, Topology, without_drafter
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment, bring_up, silent, single
 from sglang_mixkv.config import PLANE_ENV
-from sglang_mixkv.tools.client import Answer, NoAnswer, accept_length, generate
 
 from .conftest import no_cuda
 

@@ -1,17 +1,12 @@
-"""Peers without the channel: stock ones, and those of release 0.2, of which the answer to GET
-/mixkv is recorded in fixtures/.
+"""Stock peers, which have no channel.
 
-    prefill    decode    what a request gets
-    stock      ours      refused by decode, in words, before any message of SGLang's
-    0.2        ours      the same
-    ours       0.2       refused by that decode: it reads the protocol of our answer first
-    ours       stock     its target; prefill counts a room that nobody opens, and says so once
+prefill    decode    what a request gets
+stock      ours      refused by decode, in words, before any message of SGLang's
+ours       stock     its target; prefill counts a room that nobody opens, and says so once
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +16,8 @@ from rig.rank import Rank, stock_class
 from rig.ring import Outcome, run
 from rig.special import Special
 
-from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.engine import prefill_http
-from sglang_mixkv.errors import MixKVError
-
 pytestmark = pytest.mark.transports(1)
 
-ANSWER = (Path(__file__).parent / "fixtures" / "release_0_2.json").read_bytes()
 PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 REQUESTS = (Request(23, chunk_pages=2), Request(8), Request(12, prefix_pages=2))
 
@@ -97,14 +87,3 @@ def test_a_decode_with_one_stock_rank_is_counted() -> None:
     outcome = run(Case(1, 2, requests=REQUESTS, special=special))
     assert outcome.statuses == {"success"}
     assert outcome.total("unopened_rooms_total") == len(REQUESTS)
-
-
-# ---------------------------------------------------------------- release 0.2
-
-
-@pytest.mark.mooncake_only
-def test_a_prefill_of_release_0_2_is_refused() -> None:
-    """Where its answer is read; what becomes of its requests is the stock prefill's test."""
-    assert json.loads(ANSWER)["protocol"] != PROTOCOL[1]  # all that a decode of 0.2 reads of ours
-    with pytest.raises(MixKVError, match="have a protocol in common on both sides"):
-        prefill_http.read_rows(ANSWER)

@@ -14,7 +14,7 @@ from rig import forks
 import mixkv_demo
 from sglang_mixkv import plugin
 from sglang_mixkv.engine import releases
-from sglang_mixkv.engine.seams import HOOKS, target_of
+from sglang_mixkv.engine.seams import HOOKS
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
 FLAGS = [
@@ -22,7 +22,7 @@ FLAGS = [
     "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",
     "--attention-backend", "torch_native", "--disable-overlap-schedule",
 ]  # fmt: skip
-PATHS = [*map(target_of, HOOKS)]
+PATHS = [*HOOKS]
 KINDS = ("kvargs", "manager", "sender", "receiver", "bootstrap_server")
 OTHER = "--disaggregation-transfer-backend other than mooncake and nixl is not supported"
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from sglang_mixkv import config, refusals
-from sglang_mixkv.config import Config, add_flags, config_of, resolve
+from sglang_mixkv.config import Config, add_flags, resolve
 from sglang_mixkv.engine import releases
 from sglang_mixkv.errors import MixKVError
 
@@ -188,22 +188,6 @@ def test_what_a_release_does_not_serve_is_refused_there(
     (text,) = broken(on)
     assert text.startswith("--disaggregation-decode-host-receive-threshold other than")
     assert set(refused_there[1:]) <= set(UNSERVED)
-
-
-@pytest.mark.parametrize("name", config.REMOVED)
-def test_a_removed_setting_stops_the_start_and_says_what_to_do(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if name.startswith("--"):
-        with pytest.raises(SystemExit):
-            parse(name, "packed")
-        said = " ".join(capsys.readouterr().err.split())
-        assert f"[MIXKV-START-04] {name} is no longer a setting" in said
-    else:
-        expected = rf"\[MIXKV-START-04\] {name} is no longer a setting.*Remove it"
-        with pytest.raises(MixKVError, match=expected):
-            resolve(None, {name: "auto"})
-        assert not config_of(SimpleNamespace()).enabled  # who has not opted in is left alone
 
 
 def test_every_field_of_the_record_is_there_in_another_process() -> None:

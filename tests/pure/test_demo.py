@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from mixkv_demo import report
-from sglang_mixkv.tools.client import Answer
+from mixkv_demo.client import Answer
 
 RIGHT, OTHER = Answer((1, 2, 3, 4), 1, (), 1.0), Answer((1, 2, 3, 9), 1, (), 1.0)
 

@@ -63,7 +63,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "mixkv_cpu/support.py": ({"mixkv_cpu", "nixl", "sgl_kernel", "sglang"}, set()),
     "mixkv_cpu/kernels/": ({"torch"}, set()),
     "mixkv_cpu/site/": ({"mixkv_cpu", "torch"}, set()),
-    "mixkv_demo/": ({"mixkv_cpu", "mixkv_demo", "requests", "rich"},
+    "mixkv_demo/": ({"mixkv_cpu", "mixkv_demo", "msgspec", "requests", "rich"},
                     {"__main__", "config", "series", "tools.client", "tools.status"}),
     "mixkv_demo/one_gpu/": ({"mixkv_demo", "sglang", "torch"}, set()),
 }  # fmt: skip

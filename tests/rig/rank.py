@@ -172,7 +172,8 @@ class Rank(Memory):
         if self.plugin is None:
             return Counter()
         with self.plugin._counting:
-            self.plugin.look()
+            self.plugin._count_rooms()
+            self.plugin._look()
         return totals(generate_latest(REGISTRY).decode(), without="prefill")
 
     # -- requests

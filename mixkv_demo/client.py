@@ -1,0 +1,66 @@
+"""Requests to the demo's servers, and what their answers say of speculation and caches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import requests
+
+from sglang_mixkv.tools import client
+from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, parse_answer, request
+
+
+class Answer(client.Answer, frozen=True):
+    """`cached_tokens`: of the prompt, found in a radix cache; `host_tokens`: of these, restored
+    from its host tier."""
+
+    cached_tokens: int = 0
+    host_tokens: int = 0
+
+
+class NoAnswer(RequestFailed):
+    """A server did not answer in time."""
+
+
+def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
+    """One request to a server, whatever comes of it."""
+    with client.session() as made:
+        return made.post(url, json=body, timeout=timeout)
+
+
+def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
+    """One request to a server or router; RequestFailed says why there is no answer."""
+    begin = time.monotonic()
+    try:
+        reply = request("POST", f"{url}/generate", timeout, json=body).json()
+    except RequestFailed as error:
+        cause = error.__cause__
+        if isinstance(cause, requests.Timeout) or "Read timed out" in str(cause):
+            raise NoAnswer(str(error)) from error
+        raise
+    parsed = parse_answer(reply, time.monotonic() - begin)
+    info = reply["meta_info"]
+    return Answer(
+        **msgspec.structs.asdict(parsed),
+        cached_tokens=info.get("cached_tokens") or 0,
+        host_tokens=(info.get("cached_tokens_details") or {}).get("host", 0),
+    )
+
+
+def acceptance_by_position(answers: Sequence[client.Answer], steps: int) -> list[float]:
+    """For i = 1 .. steps: the share of verify rounds with at least i right drafts."""
+    histograms = [answer.rounds_by_right_drafts for answer in answers]
+    rounds = sum(map(sum, histograms))
+    return [
+        sum(sum(histogram[i:]) for histogram in histograms) / rounds if rounds else 0.0
+        for i in range(1, steps + 1)
+    ]
+
+
+def accept_length(answers: Sequence[client.Answer]) -> float:
+    """Completion tokens a verify round, over all prompts; 0 without any round."""
+    rounds = sum(answer.verify_rounds for answer in answers)
+    return sum(len(answer.tokens) for answer in answers) / rounds if rounds else 0.0
