@@ -6,7 +6,16 @@ import pytest
 from rig.driven import PREFILL, READER, Decode, Prefill
 
 from sglang_mixkv.channel.messages import Fail
-from sglang_mixkv.channel.slots import SLOTS, list_of, quota_of, slot_bytes
+from sglang_mixkv.channel.slots import (
+    SLOTS,
+    RoundRobin,
+    SlotPool,
+    list_of,
+    quota_of,
+    share_of,
+    slot_bytes,
+)
+from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode.breaker import Numbers
 from sglang_mixkv.prefill import machine
@@ -97,3 +106,69 @@ def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
     rank.until(AT + 0.35, step=0.05)
     assert (PREFILL, "cold_deadline") in rank.notes
     assert rank.strikes() == 0
+
+
+def test_an_owner_that_holds_some_leaves_a_quarter() -> None:
+    """And gets what is above it, up to its share."""
+    pool = SlotPool(64, Times())
+    for _ in range(41):
+        pool.give("others")
+    pool.give("owner")
+    found = []
+    while free := pool.free_slots:
+        found.append((free, pool.allowed("owner", 2)))
+        pool.give("others")
+    assert found[:8] == [(22, 6), (21, 5), (20, 4), (19, 3), (18, 2), (17, 1), (16, 0), (15, 0)]
+    assert [share_of(64, owners) for owners in (1, 2, 3, 47, 48, 49, 128)] == [
+        32,
+        24,
+        16,
+        1,
+        1,
+        1,
+        1,
+    ]
+
+
+def test_what_else_an_owner_waits_for_stays() -> None:
+    turns, pool = RoundRobin[str](), SlotPool(4, Times())
+    for item in ("first", "second"):
+        turns.add("owner", item)
+    turns.remove("owner", "first")
+    turns.remove("nobody", "first")
+    assert [item for item, _ in turns.take(pool, 4)] == ["second"]
+    turns.add("owner", "third")
+    turns.remove("owner", "third")
+    assert not turns.owners
+
+
+@pytest.mark.parametrize(
+    ("error", "took", "detail"), [("broken", 0.1, "broken"), ("", 5.1, "it took too long")]
+)
+def test_the_log_says_how_a_read_failed(error: str, took: float, detail: str) -> None:
+    rank = Decode()
+    rank.hung = {PREFILL}
+    rank.open(1)
+    rank.ready(1)
+    rank.until(rank.now + max(took - 0.2, 0.0))
+    rank.now += 0.2
+    rank.end_reads(error)
+    assert ("cold_read", detail) in rank.details
+    assert rank.verdicts[1] == ("cold", "read")
+
+
+@pytest.mark.parametrize("took", [0.0, 0.2, 9.0])
+def test_a_room_is_cold_at_its_deadline(took: float) -> None:
+    """Not before, and not a tick later. `took`: the target, behind the first READY."""
+    rank = Decode()
+    rank.now = AT
+    rank.open(1)
+    rank.ready(1)
+    rank.until(AT + took)
+    rank.arrive(1)
+    due = rank.machine._rooms[1].deadline(rank.times)
+    assert due == pytest.approx(AT + took + min(max(3 * took, 0.3), 1.0))
+    for now, cold in ((due - 1e-3, False), (due, True)):
+        rank.now = now
+        rank.do(dev.Tick())
+        assert (1 in rank.verdicts) is cold
