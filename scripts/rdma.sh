@@ -53,7 +53,8 @@ make_guest() {
     printf '%s\n' '#!/busybox sh' 'exec /busybox sh /rdma_guest.sh' >"$made/root/init"
     chmod +x "$made/root/init"
     (cd "$made/root" && find . | cpio -o -H newc 2>/dev/null | gzip -1 >../initrd.gz)
-    gcc -shared -fPIC -O1 -o "$made/retries.so" tests/rdma/retries.c -libverbs -ldl
+    gcc -shared -fPIC -O1 -o "$made/retries.so" tests/rdma/retries.c \
+        -Wl,--no-as-needed -libverbs -ldl
     rm -rf "$CACHE/made"
     mv "$made" "$CACHE/made"
 }

@@ -29,7 +29,7 @@ ip link add wire0 mtu 4500 type veth peer name wire1 mtu 4500
 for n in 0 1; do # what goes from one to the other takes the wire, although both are this machine's
     from="10.9.0.$((n + 1))" to="10.9.0.$((2 - n))"
     sysctl -qw "net.ipv4.conf.wire$n.accept_local=1" "net.ipv4.conf.wire$n.rp_filter=0"
-    ip address add "$from/24" dev "wire$n" && ip link set "wire$n" up
+    ip address add "$from/24" dev "wire$n" && ip address add "fd09::$n/64" dev "wire$n" nodad && ip link set "wire$n" up
     ip rule add pref 10 iif "wire$n" lookup local
     ip rule add pref 20 from "$from" to "$to" lookup "10$n" && ip route add "$to" dev "wire$n" table "10$n"
     rdma link add "rxe$n" type rxe netdev "wire$n"

@@ -87,8 +87,8 @@ class Served:
     endpoint: bytes = b""
     address: int = 0
 
-    def begin(self) -> None:
-        self.pipe.send("begin")
+    def begin(self, **env: str) -> None:
+        self.pipe.send(env)
         self.endpoint, self.address = self.pipe.recv()
 
     def stop(self) -> None:
@@ -106,18 +106,18 @@ class Served:
 class Reader:
     """A plane over memory that holds CANARY, and peers whose memory is random. Reads are numbered;
     extents are offsets into both memories, and lengths. `ends`: the errors of those that have
-    ended. `then`: their bytes at that time."""
+    ended. `then`: their bytes at that time. `later`: peers which the test begins."""
 
-    def __init__(self, way: str, peers: int) -> None:
+    def __init__(self, way: str, peers: int, later: int = 0) -> None:
         self.way, of = way, WAYS[way]
-        self.peers = [fork_peer(seed, of) for seed in range(1, peers + 1)]
+        self.peers = [fork_peer(seed, of) for seed in range(1, peers + later + 1)]
         self.memory = np.full(SIZE, CANARY, np.uint8)
         self.address = self.memory.ctypes.data
         self.plane = new_plane(self.address, of, of.reader)
         self.started: list[tuple[int, tuple[tuple[int, int, int], ...]]] = []
         self.ends: dict[int, str] = {}
         self.then: dict[int, list[np.ndarray]] = {}
-        for peer in self.peers:
+        for peer in self.peers[:peers]:
             peer.begin()
 
     def connect(self, of: int = 0, seconds: float = PATIENCE_S) -> Peer:
@@ -199,7 +199,7 @@ def serve(pipe: Any, other: Any, seed: int, way: Way) -> None:
     """A peer's life: what it is asked to do besides is a function of its own memory."""
     die_with_parent()
     other.close()
-    pipe.recv()
+    os.environ.update(pipe.recv())
     memory = pattern(seed).copy()
     address = memory.ctypes.data
     plane = new_plane(address, way, way.peer)
@@ -210,25 +210,28 @@ def serve(pipe: Any, other: Any, seed: int, way: Way) -> None:
             work(pipe, plane, address, *arguments)
 
 
-def over(*ways: Any, peers: int = 1) -> Callable[..., Any]:
+def over(*ways: Any, peers: int = 1, later: int = 0) -> Callable[..., Any]:
     """A test whose body runs in the reader's process, over each way."""
 
     def test_of(body: Callable[[Reader], None]) -> Any:
         @pytest.mark.parametrize("way", ways)
         def test(way: str) -> None:
-            failure = in_fork(lambda: read(way, body, peers), lambda _: traceback.format_exc())
+            failure = in_fork(
+                lambda: read(way, body, peers, later), lambda _: traceback.format_exc()
+            )
             assert failure is None, failure
 
+        test.body = body  # type: ignore[attr-defined]
         return test
 
     return test_of
 
 
-def read(way: str, body: Callable[[Reader], None], peers: int) -> None:
+def read(way: str, body: Callable[[Reader], None], peers: int, later: int = 0) -> None:
     for name in ("MC_TCP_ENABLE_CONNECTION_POOL", "MC_FORCE_TCP", "MOONCAKE_PROTOCOL", "UCX_TLS"):
         os.environ.pop(name, None)
     os.environ.update({**ENV, **WAYS[way].env})
-    reader = Reader(way, peers)
+    reader = Reader(way, peers, later)
     try:
         body(reader)
     finally:

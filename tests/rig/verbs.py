@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,15 @@ class Device(NamedTuple):
         counters = DEVICES / self.name / "ports" / "1"
         files = counters / "hw_counters" / "sent_pkts", counters / "counters" / "port_xmit_data"
         return int(next(file for file in files if file.exists()).read_text())
+
+    def gid(self, version: int) -> int | None:
+        """The index of its GID with an address of this version of IP, and not a link's own."""
+        for file in sorted((DEVICES / self.name / "ports" / "1" / "gids").iterdir()):
+            address = ip_address(file.read_text().strip())
+            mapped = getattr(address, "ipv4_mapped", None)
+            if int(address) and not address.is_link_local and version == (4 if mapped else 6):
+                return int(file.name)
+        return None
 
 
 def devices() -> list[Device]:

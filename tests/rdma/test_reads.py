@@ -1,0 +1,126 @@
+"""Over verbs, what the backends must do with reads that go wrong, and over which paths they go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from rdma import lists
+from rig.planes import CANARY, GUARD, LIST, MIB, PATIENCE_S, SIZE, Reader, check_bytes, over
+from rig.verbs import devices
+
+from sglang_mixkv.channel.data_plane import DataPlane
+from sglang_mixkv.tools.doctor_read import devices_in_use
+from tests.protocol import test_data_planes as data_planes
+
+BOTH = "mooncake-rdma", "nixl-rc"
+WIRE = "mooncake-wire", "nixl-wire"
+
+
+@over("mooncake-4", "nixl-4", "mooncake-6", "nixl-6", *WIRE, "mooncake-two", "nixl-two", peers=2)
+def test_bytes_are_right(reader: Reader) -> None:
+    """By either GID, across a wire, and with two devices on both sides, which are both used."""
+    used = devices()[: 2 if reader.way.endswith("two") else 1]
+    before = [device.sent for device in used]
+    check_bytes(reader)
+    assert devices_in_use() == [device.name for device in used]
+    assert all(device.sent > sent for device, sent in zip(used, before, strict=True))
+
+
+@pytest.mark.parametrize("there", [SIZE - 5, SIZE + 64 * MIB], ids=["beyond", "elsewhere"])
+def test_memory_that_is_not_registered(there: int) -> None:
+    """Is neither read nor written, and the list that asks for it fails once all of it has ended."""
+    for way in BOTH:
+        over(way)(lambda reader: lists.check_a_wrong_part(reader, there))(way)
+
+
+def end_engine(pipe: Any, plane: DataPlane, _: int) -> None:
+    """Of a process that lives on: its queue pairs are destroyed, and its memory is unregistered."""
+    plane.__dict__.update(_engine=None, _agent=None)
+    pipe.send("ended")
+
+
+@over(*BOTH, peers=2)
+def test_a_peer_whose_engine_ends(reader: Reader) -> None:
+    def end() -> None:
+        reader.peers[0].pipe.send((end_engine,))
+
+    lists.check_a_peers_end(reader, end)
+
+
+@over(*WIRE, peers=2)
+def test_a_peer_behind_a_wire_is_killed(reader: Reader) -> None:
+    lists.check_a_peers_end(reader, reader.peers[0].kill)
+
+
+def set_wire(state: str) -> None:
+    subprocess.run(["ip", "link", "set", "wire1", state], check=True)
+
+
+@over(*WIRE)
+def test_a_device_that_goes_down(reader: Reader) -> None:
+    """For 2 s: reads end, right or failed. Until they fail: nothing lands any more. The peer can be
+    read again afterwards."""
+    try:
+        for down_s in (2.0, PATIENCE_S):
+            peer = reader.connect()
+            tag = lists.begin_list(reader, peer)
+            set_wire("down")
+            began = time.monotonic()
+            ends = reader.wait(tag, seconds=down_s)
+            if down_s > 2:
+                assert all(ends), "it has not failed"
+                lists.check_nobody_writes(reader)
+            set_wire("up")
+            assert reader.wait(tag) != [None]
+            print(f"{reader.way}: {ends} after {time.monotonic() - began:.1f} s, {reader.ends}")
+            reader.plane.forget(peer)
+            lists.check_nobody_writes(reader)
+            reader.check_read(reader.connect())
+    finally:
+        set_wire("up")
+
+
+@over(*BOTH)
+def test_a_stopped_peer_is_read_without_it(reader: Reader) -> None:
+    """Over TCP these reads wait for it. A device answers by itself."""
+    peer = reader.connect()
+    reader.peers[0].stop()
+    assert reader.wait(reader.start(peer, *LIST)) == [""]
+    reader.peers[0].go_on()
+
+
+@over("mooncake-rdma", peers=1, later=2)
+def test_a_peer_that_was_restarted_at_its_address(reader: Reader) -> None:
+    """Its new instance is read right; by the name of the old one, nothing is. (NIXL's agents have
+    names of their own.)"""
+    one, two = reader.peers[1:]
+    port = os.environ["MC_MIN_RPC_PORT"] = os.environ["MC_MAX_RPC_PORT"] = "20117"
+    one.begin(MC_MIN_RPC_PORT=port, MC_MAX_RPC_PORT=port)
+    old = reader.connect(1)
+    reader.check_read(old, of=1)
+    one.kill()
+    two.begin(MC_MIN_RPC_PORT=port, MC_MAX_RPC_PORT=port)
+    print("sessions", old.endpoint.session, "addresses", one.address == two.address)
+    new = reader.connect(2)
+    reader.check_read(new, of=2)
+    reader.memory[:] = CANARY
+    tag = reader.start(old, (GUARD, 5, MIB), of=1)
+    assert reader.wait(tag) != [None]
+    print("by the old name:", reader.ends[tag], np.unique(reader.memory[GUARD : GUARD + MIB]).size)
+    assert reader.ends[tag]
+    reader.check_read(new, of=2)
+
+
+@over(*BOTH, peers=2)
+def test_connecting_to_a_stopped_peer_holds_up_nobody(reader: Reader) -> None:
+    data_planes.test_connecting_to_a_stopped_peer_holds_up_nobody.body(reader)
+
+
+@over(*BOTH, peers=2)
+def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
+    data_planes.test_a_reader_that_dies_leaves_its_peer_alone.body(reader)
