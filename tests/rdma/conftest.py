@@ -28,12 +28,12 @@ def name_ways() -> None:
     two = ",".join(device.name for device in DEVICES[:2])
     for plane, name in NAMES.items():
         WAYS[name] = Way(plane, RDMA, here, here)
-        for version in (4, 6):
-            gid = {GID[plane]: str(DEVICES[0].gid(version))}
-            WAYS[f"{plane}-{version}"] = Way(plane, RDMA | gid, here, here)
-        WAYS[f"{plane}-wire"] = Way(plane, RDMA, here, there)
+        ipv4, ipv6 = (RDMA | {GID[plane]: str(DEVICES[0].gid(version))} for version in (4, 6))
+        WAYS[f"{plane}-4"] = Way(plane, ipv4, here, here)
+        WAYS[f"{plane}-6"] = Way(plane, ipv6, here, here)
+        WAYS[f"{plane}-wire"] = Way(plane, ipv4, here, there)
         both = Place(here.host, two), Place(there.host, two)
-        WAYS[f"{plane}-two"] = Way(plane, RDMA, *both)
+        WAYS[f"{plane}-two"] = Way(plane, ipv4, *both)
 
 
 if DEVICES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from typing import Any
@@ -44,7 +43,7 @@ def end_engine(pipe: Any, plane: DataPlane, _: int) -> None:
     pipe.send("ended")
 
 
-@over(*BOTH, peers=2)
+@over(*WIRE, peers=2)
 def test_a_peer_whose_engine_ends(reader: Reader) -> None:
     def end() -> None:
         reader.peers[0].pipe.send((end_engine,))
@@ -94,26 +93,26 @@ def test_a_stopped_peer_is_read_without_it(reader: Reader) -> None:
     reader.peers[0].go_on()
 
 
-@over("mooncake-rdma", peers=1, later=2)
+@over("mooncake-rdma", peers=0, later=2)
 def test_a_peer_that_was_restarted_at_its_address(reader: Reader) -> None:
     """Its new instance is read right; by the name of the old one, nothing is. (NIXL's agents have
     names of their own.)"""
-    one, two = reader.peers[1:]
-    port = os.environ["MC_MIN_RPC_PORT"] = os.environ["MC_MAX_RPC_PORT"] = "20117"
-    one.begin(MC_MIN_RPC_PORT=port, MC_MAX_RPC_PORT=port)
-    old = reader.connect(1)
-    reader.check_read(old, of=1)
+    one, two = reader.peers
+    port = {"MC_MIN_RPC_PORT": "20117", "MC_MAX_RPC_PORT": "20118"}
+    one.begin(**port)
+    old = reader.connect(0)
+    reader.check_read(old, of=0)
     one.kill()
-    two.begin(MC_MIN_RPC_PORT=port, MC_MAX_RPC_PORT=port)
+    two.begin(**port)
     print("sessions", old.endpoint.session, "addresses", one.address == two.address)
-    new = reader.connect(2)
-    reader.check_read(new, of=2)
+    new = reader.connect(1)
+    reader.check_read(new, of=1)
     reader.memory[:] = CANARY
-    tag = reader.start(old, (GUARD, 5, MIB), of=1)
+    tag = reader.start(old, (GUARD, 5, MIB), of=0)
     assert reader.wait(tag) != [None]
     print("by the old name:", reader.ends[tag], np.unique(reader.memory[GUARD : GUARD + MIB]).size)
     assert reader.ends[tag]
-    reader.check_read(new, of=2)
+    reader.check_read(new, of=1)
 
 
 @over(*BOTH, peers=2)

@@ -18,7 +18,7 @@ def test_bytes_are_right(reader: Reader) -> None:
     before = device.sent
     check_bytes(reader)
     assert devices_in_use() == [device.name]
-    assert device.sent - before > 4 * 9 * MIB // 4096
+    assert device.sent - before > 4 * 8 * MIB // 4096
 
 
 @over(*BOTH)
@@ -26,6 +26,7 @@ def test_endpoints(reader: Reader) -> None:
     check_endpoints(reader)
 
 
-@over(*BOTH, peers=2)
+@over("mooncake-rdma", "nixl-wire", peers=2)
 def test_a_peer_that_is_killed_fails_its_own_reads(reader: Reader) -> None:
+    """UCX's reads come from a slow wire; on one device all of them end before anything happens."""
     check_a_peers_end(reader, reader.peers[0].kill)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -216,9 +216,8 @@ def over(*ways: Any, peers: int = 1, later: int = 0) -> Callable[..., Any]:
     def test_of(body: Callable[[Reader], None]) -> Any:
         @pytest.mark.parametrize("way", ways)
         def test(way: str) -> None:
-            failure = in_fork(
-                lambda: read(way, body, peers, later), lambda _: traceback.format_exc()
-            )
+            life = partial(read, way, body, peers, later)
+            failure = in_fork(life, lambda _: traceback.format_exc())
             assert failure is None, failure
 
         test.body = body  # type: ignore[attr-defined]
