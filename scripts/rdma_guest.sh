@@ -22,17 +22,17 @@ eval "set -- $(cat "$1/arguments")"
 cd "$1" && venv="$2" made="$3" && shift 3
 ulimit -l unlimited && ip link set lo up
 # rxe finds no CRC-32 without the first.
-for module in crc32_generic crc32c_generic veth sch_tbf rdma_rxe ib_uverbs rdma_ucm; do
+for module in crc32_generic crc32c_generic veth sch_tbf sch_netem rdma_rxe ib_uverbs rdma_ucm; do
     modprobe -d "$made/kernel" "$module"
 done
 ip link add wire0 mtu 4500 type veth peer name wire1 mtu 4500
 for n in 0 1; do # what goes from one to the other takes the wire, although both are this machine's
     from="10.9.0.$((n + 1))" to="10.9.0.$((2 - n))"
     sysctl -qw "net.ipv4.conf.wire$n.accept_local=1" "net.ipv4.conf.wire$n.rp_filter=0"
-    ip address add "$from/24" dev "wire$n" && ip address add "fd09::$n/64" dev "wire$n" nodad && ip link set "wire$n" up
+    ip address add "$from/24" dev "wire$n" && ip link set "wire$n" up
     ip rule add pref 10 iif "wire$n" lookup local
     ip rule add pref 20 from "$from" to "$to" lookup "10$n" && ip route add "$to" dev "wire$n" table "10$n"
-    tc qdisc add dev "wire$n" root tbf rate 64mbit burst 100kb limit 100mb # a list takes its time
+    tc qdisc add dev "wire$n" root handle 1: tbf rate 64mbit burst 100kb limit 100mb # a list takes its time
     rdma link add "rxe$n" type rxe netdev "wire$n"
 done
 ip rule add pref 30 lookup local && ip rule del pref 0

@@ -39,8 +39,8 @@ def name_ways() -> None:
 if DEVICES:
     name_ways()
     os.environ.update(ENV)
-    for library in ("mooncake.engine", "nixl._api"):  # once, and not in each process again
-        importlib.import_module(library)
+    importlib.import_module("nixl._api")  # once, and not in each process; Mooncake reads its
+    # variables when it is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

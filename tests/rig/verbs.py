@@ -32,11 +32,11 @@ class Device(NamedTuple):
         return int(next(file for file in files if file.exists()).read_text())
 
     def gid(self, version: int) -> int | None:
-        """The index of its GID with an address of this version of IP, and not a link's own."""
+        """The index of its first GID with an address of this version of IP."""
         for file in sorted((DEVICES / self.name / "ports" / "1" / "gids").iterdir()):
             address = ip_address(file.read_text().strip())
             mapped = getattr(address, "ipv4_mapped", None)
-            if int(address) and not address.is_link_local and version == (4 if mapped else 6):
+            if int(address) and version == (4 if mapped else 6):
                 return int(file.name)
         return None
 
