@@ -2,9 +2,8 @@
 # tests/rdma/ over RDMA verbs on any Debian machine: Debian's kernel, which has soft-RoCE, boots in
 # QEMU with this machine's file system as its root, under an overlay in memory. The kernel is
 # unpacked into .rdma/ once, and not installed. Options go to pytest, whose exit status this has.
-#   --here         no guest, but this machine's own RDMA devices; nothing is changed on it
-#   QEMU=name      another QEMU;  RDMA_LIMIT_S=3600: seconds after which the guest is ended (124)
-# Where QEMU or the kernel cannot be had it says so in one sentence, and exits with 77.
+# --here: no guest, but this machine's own RDMA devices, and nothing is changed on it. QEMU: another
+# one. RDMA_LIMIT_S: ends the guest (124). 77: QEMU or the kernel cannot be had.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -24,10 +23,9 @@ make_guest() {
         ibverbs-providers iproute2) >"$WORK/log" 2>&1 || cannot "$(tail -n 1 "$WORK/log")"
     kernel="$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p')"
     mkdir -p "$WORK/made/root/modules" && cd "$WORK/made"
-    (apt-get download -qq "${kernel%%$'\n'*}" && dpkg-deb -x ./*.deb kernel) >"$WORK/log" 2>&1 ||
-        cannot "Debian's kernel cannot be had: $(tail -n 1 "$WORK/log")"
-    version="$(basename kernel/lib/modules/*)"
-    depmod -b kernel "$version"
+    (apt-get download -qq "${kernel%%$'\n'*}" && dpkg-deb -x ./*.deb kernel &&
+        rm ./*.deb) >"$WORK/log" 2>&1 || cannot "Debian's kernel cannot be had: $(tail -n 1 "$WORK/log")"
+    version="$(basename kernel/lib/modules/*)" && depmod -b kernel "$version"
     for module in virtio_pci 9p 9pnet_virtio overlay; do
         modprobe -d "$PWD/kernel" -S "$version" --show-depends "$module"
     done | awk '/^insmod/ && !seen[$2]++ {print $2}' >root/paths
@@ -55,7 +53,7 @@ boot() {
         [ $((SECONDS % 10)) != 0 ] || echo "rdma: $SECONDS s, on $1" >&2
         sleep 1
         size="$(stat -c %s "$WORK/output")"
-        tail -c "+$((shown + 1))" "$WORK/output" | head -c $((size - shown)) | sed '/^mixkv-/d'
+        head -c "$size" "$WORK/output" | tail -c "+$((shown + 1))" | sed '/^mixkv-/d'
         shown="$size"
         [ "$size" -gt 0 ] || [ "$SECONDS" -lt "$until" ] || kill "$GUEST"
     done
@@ -67,8 +65,7 @@ if [ "${1:-}" = --here ]; then
     [ -n "$(ls /sys/class/infiniband 2>/dev/null)" ] || cannot "this machine has no RDMA device"
     exec python "${TESTS[@]}" "${@:2}"
 fi
-mkdir -p .rdma
-GUEST="" WORK="$(mktemp -d "$MIXKV_ROOT/.rdma/run.XXXXXX")"
+mkdir -p .rdma && GUEST="" WORK="$(mktemp -d "$MIXKV_ROOT/.rdma/run.XXXXXX")"
 trap '[ -z "$GUEST" ] || kill -KILL "$GUEST" 2>/dev/null || true; rm -rf "$WORK"' EXIT
 tail -n +2 "$MADE/root/init" 2>/dev/null | cmp -s - scripts/rdma_guest.sh || make_guest
 command -v "$QEMU" >/dev/null || cannot "there is no $QEMU"

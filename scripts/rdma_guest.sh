@@ -2,17 +2,14 @@
 # In the guest of rdma.sh: its /init, under busybox, mounts the root and runs itself there, under
 # bash. Two soft-RoCE devices are joined by a slow wire, 10.9.0.1 and 10.9.0.2.
 if [ -e /busybox ]; then
-    b=/busybox
-    $b mkdir -p proc sys dev host rw new
+    b=/busybox && $b mkdir -p proc sys dev host rw new
     $b mount -t proc proc proc && $b mount -t sysfs sys sys && $b mount -t devtmpfs dev dev
     for module in $($b cat /order); do $b insmod "/modules/$module"; done
     $b mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=loose,ro root host
     $b mount -t tmpfs tmpfs rw && $b mkdir rw/upper rw/work
     $b mount -t overlay -o lowerdir=/host,upperdir=/rw/upper,workdir=/rw/work overlay new
     for folder in proc sys dev; do $b mount --bind "/$folder" "new/$folder"; done
-    for folder in dev/shm tmp run; do
-        $b mkdir -p "new/$folder" && $b mount -t tmpfs tmpfs "new/$folder"
-    done
+    $b mkdir -p new/dev/shm && for it in dev/shm tmp run; do $b mount -t tmpfs tmpfs "new/$it"; done
     work="$($b sed 's/.*mixkv=\([^ ]*\).*/\1/' /proc/cmdline)"
     $b chroot new /bin/bash "$work/guest" "$work" </dev/null >/dev/ttyS1 2>&1
     $b poweroff -f
