@@ -11,8 +11,7 @@ if [ -e /busybox ]; then
     for folder in proc sys dev; do $b mount --bind "/$folder" "new/$folder"; done
     $b mkdir -p new/dev/shm && for it in dev/shm tmp run; do $b mount -t tmpfs tmpfs "new/$it"; done
     work="$($b sed 's/.*mixkv=\([^ ]*\).*/\1/' /proc/cmdline)"
-    $b chroot new /bin/bash "$work/guest" "$work" </dev/null >/dev/ttyS1 2>&1
-    $b poweroff -f
+    $b chroot new /bin/bash "$work/guest" "$work" </dev/null >/dev/ttyS1 2>&1; $b poweroff -f
 fi
 export HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 stty -F /dev/ttyS1 raw && echo mixkv-up && ulimit -l unlimited && ip link set lo up
