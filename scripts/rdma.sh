@@ -55,7 +55,7 @@ boot() {
         size="$(stat -c %s "$WORK/output")"
         head -c "$size" "$WORK/output" | tail -c "+$((shown + 1))" | sed '/^mixkv-/d'
         shown="$size"
-        [ "$size" -gt 0 ] || [ "$SECONDS" -lt "$until" ] || kill "$GUEST"
+        [ "$size" -gt 0 ] || [ "$SECONDS" -lt "$until" ] || kill "$GUEST" 2>/dev/null || true
     done
     wait "$GUEST" 2>/dev/null || true
     [ -s "$WORK/output" ]

@@ -56,14 +56,10 @@ def test_a_peer_behind_a_wire_is_killed(reader: Reader) -> None:
     lists.check_a_peers_end(reader, reader.peers[0].kill)
 
 
-def cut_wire() -> None:
-    subprocess.run(
-        ["tc", "qdisc", "add", "dev", "wire1", "parent", "1:1", "netem", "loss", "100%"], check=True
-    )
-
-
-def mend_wire() -> None:
-    subprocess.run(["tc", "qdisc", "del", "dev", "wire1", "parent", "1:1"], check=False)
+def lose(percent: int) -> None:
+    """Of what comes from the peer's end of the wire."""
+    command = f"tc qdisc replace dev wire1 parent 1:1 netem limit 100000 loss {percent}%"
+    subprocess.run(command.split(), check=True)
 
 
 def set_link(state: str) -> None:
@@ -97,7 +93,7 @@ def check_an_interruption(reader: Reader, cut: Any, mend: Any) -> None:
 
 @over(*WIRE)
 def test_a_wire_that_is_cut(reader: Reader) -> None:
-    check_an_interruption(reader, cut_wire, mend_wire)
+    check_an_interruption(reader, lambda: lose(100), lambda: lose(0))
 
 
 UD = pytest.mark.xfail(
