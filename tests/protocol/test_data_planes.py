@@ -1,226 +1,40 @@
 """The data planes of the draft channel, between processes: Mooncake over TCP, NIXL as UCX chooses,
-and NIXL where UCX has TCP alone.
-
-Each test's body runs in a process of its own, the reader, which forks its peers before either has
-an engine. UCX reads the memory of a process on the same host without its help, so that such a
-read never waits; tests of waiting run over the other two.
+and NIXL where UCX has TCP alone. UCX reads the memory of a process on the same host without its
+help, so that such a read never waits; tests of waiting run over the other two.
 """
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
-import signal
 import socket
 import time
-import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from rig.forks import die_with_parent, in_fork
+from rig.planes import (
+    CANARY,
+    GUARD,
+    LIST,
+    MIB,
+    ONE,
+    PATIENCE_S,
+    QUIET_S,
+    SIZE,
+    Reader,
+    check_bytes,
+    check_endpoints,
+    over,
+)
 
-from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, decode
-from sglang_mixkv.channel.nixl import Nixl
-from sglang_mixkv.config import PLANE_ENV
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, decode
 
-MIB = 1 << 20
-SIZE, GUARD, CANARY = 32 * MIB, 4096, 0xA5
-LIST = [(GUARD + i * MIB, i * MIB + 777, MIB) for i in range(24)]  # what takes a while
-ONE = (GUARD, 0, 10)
-PATIENCE_S = 20.0  # for what takes milliseconds on a machine that is not busy
-QUIET_S = 0.2  # for what must not happen
-FORK = mp.get_context("fork")
 LISTEN = "0A"  # in /proc/net/tcp
-ENV = {
-    "MC_FORCE_TCP": "1",
-    "MC_LOG_LEVEL": "ERROR",
-    "GLOG_minloglevel": "3",
-    "NIXL_LOG_LEVEL": "FATAL",
-    "UCX_LOG_LEVEL": "fatal",
-    "MOONCAKE_PROTOCOL": "tcp",
-}
 ALL, WAITING = ("mooncake", "nixl", "nixl-tcp"), ("mooncake", "nixl-tcp")
-
-
-def new_plane(address: int) -> DataPlane:
-    plane = planes.make(os.environ[PLANE_ENV], "127.0.0.1", "", {})
-    plane.register(Memory(address, SIZE), spare=address)
-    return plane
-
-
-@cache
-def pattern(seed: int) -> np.ndarray:
-    """A peer's memory."""
-    return np.frombuffer(np.random.default_rng(seed).bytes(SIZE), np.uint8)
-
-
-@dataclass
-class Served:
-    """A peer's process, from the reader's side."""
-
-    process: Any
-    pipe: Any
-    seed: int
-    endpoint: bytes = b""
-    address: int = 0
-
-    def begin(self) -> None:
-        self.pipe.send("begin")
-        self.endpoint, self.address = self.pipe.recv()
-
-    def stop(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-class Reader:
-    """A plane over memory that holds CANARY, and peers whose memory is random. Reads are numbered;
-    extents are offsets into both memories, and lengths. `ends`: the errors of those that have
-    ended. `then`: their bytes at that time."""
-
-    def __init__(self, way: str, peers: int) -> None:
-        self.way = way
-        self.peers = [fork_peer(seed) for seed in range(1, peers + 1)]
-        self.memory = np.full(SIZE, CANARY, np.uint8)
-        self.address = self.memory.ctypes.data
-        self.plane = new_plane(self.address)
-        self.started: list[tuple[int, tuple[tuple[int, int, int], ...]]] = []
-        self.ends: dict[int, str] = {}
-        self.then: dict[int, list[np.ndarray]] = {}
-        for peer in self.peers:
-            peer.begin()
-
-    def connect(self, of: int = 0, seconds: float = PATIENCE_S) -> Peer:
-        return self.plane.connect(self.peers[of].endpoint, seconds)
-
-    def start(self, peer: Peer, *extents: tuple[int, int, int], of: int = 0) -> int:
-        """It waits for no peer, which would take a stopped one's 30 s."""
-        here, there, tag = self.address, self.peers[of].address, len(self.started)
-        self.started.append((of, extents))
-        began = time.monotonic()
-        self.plane.start(tag, peer, [Extent(here + to, there + at, n) for to, at, n in extents])
-        assert time.monotonic() - began < PATIENCE_S, "start has blocked"
-        return tag
-
-    def look(self) -> None:
-        """Each read ends once. All its bytes are there then, if it says so."""
-        for tag, error in self.plane.ended():
-            assert tag not in self.ends
-            self.ends[tag], self.then[tag] = error, self.bytes_of(tag)
-            assert error or all(self.landed(tag)), "it has not ended"
-
-    def wait(self, *tags: int, seconds: float = PATIENCE_S) -> list[str | None]:
-        """Their errors, "" of those that were right, None of those that run."""
-        until = time.monotonic() + seconds
-        self.look()
-        while not self.ends.keys() >= set(tags) and time.monotonic() < until:
-            time.sleep(2e-4)
-            self.look()
-        return [self.ends.get(tag) for tag in tags]
-
-    def check_read(self, peer: Peer, of: int = 0) -> None:
-        """A read that is right."""
-        self.memory[GUARD : GUARD + 2 * MIB] = 0
-        tag = self.start(peer, (GUARD, 5, MIB), (GUARD + MIB, 99, MIB), of=of)
-        assert self.wait(tag) == [""]
-
-    def check_nothing_lands(self, *tags: int) -> None:
-        """Of reads that have ended."""
-        time.sleep(QUIET_S)
-        for tag in tags:
-            assert all(map(np.array_equal, self.then[tag], self.bytes_of(tag))), "it had not ended"
-
-    def bytes_of(self, tag: int) -> list[np.ndarray]:
-        return [self.memory[to : to + length].copy() for to, _, length in self.started[tag][1]]
-
-    def landed(self, tag: int) -> list[bool]:
-        """Of each extent, whether it is there."""
-        of, extents = self.started[tag]
-        there = [pattern(self.peers[of].seed)[at : at + length] for _, at, length in extents]
-        return list(map(np.array_equal, self.bytes_of(tag), there))
-
-    def stop_midway(self, peer: Peer) -> int:
-        """Stop the first peer when a part of a list has landed, and not all."""
-        begins = np.array([to + byte for to, _, _ in LIST for byte in range(8)])
-        for _ in range(100):
-            self.memory[:] = CANARY
-            tag = self.start(peer, *LIST)
-            while (self.memory[begins] == CANARY).all():
-                pass
-            self.peers[0].stop()
-            time.sleep(0.1)  # what was on its way
-            self.look()
-            if tag not in self.ends and set(self.landed(tag)) == {True, False}:
-                return tag
-            self.peers[0].go_on()
-            assert self.wait(tag) == [""]
-        raise AssertionError("no list was stopped midway")
-
-
-def fork_peer(seed: int) -> Served:
-    mine, theirs = FORK.Pipe()
-    process = FORK.Process(target=serve, args=(theirs, mine, seed), daemon=True)
-    process.start()
-    theirs.close()
-    return Served(process, mine, seed)
-
-
-def serve(pipe: Any, other: Any, seed: int) -> None:
-    """A peer's life: what it is asked to do besides is a function of its own memory."""
-    die_with_parent()
-    other.close()
-    pipe.recv()
-    memory = pattern(seed).copy()
-    address = memory.ctypes.data
-    plane = new_plane(address)
-    pipe.send((plane.endpoint, address))
-    with suppress(EOFError):
-        while True:
-            work, *arguments = pipe.recv()
-            work(pipe, plane, address, *arguments)
-
-
-def over(*ways: Any, peers: int = 1) -> Callable[..., Any]:
-    """A test whose body runs in the reader's process, over each way."""
-
-    def test_of(body: Callable[[Reader], None]) -> Any:
-        @pytest.mark.parametrize("way", ways)
-        def test(way: str) -> None:
-            failure = in_fork(lambda: read(way, body, peers), lambda _: traceback.format_exc())
-            assert failure is None, failure
-
-        return test
-
-    return test_of
-
-
-def read(way: str, body: Callable[[Reader], None], peers: int) -> None:
-    os.environ.pop("MC_TCP_ENABLE_CONNECTION_POOL", None)
-    name, _, tcp = way.partition("-")
-    os.environ.update(ENV | {PLANE_ENV: name} | ({"UCX_TLS": tcp} if tcp else {}))
-    reader = Reader(way, peers)
-    try:
-        body(reader)
-    finally:
-        for peer in reader.peers:
-            peer.process.kill()
 
 
 # ---------------------------------------------------------------- bytes
@@ -228,27 +42,7 @@ def read(way: str, body: Callable[[Reader], None], peers: int) -> None:
 
 @over(*ALL, peers=2)
 def test_bytes_are_right(reader: Reader) -> None:
-    """Of many lists at once, of mixed lengths, from two peers, at any offset, side by side."""
-    peers = [reader.connect(0), reader.connect(1)]
-    random = np.random.default_rng(0)
-    sizes = (1, 2, 7, 64, 4095, 4096, 65_537, MIB, MIB + 13) * 4
-    for most in (1, 2, 8, 36):
-        reader.memory[:] = CANARY
-        local, gaps, tags, extents = GUARD, [(0, GUARD)], [], []
-        for length in random.permutation(sizes).tolist():
-            extents.append((local, int(random.integers(SIZE - length)), length))
-            gaps.append((local + length, local + length + GUARD))
-            local += length + GUARD
-        while extents:
-            of, count = len(tags) % 2, int(random.integers(most)) + 1
-            tags.append(reader.start(peers[of], *extents[:count], of=of))
-            del extents[:count]
-        assert reader.plane.busy
-        assert reader.wait(*tags) == [""] * len(tags)
-        assert not reader.plane.busy
-        for start, end in [*gaps, (local, SIZE)]:
-            assert (reader.memory[start:end] == CANARY).all()
-    assert not any(peer.reads for peer in peers)
+    check_bytes(reader)
 
 
 @over(*ALL)
@@ -426,42 +220,7 @@ def test_a_broken_connection_is_made_anew(reader: Reader) -> None:
 
 @over(*ALL)
 def test_endpoints(reader: Reader) -> None:
-    """Two servers may name the same rank, and a rank is connected to anew while it is in use: who
-    forgets it takes it from nobody else."""
-    one, two = reader.connect(), reader.connect()
-    reader.check_read(one)
-    reader.plane.forget(one)
-    reader.plane.forget(one)
-    reader.check_read(two)
-    assert all(reader.wait(reader.start(one, ONE), seconds=0))
-    other = {"mooncake": mooncake_names_each_instance, "nixl": nixl_is_refused}
-    other.get(reader.way, lambda *_: None)(reader, two)
-    known = two.endpoint
-    of_another = msgspec.msgpack.encode(msgspec.structs.replace(known, plane="x"))
-    for wrong in (b"", b"nonsense", of_another):
-        with pytest.raises(ValueError, match=r"xpected|truncated"):
-            reader.plane.connect(wrong)
-    gone = msgspec.structs.replace(known, session=b"127.0.0.1:1")
-    with pytest.raises(ConnectionError):
-        reader.plane.connect(msgspec.msgpack.encode(gone), 1)
-    reader.check_read(reader.connect())
-
-
-def mooncake_names_each_instance(reader: Reader, first: Peer) -> None:
-    """What Mooncake knows of a name it never asks for again."""
-    other = msgspec.structs.replace(first.endpoint, instance=b"another one")
-    second = reader.plane.connect(msgspec.msgpack.encode(other))
-    assert len({first.link, second.link, reader.connect().link}) == 2
-    reader.check_read(second)
-    with pytest.raises(MixKVError, match="MIXKV-START-06"):  # that memory is registered
-        reader.plane.register(Memory(reader.address, SIZE), spare=reader.address)
-
-
-def nixl_is_refused(reader: Reader, _: Peer) -> None:
-    with pytest.raises(MixKVError, match="MIXKV-START-06"):
-        Nixl("no such backend")
-    with pytest.raises(MixKVError, match="MIXKV-START-06"):
-        Nixl().register(Memory(reader.address, SIZE, device=0))
+    check_endpoints(reader)
 
 
 def shut_sockets() -> int:

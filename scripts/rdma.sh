@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# tests/rdma/ over RDMA verbs on any Debian machine: Debian's kernel, which has soft-RoCE, boots in
+# QEMU with this machine's file system as its root, under an overlay in memory. The kernel is
+# unpacked into .rdma/ once, and not installed. Options go to pytest, whose exit status this has.
+# --here: no guest, but this machine's own RDMA devices, and nothing is changed on it. QEMU: another
+# one. RDMA_LIMIT_S: ends the guest (124). 77: QEMU or the kernel cannot be had.
+set -euo pipefail
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$MIXKV_ROOT"
+MADE="$MIXKV_ROOT/.rdma/made" QEMU="${QEMU:-qemu-system-x86_64}" LIMIT_S="${RDMA_LIMIT_S:-3600}"
+TESTS=(-m pytest -p no:cacheprovider tests/rdma)
+
+cannot() {
+    echo "rdma: $*; no test was run" >&2
+    exit 77
+}
+
+# In .rdma/made: the unpacked kernel, an initrd whose /init mounts the root, and retries.so.
+make_guest() {
+    local kernel version module PATH="$PATH:/usr/sbin:/sbin"
+    (mixkv_apt qemu-system-x86 busybox-static kmod cpio gcc libc6-dev libibverbs-dev \
+        ibverbs-providers iproute2) >"$WORK/log" 2>&1 || cannot "$(tail -n 1 "$WORK/log")"
+    kernel="$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p')"
+    mkdir -p "$WORK/made/root/modules" && cd "$WORK/made"
+    (apt-get download -qq "${kernel%%$'\n'*}" && dpkg-deb -x ./*.deb kernel &&
+        rm ./*.deb) >"$WORK/log" 2>&1 || cannot "Debian's kernel cannot be had: $(tail -n 1 "$WORK/log")"
+    version="$(basename kernel/lib/modules/*)" && depmod -b kernel "$version"
+    for module in virtio_pci 9p 9pnet_virtio overlay; do
+        modprobe -d "$PWD/kernel" -S "$version" --show-depends "$module"
+    done | awk '/^insmod/ && !seen[$2]++ {print $2}' >root/paths
+    xargs cp -t root/modules <root/paths && sed 's|.*/||' root/paths >root/order
+    cp "$(command -v busybox)" root
+    printf '%s\n' '#!/busybox sh' "$(cat "$MIXKV_ROOT/scripts/rdma_guest.sh")" >root/init
+    (chmod +x root/init && cd root && find . | cpio -o -H newc 2>/dev/null | gzip -1) >initrd.gz
+    gcc -shared -fPIC -o retries.so "$MIXKV_ROOT/tests/rdma/retries.c" -Wl,--no-as-needed -libverbs
+    cd "$MIXKV_ROOT" && rm -rf "$MADE" && mv "$WORK/made" "$MADE"
+}
+
+# Boots on an accelerator, and shows what the guest writes. Fails if it is not up within $2 seconds.
+boot() {
+    local shown=0 size until=$((SECONDS + $2))
+    : >"$WORK/output"
+    setpriv --pdeathsig KILL "$QEMU" -accel "$1" -cpu max -smp 2 -m 4G -display none -no-reboot \
+        -kernel "$MADE"/kernel/boot/vmlinuz-* -initrd "$MADE/initrd.gz" -nic none -monitor none \
+        -append "console=ttyS0 quiet panic=-1 no_timer_check tsc=reliable mixkv=$WORK" \
+        -fsdev local,id=root,path=/,security_model=none,readonly=on,multidevs=remap \
+        -device virtio-9p-pci,fsdev=root,mount_tag=root -serial "file:$WORK/console" \
+        -serial "file:$WORK/output" </dev/null >"$WORK/log" 2>&1 &
+    GUEST=$!
+    while kill -0 "$GUEST" 2>/dev/null; do
+        [ "$SECONDS" -lt "$LIMIT_S" ] || { echo "rdma: ended after $LIMIT_S s" >&2 && exit 124; }
+        [ $((SECONDS % 10)) != 0 ] || echo "rdma: $SECONDS s, on $1" >&2
+        sleep 1
+        size="$(stat -c %s "$WORK/output")"
+        head -c "$size" "$WORK/output" | tail -c "+$((shown + 1))" | sed '/^mixkv-/d'
+        shown="$size"
+        [ "$size" -gt 0 ] || [ "$SECONDS" -lt "$until" ] || kill "$GUEST" 2>/dev/null || true
+    done
+    wait "$GUEST" 2>/dev/null || true
+    [ -s "$WORK/output" ]
+}
+
+if [ "${1:-}" = --here ]; then
+    [ -n "$(ls /sys/class/infiniband 2>/dev/null)" ] || cannot "this machine has no RDMA device"
+    exec python "${TESTS[@]}" "${@:2}"
+fi
+mkdir -p .rdma && GUEST="" WORK="$(mktemp -d "$MIXKV_ROOT/.rdma/run.XXXXXX")"
+trap '[ -z "$GUEST" ] || kill -KILL "$GUEST" 2>/dev/null || true; rm -rf "$WORK"' EXIT
+tail -n +2 "$MADE/root/init" 2>/dev/null | cmp -s - scripts/rdma_guest.sh || make_guest
+command -v "$QEMU" >/dev/null || cannot "there is no $QEMU"
+cp scripts/rdma_guest.sh "$WORK/guest"
+printf '%q ' "$MIXKV_ROOT" "$MIXKV_VENV" "$MADE" "${TESTS[@]}" "$@" >"$WORK/arguments"
+{ [ -w /dev/kvm ] && [ ! -e .rdma/no-kvm ] && boot kvm 20; } || { touch .rdma/no-kvm && boot tcg 300; } ||
+    cannot "the guest did not boot"
+exit "$(sed -n 's/^mixkv-exit \([0-9]*\).*/\1/p' "$WORK/output" | grep . || echo 1)"

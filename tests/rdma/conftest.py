@@ -1,0 +1,59 @@
+"""What runs over RDMA verbs, skipped where no device is. Neither torch nor SGLang is imported,
+which takes minutes where a processor is emulated.
+
+Ways: a reader and its peers at one device (`mooncake-rdma`, `nixl-rc`); the same by its GID of one
+version of IP (`-4`, `-6`); at both ends of the guest's wire (`-wire`), and each at both devices
+(`-two`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+from rig.planes import ENV, WAYS, Place, Way
+from rig.verbs import IN_GUEST, devices
+
+RDMA = {"MOONCAKE_PROTOCOL": "rdma", "UCX_TLS": "rc"}
+NAMES = {"mooncake": "mooncake-rdma", "nixl": "nixl-rc"}
+GID = {"mooncake": "MC_GID_INDEX", "nixl": "UCX_IB_GID_INDEX"}
+DEVICES = devices()
+NO_IPV6 = DEVICES and DEVICES[0].gid(6) is None
+
+
+def name_ways() -> None:
+    here, there = (Place(one.address, one.name) for one in (DEVICES * 2)[:2])
+    two = ",".join(device.name for device in DEVICES[:2])
+    for plane, name in NAMES.items():
+        WAYS[name] = Way(plane, RDMA, here, here)
+        ipv4, ipv6 = (RDMA | {GID[plane]: str(DEVICES[0].gid(version))} for version in (4, 6))
+        WAYS[f"{plane}-4"] = Way(plane, ipv4, here, here)
+        WAYS[f"{plane}-6"] = Way(plane, ipv6, here, here)
+        WAYS[f"{plane}-wire"] = Way(plane, ipv4, here, there)
+        both = Place(here.host, two), Place(there.host, two)
+        WAYS[f"{plane}-two"] = Way(plane, ipv4, *both)
+
+
+if DEVICES:
+    name_ways()
+    os.environ.update(ENV)
+    importlib.import_module("nixl._api")  # once, and not in each process; Mooncake reads its
+    # variables when it is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        way = item.name.partition("[")[2]
+        reason = ""
+        if not DEVICES:
+            reason = "no RDMA device (bash scripts/rdma.sh)"
+        elif way.endswith(("-wire]", "-two]")) and not IN_GUEST:
+            reason = "two devices that a test may take down (bash scripts/rdma.sh)"
+        elif way.endswith("-6]") and NO_IPV6:
+            reason = "the device has no IPv6 address"
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,147 @@
+"""Over verbs, what the backends must do with reads that go wrong, and over which paths they go."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from rdma import lists
+from rig.planes import CANARY, GUARD, LIST, MIB, PATIENCE_S, SIZE, Reader, check_bytes, over
+from rig.verbs import devices
+
+from sglang_mixkv.channel.data_plane import DataPlane
+from sglang_mixkv.tools.doctor_read import devices_in_use
+from tests.protocol import test_data_planes as data_planes
+
+BOTH = "mooncake-rdma", "nixl-rc"
+WIRE = "mooncake-wire", "nixl-wire"
+
+
+@over("mooncake-4", "nixl-4", "mooncake-6", "nixl-6", *WIRE, "mooncake-two", "nixl-two", peers=2)
+def test_bytes_are_right(reader: Reader) -> None:
+    """By either GID, across a wire, and with two devices on both sides, which are both used."""
+    used = devices()[: 2 if reader.way.endswith("two") else 1]
+    before = [device.sent for device in used]
+    check_bytes(reader)
+    assert devices_in_use() == [device.name for device in used]
+    assert all(device.sent > sent for device, sent in zip(used, before, strict=True))
+
+
+@pytest.mark.parametrize("there", [SIZE - 5, SIZE + 64 * MIB], ids=["beyond", "elsewhere"])
+def test_memory_that_is_not_registered(there: int) -> None:
+    """Is neither read nor written, and the list that asks for it fails once all of it has ended."""
+    for way in BOTH:
+        over(way)(lambda reader: lists.check_a_wrong_part(reader, there))(way)
+
+
+def end_engine(pipe: Any, plane: DataPlane, _: int) -> None:
+    """Of a process that lives on: its queue pairs are destroyed, and its memory is unregistered."""
+    plane.__dict__.update(_engine=None, _agent=None)
+    pipe.send("ended")
+
+
+@over(*WIRE, peers=2)
+def test_a_peer_whose_engine_ends(reader: Reader) -> None:
+    def end() -> None:
+        reader.peers[0].pipe.send((end_engine,))
+
+    lists.check_a_peers_end(reader, end)
+
+
+@over(*WIRE, peers=2)
+def test_a_peer_behind_a_wire_is_killed(reader: Reader) -> None:
+    lists.check_a_peers_end(reader, reader.peers[0].kill)
+
+
+def lose(percent: int) -> None:
+    """Of what comes from the peer's end of the wire."""
+    command = f"tc qdisc replace dev wire1 parent 1:1 netem limit 100000 loss {percent}%"
+    subprocess.run(command.split(), check=True)
+
+
+def set_link(state: str) -> None:
+    subprocess.run(["ip", "link", "set", "wire1", state], check=True)
+
+
+def check_an_interruption(reader: Reader, cut: Any, mend: Any) -> None:
+    """Of 2 s: reads end, right or failed. Until they fail: nothing lands any more. The peer is read
+    afterwards."""
+    try:
+        for down_s in (2.0, PATIENCE_S):
+            peer = reader.connect()
+            tag = lists.begin_list(reader, peer)
+            cut()
+            began = time.monotonic()
+            ends = reader.wait(tag, seconds=down_s)
+            if down_s > 2:
+                assert all(ends), "it has not failed"
+                lists.check_nobody_writes(reader)
+            mend()
+            assert reader.wait(tag) != [None], "it has not ended"
+            print(
+                f"{reader.way}: {ends} after {time.monotonic() - began:.1f} s, {reader.ends[tag]}"
+            )
+            reader.plane.forget(peer)
+            lists.check_nobody_writes(reader)
+            reader.check_read(reader.connect())
+    finally:
+        mend()
+
+
+@over(*WIRE)
+def test_a_wire_that_is_cut(reader: Reader) -> None:
+    check_an_interruption(reader, lambda: lose(100), lambda: lose(0))
+
+
+UD = pytest.mark.xfail(
+    strict=True, reason="UCX aborts a process whose device goes down (ud_verbs.c: Fatal)"
+)
+
+
+@over("mooncake-wire", pytest.param("nixl-wire", marks=UD))
+def test_a_device_that_goes_down(reader: Reader) -> None:
+    check_an_interruption(reader, lambda: set_link("down"), lambda: set_link("up"))
+
+
+@over(*BOTH)
+def test_a_stopped_peer_is_read_without_it(reader: Reader) -> None:
+    """Over TCP these reads wait for it. A device answers by itself."""
+    peer = reader.connect()
+    reader.peers[0].stop()
+    assert reader.wait(reader.start(peer, *LIST)) == [""]
+    reader.peers[0].go_on()
+
+
+@over("mooncake-rdma", peers=0, later=2)
+def test_a_peer_that_was_restarted_at_its_address(reader: Reader) -> None:
+    """Its new instance is read right; by the name of the old one, nothing is. (NIXL's agents have
+    names of their own.)"""
+    one, two = reader.peers
+    port = {"MC_MIN_RPC_PORT": "20117", "MC_MAX_RPC_PORT": "20118"}
+    one.begin(**port)
+    old = reader.connect(0)
+    reader.check_read(old, of=0)
+    one.kill()
+    two.begin(**port)
+    print("sessions", old.endpoint.session, "addresses", one.address == two.address)
+    new = reader.connect(1)
+    reader.check_read(new, of=1)
+    reader.memory[:] = CANARY
+    tag = reader.start(old, (GUARD, 5, MIB), of=0)
+    assert reader.wait(tag) != [None]
+    print("by the old name:", reader.ends[tag], np.unique(reader.memory[GUARD : GUARD + MIB]).size)
+    assert reader.ends[tag]
+    reader.check_read(new, of=1)
+
+
+@over(*BOTH, peers=2)
+def test_connecting_to_a_stopped_peer_holds_up_nobody(reader: Reader) -> None:
+    data_planes.test_connecting_to_a_stopped_peer_holds_up_nobody.body(reader)
+
+
+@over(*BOTH, peers=2)
+def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
+    data_planes.test_a_reader_that_dies_leaves_its_peer_alone.body(reader)

@@ -1,0 +1,61 @@
+"""This machine's RDMA devices, as the tests use them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from ipaddress import ip_address
+from pathlib import Path
+from typing import NamedTuple
+
+DEVICES = Path("/sys/class/infiniband")
+SIOCGIFADDR = 0x8915
+IN_GUEST = "MIXKV_RDMA_GUEST" in os.environ
+"""Whether this machine is scripts/rdma.sh's: there are two devices then, joined by a wire whose
+ends a test may take down."""
+
+
+class Device(NamedTuple):
+    """`address`: IPv4, of its network device."""
+
+    name: str
+    network: str
+    address: str
+
+    @property
+    def sent(self) -> int:
+        """Packets, as soft-RoCE counts them; a NIC counts words of four bytes."""
+        counters = DEVICES / self.name / "ports" / "1"
+        files = counters / "hw_counters" / "sent_pkts", counters / "counters" / "port_xmit_data"
+        return int(next(file for file in files if file.exists()).read_text())
+
+    def gid(self, version: int) -> int | None:
+        """The index of its first GID with an address of this version of IP."""
+        for file in sorted((DEVICES / self.name / "ports" / "1" / "gids").iterdir()):
+            address = ip_address(file.read_text().strip())
+            mapped = getattr(address, "ipv4_mapped", None)
+            if int(address) and version == (4 if mapped else 6):
+                return int(file.name)
+        return None
+
+
+def devices() -> list[Device]:
+    """Those that are up, and whose network device has an address."""
+    found = []
+    for folder in sorted(DEVICES.glob("*")):
+        port = folder / "ports" / "1"
+        try:
+            network = (port / "gid_attrs" / "ndevs" / "0").read_text().strip()
+            if "ACTIVE" in (port / "state").read_text():
+                found.append(Device(folder.name, network, address_of(network)))
+        except OSError:
+            continue
+    return found
+
+
+def address_of(network: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        asked = struct.pack("256s", network.encode())
+        return socket.inet_ntoa(fcntl.ioctl(any_socket, SIOCGIFADDR, asked)[20:24])
