@@ -21,7 +21,14 @@ web = pytest.importorskip("aiohttp.web")
 from sglang_mixkv.channel.messages import PROTOCOL  # noqa: E402
 from sglang_mixkv.draft.facts import MAX_ROW_BYTES, Row, Target  # noqa: E402
 from sglang_mixkv.engine import prefill_http  # noqa: E402
-from sglang_mixkv.engine.bootstrap import KEY, PATH, DraftBootstrapServer, _kept  # noqa: E402
+from sglang_mixkv.engine.bootstrap import (  # noqa: E402
+    KEY,
+    PATH,
+    DraftBootstrapServer,
+    _kept,
+)
+from sglang_mixkv.engine.bootstrap import SIZES as BOOTSTRAP_SIZES  # noqa: E402
+from sglang_mixkv.engine.names import Names  # noqa: E402
 from sglang_mixkv.engine.prefill_http import fetch, ranks_of, read_rows  # noqa: E402
 from sglang_mixkv.errors import MixKVError  # noqa: E402
 
@@ -45,7 +52,7 @@ def asked(status: int, body: bytes) -> Any:
 
     with serving(answer) as address:
         try:
-            return asyncio.run(fetch(address))
+            return asyncio.run(fetch(address, Names()))
         except Exception as error:
             return error
         finally:
@@ -102,8 +109,8 @@ def test_a_question_ends_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_http, "ASK_S", 0.1)
     with silent() as address:
         with pytest.raises(TimeoutError, match="no answer within"):
-            asyncio.run(fetch(address))
-        assert asyncio.run(ranks_of(address)) == []
+            asyncio.run(fetch(address, Names()))
+        assert asyncio.run(ranks_of(address, Names())) == []
 
 
 def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
@@ -123,7 +130,7 @@ def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             with pytest.raises(ConnectionError, match="307"):
-                await fetch(f"127.0.0.1:{runner.addresses[0][1]}")
+                await fetch(f"127.0.0.1:{runner.addresses[0][1]}", Names())
         finally:
             await runner.cleanup()
         assert seen == [(PATH, "identity")]
@@ -160,7 +167,7 @@ def a_server_of(*counts: int, **sizes: Any) -> Callable[[str], tuple[int, bytes]
 @given(st.lists(st.integers(1, 3), min_size=4, max_size=4))
 def test_every_rank_is_asked_for(counts: list[int]) -> None:
     with serving(a_server_of(*counts)) as address:
-        found = asyncio.run(ranks_of(address))
+        found = asyncio.run(ranks_of(address, Names()))
     dp, cp, tp, pp = map(range, counts)
     assert found == [
         {"rank_ip": "10.0.0.1", "rank_port": int(f"1{a}{b}{c}{d}")}
@@ -178,7 +185,7 @@ def test_where_a_server_does_not_say_them_no_rank_is_known(
 ) -> None:
     """Nor where one of them has no answer."""
     with serving(a_server_of(*counts, **sizes)) as address:
-        assert asyncio.run(ranks_of(address)) == []
+        assert asyncio.run(ranks_of(address, Names())) == []
 
 
 def test_a_server_of_as_many_ranks_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +193,7 @@ def test_a_server_of_as_many_ranks_as_are_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prefill_http, "MAX_RANKS", 6)
     for counts, known in (((1, 2, 3, 1), 6), ((1, 7, 1, 1), 0)):
         with serving(a_server_of(*counts)) as address:
-            assert len(asyncio.run(ranks_of(address))) == known
+            assert len(asyncio.run(ranks_of(address, Names()))) == known
 
 
 # ---------------------------------------------------------------- what a bootstrap server keeps
@@ -195,7 +202,8 @@ def test_a_server_of_as_many_ranks_as_are_asked_for(monkeypatch: pytest.MonkeyPa
 class Plain:
     """SGLang's server, as far as it is needed."""
 
-    ready, status = True, 200
+    dp_size, attn_cp_size, attn_tp_size, pp_size = 1, 1, 1, 1
+    status = 200
 
     def __init__(self) -> None:
         self.app = web.Application()
@@ -203,9 +211,6 @@ class Plain:
 
     def _setup_routes(self) -> None:
         self.app.router.add_get("/route", lambda _: web.Response())
-
-    def _is_ready(self) -> bool:
-        return self.ready
 
     async def _handle_route_put(self, request: Any) -> Any:
         return web.Response(status=self.status)
@@ -255,8 +260,11 @@ def test_a_rank_without_a_row_is_named_and_a_server_that_is_not_ready_says_so() 
     assert status == 409
     assert "'10.0.0.1:7'" in text
     assert "10.0.0.1:8" not in text
-    server.ready = False
-    assert server.get() == (503, "not all prefill ranks have registered")
+    sizes = dict.fromkeys(BOOTSTRAP_SIZES, 1)
+    for size in sizes:
+        for few, found in ((None, 503), (10, 409), (11, 503)):
+            vars(server).update({**sizes, size: few})
+            assert server.get()[0] == found
 
 
 def test_what_is_no_row_or_too_long_is_not_kept() -> None:
