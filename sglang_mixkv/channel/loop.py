@@ -48,9 +48,7 @@ class Worker(ABC, Generic[Event, Action]):
         """`store`: of draft/rows.py; None on a rank without a drafter, which copies nothing."""
         self._machine, self._poller, self._reporter = machine, poller, reporter
         self._store = store
-        # Seconds after SGLang's own transfer within which the channel decides a request; after
-        # these SGLang's scheduler decides it.
-        self._slowest = 2 * times.whole_wait
+        self._slowest = times.last_resort
         self._inlet: Inlet[Any] = Inlet()
         poller.register(self._inlet.fileno())
         self._copies: HostCopies | DeviceCopies | None = None

@@ -18,6 +18,10 @@ class Times:
         self.shortest_wait, self.longest_wait = 0.3 * patience, 1.0 * patience
         self.whole_wait = 5.0 * patience
 
+        # Either side, after SGLang's own transfer: how long its scheduler leaves a request to the
+        # channel. Longer than all waiting above, or requests would be cold that need not be.
+        self.last_resort = 2 * self.whole_wait
+
         # Prefill, after the target was sent: how long packing may make no progress.
         self.packing = 1.0 * patience
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob
-from sglang_mixkv.channel.gate import Gate
+from sglang_mixkv.channel.gate import Gate, start_behind
 
 
 class Batch:
@@ -147,3 +147,23 @@ def test_what_cannot_be_started_fails_alone(fails: str) -> None:
     test.device.fails = False
     test.start("a2")
     assert test.flying[-1] == ("unpack", ["a2"])
+
+
+def test_a_gate_is_asked_while_a_batch_ends() -> None:
+    """By SGLang's scheduler, while the channel's thread forgets another of its tickets."""
+    gate, other, forgotten = Gate(), Batch("pack", []), []
+
+    class Asked(Batch):
+        def over(self) -> bool:
+            if not forgotten:
+                forgotten.append(threading.Thread(target=gate.ended, args=(other,)))
+                forgotten[0].start()
+                forgotten[0].join(0.05)
+            return True
+
+    other.end.set()
+    for ticket in (Asked("pack", []), other):
+        start_behind([gate], lambda is_open, ticket=ticket: ticket)
+    assert gate.shut()
+    forgotten[0].join(5)
+    assert len(gate._tickets) == 1

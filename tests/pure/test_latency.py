@@ -423,3 +423,30 @@ def test_what_torch_says_of_a_capture_is_known() -> None:
         with contextlib.suppress(RuntimeError):
             known.append((code, is_over(mock.Mock(**{"query.side_effect": error}))))
     assert known == [(code, False) for code in range(900, 909)]
+
+
+def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) -> None:
+    with Channel() as one:
+        worker: Any = one.decode.channel
+        order, wait, handle, do = list[str](), worker._poller.wait, worker._handle, worker._do
+
+        def handled(event: Any) -> None:
+            handle(event)
+            if isinstance(event, decode_events.Tick):
+                order.append("tick")
+                worker._machine._out.append(decode_events.Note("doubled", b"", ""))
+
+        def done(action: Any) -> None:
+            do(action)
+            order.append(type(action).__name__)
+
+        def slept(*args: Any) -> Any:
+            order.append("sleep")
+            return wait(*args)
+
+        monkeypatch.setattr(worker, "_handle", handled)
+        monkeypatch.setattr(worker, "_do", done)
+        monkeypatch.setattr(worker._poller, "wait", slept)
+        assert wait_for(lambda: order.count("tick") > 2)
+    at = order.index("tick", 1)
+    assert order[at + 1] == "Note"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from rig.driven import PREFILL, READER, Decode, Prefill
+from rig.driven import PREFILL, READER, TOKENS, Decode, Prefill
 
 from sglang_mixkv.channel.messages import Fail
 from sglang_mixkv.channel.slots import (
@@ -172,3 +174,40 @@ def test_a_room_is_cold_at_its_deadline(took: float) -> None:
         rank.now = now
         rank.do(dev.Tick())
         assert (1 in rank.verdicts) is cold
+
+
+class Held(Prefill):
+    """Its packs end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[int] = []
+
+    def meet(self, action: Any) -> None:
+        if isinstance(action, machine.ev.Pack):
+            self.jobs += [job.job for job in action.jobs]
+        else:
+            super().meet(action)
+
+
+def test_slots_of_segments_that_wait_for_an_earlier_one_are_free_with_their_part() -> None:
+    """Packed, and not announced: a part's segments are announced in their order."""
+    rank = Held()
+    rank.open(1)
+    rank.begin(1, 1, 5 * TOKENS)
+    first, *others = rank.jobs
+    rank.do(machine.ev.Packed(tuple(others)))
+    assert rank.slots.free_slots == SLOTS - 5
+    rank.do(machine.ev.ConnectionLost(READER))
+    assert rank.slots.free_slots == SLOTS - 1
+    rank.do(machine.ev.Packed((first,)))
+    assert rank.slots.free_slots == SLOTS
+
+
+def test_slots_of_segments_that_wait_for_a_forward_are_free_with_their_room() -> None:
+    rank = Decode()
+    rank.open(1, pending=True)
+    rank.ready(1, 3)
+    assert rank.slots.free_slots == SLOTS - 3
+    rank.fail(1, "aborted")
+    assert rank.slots.free_slots == SLOTS

@@ -14,7 +14,7 @@ def test_what_is_left_open_is_found() -> None:
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.socket())
-        thread = threading.Thread(target=end.wait)
+        thread = threading.Thread(target=end.wait, daemon=True)
         thread.start()
         now = resources()
         found = {line.partition(" ")[0] for line in grown(warm, now, {"rss_mib": 64})}

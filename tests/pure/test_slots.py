@@ -173,6 +173,20 @@ def test_who_waits_longest_is_first():
     assert served(turns, pool) == ["d1"]
 
 
+@given(st.integers(2, 6), st.lists(st.integers(1, 3), min_size=4, max_size=12))
+def test_readers_that_always_have_work_get_as_much(owners: int, freed: list[int]) -> None:
+    """Whatever is free at a time: whoever was served is behind all others."""
+    pool, turns, got = SlotPool(3, TIMES), RoundRobin(), dict.fromkeys(range(owners), 0)
+    for owner in got:
+        for n in range(len(freed) * 3):
+            turns.add(owner, (owner, n))
+    for some in freed:
+        for (owner, _), slot in list(turns.take(pool, some)):
+            got[owner] += 1
+            pool.free(slot)
+        assert max(got.values()) - min(got.values()) <= 1
+
+
 @given(
     st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(1, 5), min_size=1, max_size=4)),
     st.integers(2, 60),

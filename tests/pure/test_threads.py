@@ -277,3 +277,15 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
             stranger.send(frame)
         assert wait_for(lambda: channel.prefill.notes.seen.count("unreadable") == 3)
     assert channel.request(1) == ("warm", "")
+
+
+@pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
+def test_the_scheduler_decides_once_the_channel_had_its_time(patience: float) -> None:
+    with Channel(Times(patience)) as channel:
+        slowest = channel.times.last_resort
+        prefill, decode = channel.prefill.channel, channel.decode.channel
+        handle, sent = channel.open(1, TOKENS), prefill.begin(7)
+        for since, late in ((0.9 * slowest, False), (1.1 * slowest, True)):
+            sent.sent = handle.arrived = time.monotonic() - since
+            assert (decode.is_lost(handle), prefill.release(sent)) == (late, late)
+        channel.end(sent, handle)

@@ -261,3 +261,11 @@ def test_an_open_waits_for_its_request_as_long_as_sglangs_may() -> None:
         rank.begin(1, 1, 8)
         assert rank.sent == ({1: 8} if when == BEFORE else {})
         assert rank.notes == ([] if when == BEFORE else [(READER, "early")])
+
+
+@pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
+def test_sglangs_scheduler_waits_for_the_channel_and_not_for_long(patience: float) -> None:
+    """Longer than any deadline, and a request is not held for it much longer."""
+    times = Times(patience)
+    assert times.whole_wait + times.longest_wait < times.last_resort <= 2 * times.whole_wait
+    assert times.packing < times.last_resort

@@ -107,7 +107,7 @@ class Borrowed:
         self._of, self._rank, self._code = of, rank, {}
         self._other = {"time": self, "logger": _Quiet(), **other}
         self._machine, self._inlet, self._reporter = rank.machine, self, self
-        self._slowest = 2 * rank.place.times.whole_wait
+        self._slowest = rank.place.times.last_resort
         self._store = Store(rank)
         self._copies: Any = None
         self.broken = False
