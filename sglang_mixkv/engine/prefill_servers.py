@@ -98,6 +98,8 @@ class PrefillServers:
             return True
         now = time.monotonic()
         with self._lock:
+            if address in self._table:  # since a moment ago
+                return True
             refusal, server = self._refusals.get(address), self._servers.get(address)
             if refusal is not None and now < refusal.until:
                 self._table[address] = STAND_IN

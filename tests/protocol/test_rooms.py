@@ -24,7 +24,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_mixkv.engine.receiver import DraftReceiver
-from sglang_mixkv.engine.rooms import around_request
+from sglang_mixkv.engine.rooms import RoomUse, around_request
 from sglang_mixkv.errors import MixKVError
 
 REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
@@ -130,3 +130,21 @@ def test_a_number_is_free_once_its_use_has_succeeded() -> None:
     outcome = run(Case(2, 1, requests=REQUESTS, special=Special(send=again)))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
+
+
+@pytest.mark.parametrize("come", [(), ("transfer_infos",), ("transfer_infos", "prefix")])
+def test_the_next_use_begins_once_all_its_metadata_have_come(come: tuple[str, ...]) -> None:
+    """True retraction begins it while the former one's end was not seen: metadata of one decode
+    rank alone are no reason to send."""
+    tables = SimpleNamespace(
+        request_status={7: KVPoll.Success},
+        failure_records={},
+        transfer_infos={7: {}} if come else {},
+        req_to_decode_prefix_len={7: 0} if "prefix" in come else {},
+    )
+    use = object.__new__(RoomUse)
+    use.kv_mgr, use.bootstrap_room = tables, 7
+    use._move()
+    status = {7: KVPoll.WaitingForInput} if "prefix" in come else {}
+    assert tables.request_status == {**status, use.bootstrap_room: KVPoll.Success}
+    assert use.bootstrap_room < 0

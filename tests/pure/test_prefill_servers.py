@@ -397,7 +397,9 @@ def test_nothing_is_held_of_a_server_one_of_whose_ranks_cannot_be_reached(
 def test_servers_that_nobody_asks_for_are_forgotten(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But not one that is ready, however long SGLang's table has had it."""
     monkeypatch.setattr(prefill_http, "ASK_S", 0.1)
+    monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     with silent() as address, publishing(row_of(prefill)) as real:
         assert site.is_ready(real)
         for one in many(address, 20):
@@ -405,7 +407,71 @@ def test_servers_that_nobody_asks_for_are_forgotten(
         assert site.held()["servers"] == 21
         monkeypatch.setattr(prefill_servers, "KNOWN_S", 0.0)
         assert wait_for(lambda: set(site.servers._servers) == {real})
+        time.sleep(0.3)
+        assert set(site.servers._servers) == {real}
         assert site.request(real, prefill) == "warm"
+
+
+class Late:
+    """A lock that a thread gets only once something has happened, the first time."""
+
+    def __init__(self, lock: Any, happened: Any) -> None:
+        self._lock, self._happened, self._asker = lock, happened, threading.current_thread()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is self._asker:
+            self._asker = None
+            assert wait_for(self._happened)
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+
+def test_a_server_that_becomes_ready_while_a_request_looks_stays(
+    site: Site, prefill: Prefill
+) -> None:
+    """SGLang's table has it, and nothing is connected to a second time."""
+    with publishing(row_of(prefill)) as address:
+        assert not site.servers.ensure(address)
+        lock = site.servers._lock
+        site.servers._lock = Late(lock, lambda: address in site.table)
+        assert site.servers.ensure(address)
+        site.servers._lock = lock
+        assert site.request(address, prefill) == "warm"
+        assert site.held()["servers"] == site.held()["sockets"] == 1
+
+
+@pytest.mark.parametrize("late", ["other rows", "a refusal"])
+def test_what_is_heard_late_of_a_former_server_ends_nothing_of_the_next(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """At the same address: it was asked whether it is the same when it was given up."""
+    monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
+    held, asked, real = threading.Event(), list[str](), prefill_servers.fetch
+
+    async def fetch(*args: Any) -> Any:
+        asked.append("")
+        if len(asked) != 2:
+            return await real(*args)
+        while not held.is_set():
+            await asyncio.sleep(0.01)
+        if late == "a refusal":
+            raise MixKVError("MIXKV-PAIR-02", "late")
+        return {}
+
+    monkeypatch.setattr(prefill_servers, "fetch", fetch)
+    with publishing(row_of(prefill)) as address:
+        assert site.is_ready(address)
+        site.servers.check(address)
+        assert wait_for(lambda: len(asked) == 2)
+        site.servers.forget(address)
+        assert site.is_ready(address)
+        entry = site.table[address]
+        held.set()
+        time.sleep(0.3)
+        assert site.table[address] is entry
+        assert site.request(address, prefill) == "warm"
 
 
 def test_a_bootstrap_server_that_goes_away_alone_costs_what_sglang_gives_up(
@@ -646,9 +712,11 @@ class Receiver:
     def __init__(self) -> None:
         self.told: list[list[int]] = []
         self.closed: list[int] = []
+        self.fresh: list[bool] = []  # there was no socket yet
 
     def ensure_abort_notified(self) -> None:
         assert not self.abort_notified
+        self.fresh.append(not self._socket_cache)
         self.told.append([info["rank_port"] for info in self.bootstrap_infos])
         for info in self.bootstrap_infos:
             self._socket_cache[str(info)] = self
@@ -702,6 +770,17 @@ def test_each_rank_of_a_refused_server_is_notified_more_than_once(
     assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
     assert receiver.abort_notified, "a copy of it is what notifies"
     assert wait_for(lambda: len(receiver.closed) == 4), "sockets stay behind"
+
+
+def test_a_second_burst_of_aborts_has_sockets_of_its_own(site: Site, receiver: Receiver) -> None:
+    """Those of the first are closed once nothing is left to send."""
+    with serving(ranks) as address:
+        for burst in (1, 2):
+            assert wait_for(lambda: site.servers.ensure(address))
+            assert site.servers.refuse(address, receiver)
+            assert wait_for(lambda burst=burst: len(receiver.told) == 3 * burst)
+            assert wait_for(lambda burst=burst: len(receiver.closed) == 4 * burst)
+            assert receiver.fresh == [True, False, False] * burst
 
 
 @pytest.mark.parametrize("path", ["/older", "/huge"])
