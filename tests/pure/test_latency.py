@@ -450,3 +450,28 @@ def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) 
         assert wait_for(lambda: order.count("tick") > 2)
     at = order.index("tick", 1)
     assert order[at + 1] == "Note"
+
+
+def test_an_idle_rank_sleeps_and_does_not_poll() -> None:
+    """Nothing is outstanding behind the end of a request, on either side."""
+    with Channel() as one:
+        assert one.request(1) == ("warm", "")
+        for side in (one.prefill, one.decode):
+            worker: Any = side.channel
+            asked, wait = list[bool](), worker._poller.wait
+            with mock.patch.object(
+                worker._poller, "wait", lambda tick, out: (asked.append(out), wait(tick, out))[1]
+            ):
+                assert wait_for(lambda: len(asked) > 3)
+            assert not any(asked[1:])
+
+
+def test_what_was_moved_is_counted_and_what_was_zeroed_is_not() -> None:
+    with Channel() as one:
+        assert one.request(1) == ("warm", "")
+        moved = [side.notes.bytes for side in (one.prefill, one.decode)]
+        assert moved[0] == moved[1] > 0
+        one.decode.plane.broken = 1
+        assert one.request(2)[0] == "cold"
+        assert one.decode.notes.bytes <= 2 * moved[1] - 1
+        assert one.decode.notes.copying > 0
