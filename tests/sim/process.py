@@ -251,6 +251,8 @@ class Process:
             self._hung += waiting
         elif waiting:
             self._first += waiting
+        if self.worker._copies.done:  # of what the thread did behind the action that hung
+            self.later("queue", 0.0, self.on_thread, self.look)
 
     def break_(self) -> None:
         """The channel thread ends by an exception."""
