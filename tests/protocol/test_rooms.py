@@ -11,6 +11,7 @@ from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rig.model import Cache, Case, Request, page_tables
@@ -25,6 +26,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.rooms import RoomUse, around_request
+from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.errors import MixKVError
 
 REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
@@ -110,6 +112,34 @@ def test_a_release_of_pages_leaves_the_numbers_next_use_alone() -> None:
     before = second.poll()
     first.clear()
     assert second.poll() == before
+
+
+class Stock:
+    """SGLang's sender or receiver, as far as a request's end goes."""
+
+    def clear(self) -> None: ...
+
+
+@pytest.mark.parametrize("record", [None, "of another number", "its own"])
+@pytest.mark.parametrize("state", [None, KVPoll.Success, KVPoll.Failed])
+@pytest.mark.parametrize("mixin", [DraftReceiver, DraftSender])
+def test_what_failed_never_ends_as_what_succeeded(mixin: type, state: Any, record: Any) -> None:
+    """Also where another rank knows the reason: without one decode would count a request that
+    failed as warm, and neither side would tell the other's channel that it is over."""
+    use: Any = object.__new__(type("Use", (mixin, Stock), {}))
+    ended = MagicMock()
+    use.kv_mgr = SimpleNamespace(
+        failure_records={7 if record == "its own" else 8: record} if record else {},
+        decode_channel=SimpleNamespace(close=ended), prefill_channel=SimpleNamespace(end=ended),
+    )  # fmt: skip
+    use.bootstrap_room, use.conclude_state, use.handle = 7, state, object()
+    use.clear()
+    ((handle, reason),) = [call.args for call in ended.call_args_list]
+    assert handle is use.handle
+    assert bool(reason) == (state == KVPoll.Failed)
+    assert record != "of another number" or record not in reason
+    if reason and record == "its own" and mixin is DraftReceiver:
+        assert reason == record
 
 
 def again(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
