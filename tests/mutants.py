@@ -38,7 +38,8 @@ class Own(Operator):
 
     def mutate(self, node: Any, index: int) -> Any:
         child, code = next(itertools.islice(self.changes(node), index, None))
-        node.children[node.children.index(child)] = parso.parse(" " + code)
+        before = child.get_first_leaf().prefix  # of a statement its indentation
+        node.children[node.children.index(child)] = parso.parse(before + code)
         return node
 
 
@@ -102,7 +103,7 @@ def code_of(node: Any) -> str:
 
 
 def is_keyword(node: Any) -> bool:
-    return node.type == "argument" and node.children[1] == "="
+    return node.type == "argument" and (node.children[1] == "=" or node.children[0] == "**")
 
 
 def kept(node: Any) -> bool:
