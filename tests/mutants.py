@@ -75,7 +75,10 @@ class Nothing(Own):
 
 
 class Arguments(Own):
-    """A call without one of its keywords, or with two arguments in each other's place."""
+    """A call without one of its keywords, or with two arguments in each other's place. `skipped`:
+    keywords that stay."""
+
+    skipped: tuple[str, ...] = ()
 
     def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
         if node.type != "trailer" or node.children[0] != "(" or node.children[1] == ")":
@@ -83,9 +86,9 @@ class Arguments(Own):
         inner = node.children[1]
         given = inner.children[::2] if inner.type == "arglist" else [inner]
         for at, one in enumerate(given):
-            if is_keyword(one):
+            if is_keyword(one) and one.children[0].value not in self.skipped:
                 yield inner, ", ".join(code_of(g) for g in given[:at] + given[at + 1 :])
-        if node.get_previous_leaf() in ORDERLESS:
+        if code_of(node.get_previous_leaf()) in ORDERLESS:
             return
         for at, (one, other) in enumerate(itertools.pairwise(given)):
             if not is_keyword(one) and not is_keyword(other) and code_of(one) != code_of(other):
@@ -140,6 +143,7 @@ def operator(name: str) -> Operator:
 
 def mutants(root: Path, file: str, config: dict[str, Any]) -> list[Mutant]:
     found: list[Mutant] = []
+    Arguments.skipped = tuple(config["skip"]["keywords"])
     operators = {name: operator(name) for name in config["operators"]}
     counts = dict.fromkeys(operators, 0)
     skipped: set[int] = set()

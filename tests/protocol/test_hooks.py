@@ -69,6 +69,17 @@ def test_flags_are_sglangs_and_then_the_plugins() -> None:
     assert (made._mixkv.enabled, made._mixkv.staging_mb) == (True, 7)
 
 
+def test_a_plugin_that_fails_to_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
+    monkeypatch.setattr(plugin, "_register", MagicMock(side_effect=KeyError("why")))
+    with pytest.raises(SystemExit) as stopped:
+        plugin.register()
+    said = str(stopped.value).splitlines()
+    assert said[0].startswith("[MIXKV-START-02] ")
+    assert "but the plugin failed to load; the server does not start" in said[0]
+    assert said[1:] == ["  - KeyError('why')", "Report this with the message above."]
+
+
 # ---------------------------------------------------------------- KV classes
 
 

@@ -86,7 +86,8 @@ def test_a_sender_begins_its_room_once_and_not_without_a_drafter() -> None:
     manager.prefill_channel = None
     manager.stock.poll.return_value = KVPoll.Success
     one.init(7)
-    one.send("pages", num_kv_tokens=1)
+    one.send("pages", "state", num_kv_tokens=1)
+    assert manager.stock.send.call_args == call("pages", "state", num_kv_tokens=1)
     assert one.poll() == KVPoll.Success
     one.clear()
     one.abort()
@@ -122,8 +123,8 @@ def test_chunks_are_the_tokens_that_sglang_sends(
             one._early_send_wait_event = None
 
         manager.stock.send.side_effect = takes_it_away
-        one.send(pages, **given)
-        assert manager.stock.send.call_args == call(pages, **given)
+        one.send(pages, "state", **given)
+        assert manager.stock.send.call_args == call(pages, "state", **given)
         events = [early and f"early {number}", indices]
         events += ["forward of the scheduler"] if manager.pp_size > 1 else []
         sent = count * PAGE if tokens is None else tokens

@@ -170,6 +170,13 @@ def test_a_request_that_sglang_does_not_take_has_no_number() -> None:
         take(11, rid="b")
 
 
+def test_what_sglang_gives_and_takes_is_handed_on() -> None:
+    manager, _ = taking("prefill")
+    original, request = MagicMock(return_value="SGLang's"), SimpleNamespace(rid="a")
+    assert around_request(original, manager, request, 1, created=2) == "SGLang's"
+    original.assert_called_once_with(manager, request, 1, created=2)
+
+
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_samples_of_a_request_share_its_number_and_warm_ups_theirs(mode: str) -> None:
     _, take = taking(mode)

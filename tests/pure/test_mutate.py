@@ -76,7 +76,7 @@ class One:
             elif self.four in args: return
             while three(1, self.four, *args, five=5, **kwargs):
 
-                self.four += 1; three()
+                self.four += 1; three(max(1, self.four))
         finally:
             three(
                 1,
@@ -89,10 +89,10 @@ class One:
 def test_what_the_tools_own_operators_make_is_python(tmp_path: Path) -> None:
     """What is none would be killed by the first test, whatever that looks at."""
     (tmp_path / "blocks.py").write_text(BLOCKS)
-    skip: dict[str, list[str]] = {"functions": [], "calls": [], "keywords": []}
+    skip = {"functions": [], "calls": [], "keywords": ["five"]}
     found = mutants(tmp_path, "blocks.py", {"operators": list(OWN), "skip": skip})
     counts = Counter(one.operator for one in found)
-    assert counts == {"Delete": 7, "Negate": 3, "Arguments": 5, "Nothing": 1}
+    assert counts == {"Delete": 7, "Negate": 3, "Arguments": 4, "Nothing": 1}
     for one in found:
         compile(one.code(tmp_path), one.operator, "exec")
 
