@@ -164,6 +164,8 @@ def says_nothing(node: Any, skip: dict[str, list[str]]) -> bool:
         return False
     if node.type == "funcdef" and node.name.value in skip["functions"]:
         return True
+    if node.type == "if_stmt" and code_of(node.children[1]) == "TYPE_CHECKING":
+        return True
     if node is getattr(above, "annotation", None) or (
         above.type == "annassign" and node is above.children[1]
     ):

@@ -20,13 +20,15 @@ import pytest
 import torch
 from rig.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
-from sglang_mixkv.channel import copies, loop
+from sglang_mixkv.channel import copies, data_plane, loop
 from sglang_mixkv.channel.copies import HostCopies
 from sglang_mixkv.channel.sockets import Inlet
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as decode_events
+from sglang_mixkv.decode import links
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill import events as prefill_events
+from sglang_mixkv.prefill import worker as prefill_worker
 
 LOST_S = 8.0  # far from a tick, and from what takes milliseconds
 AT_ONCE_S = 0.03  # the best of some tries, on a machine that is busy
@@ -44,6 +46,13 @@ def channel(slow_tick: None) -> Iterator[Channel]:
     with Channel(Times(20)) as one:
         yield one
         assert max(side.notes.ticks for side in (one.prefill, one.decode)) <= 1
+
+
+def test_looks_are_as_often_and_as_long_as_was_measured() -> None:
+    """The machines need the first ten times a second."""
+    assert (loop.TICK, copies.AT_ONCE) == (0.1, 256 << 10)
+    assert (prefill_worker.BATCH, links.BATCH, links.CONNECT_S) == (64, 64, 5.0)
+    assert (data_plane.CONNECT_S, data_plane.POLL_S, data_plane.RETRY_S) == (10.0, 1e-3, 1e-2)
 
 
 def decided(channel: Channel, handle: Any) -> tuple[str, str]:

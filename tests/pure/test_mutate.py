@@ -149,17 +149,16 @@ def test_tests_that_fail_anyway_are_an_error(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "found"),
+    ("code", "found"),
     [
         ("max(a, b)", []), ("zip(a, strict=True)", []), ("f(a, name=b)", []),
         ("f(a, b)", ["f( b, a)"]), ("f(a, c=b)", ["f( a)"]), ("f(min(a, b))", []),
+        ("if TYPE_CHECKING:\n    import a", []), ("if a:\n    import b", ["if not (a):"]),
     ],
 )  # fmt: skip
-def test_arguments_on_which_nothing_depends_are_left(
-    tmp_path: Path, call: str, found: list[str]
-) -> None:
-    """Those of a function that takes them in any order, and what only says or checks something."""
-    (tmp_path / "small.py").write_text(f"{call}\n")
-    config = {"operators": ["Arguments"], "skip": {"functions": [], "calls": []}}
+def test_what_nothing_depends_on_is_left(tmp_path: Path, code: str, found: list[str]) -> None:
+    """Types, arguments in any order, and those that only say or check something."""
+    (tmp_path / "small.py").write_text(f"{code}\n")
+    config = {"operators": ["Arguments", "Negate"], "skip": {"functions": [], "calls": []}}
     made = mutants(tmp_path, "small.py", config)
     assert [one.change(tmp_path)[1] for one in made] == found

@@ -15,7 +15,7 @@ from rig.threads import wait_for
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.engine import notices, rooms
-from sglang_mixkv.engine.notices import AbortedRequests
+from sglang_mixkv.engine.notices import AbortedRequests, Background, RefusedRequests
 from sglang_mixkv.engine.sender import DraftSender
 
 
@@ -136,14 +136,50 @@ def test_aborts_beyond_those_that_are_under_way_are_not_sent(under_way: int, is_
     assert sender.sent.empty()
 
 
-@pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed])
-def test_nothing_is_sent_for_a_room_that_has_ended(status: Any) -> None:
+@pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed, KVPoll.Transferring])
+def test_nothing_is_sent_for_a_room_that_has_ended_or_whose_pages_decode_would_free(
+    status: Any,
+) -> None:
+    """At once, while prefill may still write to them: it does not defer their release then."""
     sender = Sender()
     sender.hung.set()
     sender.kv_mgr.request_status[7] = status
+    sender.kv_mgr.enable_deferred_decode_kv_release = status != KVPoll.Transferring
     sender.abort()
     sender.kv_mgr.request_status[7] = KVPoll.Transferring
+    sender.kv_mgr.enable_deferred_decode_kv_release = True
     sender.abort()  # which is sent, and first
     assert sender.kv_mgr.did == ["abort"] * 2
     assert {sender.sent.get(timeout=10) for _ in range(2)} == {"a", "b"}
     assert sender.sent.empty()
+
+
+class Receiver:
+    """Of a refused request, as far as it notifies prefill."""
+
+    def __init__(self) -> None:
+        self.told = list[str]()
+
+    def ensure_abort_notified(self) -> None:
+        self.told.append("abort")
+
+
+@pytest.mark.parametrize(("under_way", "is_sent"), [(-1, True), (0, False), (1, False)])
+def test_refused_requests_beyond_those_that_are_under_way_are_not_aborted(
+    under_way: int, is_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "PAUSES_S", (0.0, 0.0))
+    background, receiver = Background("mixkv-test", 1), Receiver()
+    refused = RefusedRequests(background)
+    refused._under_way = before = notices.MAX_NOTICES + under_way
+    refused.add([], receiver)
+    assert wait_for(lambda: not background.running)
+    assert (len(receiver.told), refused._under_way) == (2 * is_sent, before)
+
+
+def test_notices_are_bounded_and_sent_for_as_long_as_sglang_waits() -> None:
+    """A refused request's first ABORT comes behind decode's own answer; later ones meet a prefill
+    that takes the request late."""
+    assert (notices.MAX_NOTICES, notices.BLOCKED_AT_ONCE) == (4096, 256)
+    assert (notices.LOOK_S, notices.LATE_S, notices.LINGER_MS) == (1.0, 300.0, 1000)
+    assert notices.PAUSES_S == (0.2, 0.5, 1.3, 6.0)

@@ -48,6 +48,13 @@ def prefill() -> Iterator[Prefill]:
     one.close()
 
 
+def test_servers_are_asked_as_often_and_as_many_as_was_meant() -> None:
+    """SGLang looks once a second, and gives a request up after 15 s."""
+    assert (prefill_servers.ASKED_AT_ONCE, prefill_servers.CONNECTED_AT_ONCE) == (1024, 1024)
+    assert (prefill_servers.CHECK_S, prefill_servers.SOON_S) == (1.0, 0.05)
+    assert (prefill_servers.AGAIN_S, prefill_servers.KNOWN_S) == (5.0, 60.0)
+
+
 # ---------------------------------------------------------------- servers that are silent
 
 
