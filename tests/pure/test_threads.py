@@ -380,22 +380,26 @@ def test_a_room_whose_rows_cannot_be_cleared_fails(
         worker.close(handle)
 
 
-@pytest.mark.parametrize("what", ["pack", "unpack", "forward", "send"])
-def test_an_errors_text_is_cut(
+@pytest.mark.parametrize("what", ["pack", "start", "unpack", "forward", "send", "read", "copy"])
+def test_the_text_of_an_error_is_cut(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """One of CUDA's or of a library's may be of any length, and goes into a message and a line."""
-    owner: Any = {
-        "pack": channel.prefill.rows, "unpack": channel.decode.rows, "forward": SimpleNamespace(),
-        "send": channel.decode.channel._links,
+    forward, prefill, decode = Event(), channel.prefill, channel.decode
+    forward.done = True
+    owner, name = {
+        "pack": (prefill.rows, what), "start": (prefill.channel._copies, what),
+        "unpack": (decode.rows, what), "copy": (decode.channel._copies, "start"),
+        "send": (decode.channel._links, what), "read": (decode.channel._links, what),
+        "forward": (forward, "query"),
     }[what]  # fmt: skip
-    monkeypatch.setattr(owner, "query" if what == "forward" else what, failing, raising=False)
-    handle = channel.open(1, TOKENS, event=owner if what == "forward" else None)
-    sent, notes = channel.prefill.send(1, TOKENS), channel.decode.notes
-    assert wait_for(lambda: notes.details)
-    assert notes.details == [repr(RuntimeError("x" * 1000))[:300]]
-    owner.query = lambda: True
-    assert channel.state(handle)[0] == "cold"
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        handle, sent = channel.open(1, TOKENS, event=forward), prefill.send(1, TOKENS)
+        assert wait_for(lambda: decode.notes.details)
+        patch.setattr(forward, "query", lambda: True)
+        assert channel.state(handle)[0] == ("failed" if what == "copy" else "cold")
+    assert set(decode.notes.details) == {repr(RuntimeError("x" * 1000))[:300]}
     channel.end(sent, handle)
 
 
