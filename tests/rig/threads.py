@@ -316,8 +316,7 @@ class Channel:
         sides = self.prefill, self.decode
         return wait_for(
             lambda: (
-                not self.prefill.channel.check()
-                and not self.decode.channel.check()
+                [] == self.prefill.channel.check() == self.decode.channel.check()
                 and all(side.slots.free_slots == SLOTS for side in sides)
             )
         )
