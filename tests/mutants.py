@@ -93,7 +93,7 @@ class Arguments(Own):
                 yield inner, ", ".join(map(code_of, swapped))
 
 
-ORDERLESS = ("max", "min")
+ORDERLESS = ("max", "min", "gcd")
 SILENT = ("strict", "daemon", "name", "exc_info", "frozen", "slots", "gc")
 FALSE = ("None", "False", "0", "()", "[]", "{}", '""')
 OWN = {one.__name__: one for one in (Delete, Negate, Nothing, Arguments)}

@@ -91,6 +91,7 @@ def test_jobs_of_several_requests_are_one_batch_and_two_batches_fly() -> None:
     assert test.copies.done
     assert test.ended() == {"a1": "a1 ok", "b1": "b1 ok", "a2": "a2 ok"}
     assert test.flying[1] == ("unpack", ["c3"])
+    assert test.copies.polled, "nothing waits, but their ends wake nobody"
     for batch in test.device.batches:
         batch.end.set()
     assert set(test.ended()) == {"b2", "c1", "c2", "c3"}
@@ -190,7 +191,7 @@ def test_a_gate_that_closes_looks_often_and_says_when_it_took_long(
             return len(slept) >= looks
 
     start_behind([gate], lambda is_open: Ends("pack", []))
-    clock = SimpleNamespace(monotonic=lambda: len(slept), sleep=slept.append)
+    clock = SimpleNamespace(monotonic=lambda: 100 + len(slept), sleep=slept.append)
     monkeypatch.setattr(gate_module, "time", clock)
     monkeypatch.setattr(gate_module, "SLOW_S", 2)
     gate.close()

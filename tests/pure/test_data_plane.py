@@ -118,6 +118,28 @@ def test_what_a_backend_holds_of_a_read_is_released_before_its_peer() -> None:
     assert (plane.ended(), is_held) == ([("it", "")], [False])
 
 
+def test_a_peer_that_cannot_be_opened_is_not_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = Scripted()
+
+    def refuses(peer: Peer) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(plane, "_open", refuses)
+    with pytest.raises(ConnectionError, match="scripted: no route"):
+        plane.connect(plane.there)
+    assert (plane.posted, len(plane.dropped)) == ([], 1)
+
+
+def test_a_read_that_cannot_be_begun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = Scripted()
+    peer = plane.connect(plane.there)
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "_post", lambda *_: no_memory())
+        ((tag, error),) = plane.read(peer, TEN)
+    assert (tag, "no batch" in error, peer.reads, plane.busy) == ("it", True, 0, False)
+    assert plane.read(peer, TEN) == [("it", "")]
+
+
 def test_a_backend_that_cannot_be_made_is_an_error_with_all_four_parts() -> None:
     assert str(refused("an engine starts", "none")) == (
         "[MIXKV-START-06] expected that an engine starts beside SGLang's; got none. Otherwise "

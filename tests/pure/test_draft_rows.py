@@ -200,6 +200,23 @@ def test_entries_of_another_layout_are_refused(wrong: str) -> None:
         DraftRows(entries, range(4) if wrong == "strides" else range(2))
 
 
+@pytest.mark.parametrize(
+    ("widths", "skipped", "word"),
+    [
+        ([16, 8], 0, torch.int64), ([16, 12], 0, torch.int32), ([6], 0, torch.int16),
+        ([8, 7], 0, torch.uint8), ([7], 0, torch.uint8), ([16], 4, torch.int32),
+        ([16], 2, torch.int16), ([16], 1, torch.uint8),
+    ],
+)  # fmt: skip
+def test_a_gpu_copies_the_widest_words_that_all_heads_consist_of(
+    widths: list[int], skipped: int, word: torch.dtype
+) -> None:
+    """And begin at. A byte at a time it would take several times as long."""
+    memory = [torch.zeros(4 * width + 8, dtype=torch.uint8) for width in widths]
+    entries = [m[skipped:][: 4 * w].view(2, 2, w) for m, w in zip(memory, widths, strict=True)]
+    assert DraftRows(entries, range(2), by_numpy=False)._word == word
+
+
 # ---------------------------------------------------------------- where the memory is
 
 
@@ -260,6 +277,7 @@ def test_a_thread_takes_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) 
     rows = DraftRows([torch.zeros(1, 1, 8, dtype=torch.uint8)], range(1))
     rows.use_device()
     assert taken == []
+    assert isinstance(rows._pools[0], np.ndarray), "torch takes twice as long in host memory"
     rows.device = torch.device("cuda", 3)
     rows.use_device()
     assert taken == [rows.device]

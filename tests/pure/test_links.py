@@ -92,11 +92,15 @@ def test_what_came_before_a_socket_was_registered_is_read() -> None:
         router = context.socket(zmq.ROUTER)
         dealer.connect(f"tcp://{HOST}:{router.bind_to_random_port(f'tcp://{HOST}')}")
         dealer.send(b"here")
-        router.send_multipart([router.recv_multipart()[0], b"there"])
+        router.send_multipart([name := router.recv_multipart()[0], b"there"])
         assert dealer.poll(SOON_MS)  # which makes its FD silent
         poller = Poller()
         poller.register(dealer)
         assert poller.poll(SOON_MS) == [dealer]
+        assert dealer.recv() == b"there"
+        assert not dealer.poll(0)  # so that the next message signals
+        router.send_multipart([name, b"there"])
+        assert select.select([dealer.fileno()], [], [], SOON_MS / 1000)[0]
         poller.unregister(dealer)
         assert poller.poll(0) == []
         router.close()

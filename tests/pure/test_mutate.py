@@ -155,7 +155,7 @@ SKIP = {"functions": [], "calls": []}
     ("code", "found"),
     [
         ("max(a, b)", []), ("zip(a, strict=True)", []), ("f(a, name=b)", []),
-        ("f(a, b)", ["f(b, a)"]), ("f(a, c=b)", ["f(a)"]), ("f(min(a, b))", []),
+        ("f(a, b)", ["f(b, a)"]), ("f(a, c=b)", ["f(a)"]), ("f(min(a, math.gcd(b, c)))", []),
         ("f(a, **b)", ["f(a)"]), ("if TYPE_CHECKING:\n    import a", []),
         ("if a:\n    import b", ["if not (a):"]),
     ],

@@ -539,6 +539,20 @@ def test_a_bootstrap_server_that_goes_away_alone_costs_what_sglang_gives_up(
         assert site.request(address, prefill) == "warm"
 
 
+def test_a_server_that_is_given_up_and_asked_for_at_once_is_looked_after_once(
+    site: Site, prefill: Prefill
+) -> None:
+    """By the task of its new connection: the former one's has not looked since."""
+    with publishing(row_of(prefill)) as address:
+        for _ in range(3):
+            assert site.is_ready(address)
+            site.table.pop(address)
+            assert not site.servers.ensure(address)
+        assert site.is_ready(address)
+        assert wait_for(lambda: len(site.servers._background.running) == 1, 5)
+        assert site.request(address, prefill) == "warm"
+
+
 def test_a_rank_that_was_restarted_at_another_port_is_found(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -449,7 +449,10 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
 
 
 @pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
-def test_the_scheduler_decides_once_the_channel_had_its_time(patience: float) -> None:
+def test_the_scheduler_decides_once_the_channel_had_its_time(
+    patience: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so once, however often SGLang polls."""
     with Channel(Times(patience)) as channel:
         slowest = channel.times.last_resort
         prefill, decode = channel.prefill.channel, channel.decode.channel
@@ -457,4 +460,6 @@ def test_the_scheduler_decides_once_the_channel_had_its_time(patience: float) ->
         for since, late in ((0.9 * slowest, False), (1.1 * slowest, True)):
             sent.sent = handle.arrived = time.monotonic() - since
             assert (decode.is_lost(handle), prefill.release(sent)) == (late, late)
+        assert prefill.release(sent)
+        assert len([line for line in caplog.messages if "neither packed" in line]) == 1
         channel.end(sent, handle)
