@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from torch import Tensor
 
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import HEADER, MASK, SEED, SlotCheck, weights
-
-if TYPE_CHECKING:
-    from sglang_mixkv.channel.data_plane import DataPlane
 
 Ints = NDArray[np.int64]
 
@@ -180,16 +177,6 @@ class Staging:
         if not 0 <= number < self.count:
             raise ValueError(f"slot {number} of {self.count}")
         return self._slots[number]
-
-
-class Store(NamedTuple):
-    """Where draft KV is on a rank with a drafter: its pool, and its slots, which `plane` has
-    registered. `device`: GpuRows of both, or None where a thread copies."""
-
-    rows: DraftRows
-    staging: Staging
-    plane: DataPlane
-    device: Any = None
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +21,32 @@ from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
+from sglang_mixkv.decode.worker import DecodeWorker
+from sglang_mixkv.draft.copier import Store
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import SPARE, DraftLayout
-from sglang_mixkv.draft.rows import Staging, Store
+from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
+from sglang_mixkv.prefill.worker import PrefillWorker
+
+
+class RankManager:
+    """DraftManager (manager.py), as far as its senders and receivers know it."""
+
+    local: RankContext
+    prefill_channel: PrefillWorker | None = None
+    decode_channel: DecodeWorker | None = None
+    # SGLang's
+    failure_records: dict[int, str]
+    kv_args: Any
+    pp_size: int
+    record_failure: Callable[[int, str], None]
+    req_to_decode_prefix_len: dict[int, Any]
+    request_status: dict[int, Any]
+    transfer_infos: dict[int, Any]
 
 
 class RankContext:

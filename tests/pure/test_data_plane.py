@@ -17,7 +17,7 @@ from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
 
 SIZE, LOCAL, REMOTE = 100, 1000, 5000
-TEN = Extent(LOCAL, REMOTE, 10)
+TEN = (LOCAL, REMOTE, 10)
 
 
 class Scripted(DataPlane):
@@ -58,12 +58,12 @@ def test_nothing_outside_either_memory_is_asked_of_a_backend() -> None:
     plane.posted.clear()
     for at, there, length in ((0, 91, 10), (0, 100, 1), (0, -1, 10), (91, 0, 10), (-5, 0, 10),
                               (0, 0, 0)):  # fmt: skip
-        wrong = Extent(LOCAL + at, REMOTE + there, length)
+        wrong = (LOCAL + at, REMOTE + there, length)
         for extents in ([wrong], [TEN, wrong], [wrong, TEN]):
             ((tag, error),) = plane.read(peer, *extents)
             assert (tag, "outside" in error) == ("it", True)
     assert plane.posted == []
-    assert plane.read(peer, Extent(LOCAL, REMOTE, SIZE)) == [("it", "")]
+    assert plane.read(peer, (LOCAL, REMOTE, SIZE)) == [("it", "")]
 
 
 def test_a_peer_is_released_once_behind_its_last_read() -> None:
@@ -112,7 +112,7 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
     )
     peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
     plane._names = {peer.endpoint: "its name"}
-    plane.start("it", peer, [Extent(0, 0, 10), Extent(20, 20, 10), Extent(40, 40, 10)])
+    plane.start("it", peer, [(0, 0, 10), (20, 20, 10), (40, 40, 10)])
     assert [plane.ended(), plane.ended()] == [[], []]
     ((tag, error),) = plane.ended()
     assert tag == "it"

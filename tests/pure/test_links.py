@@ -343,6 +343,6 @@ def test_a_read_is_one_of_the_memory_that_its_end_names(dialed: Dialed) -> None:
     these.add(moving)
     these._store.staging = SimpleNamespace(address=0, slot_bytes=0)  # type: ignore[union-attr]
     plane.start = lambda tag, peer, _: started.append((tag[2], peer))  # type: ignore[attr-defined]
-    assert these.read(ev.StartRead(1, link.peer, (), 4))
+    assert these.read(ev.StartRead(link.peer, [], 0.0, 1.0))
     ((named, read),) = started
     assert named == read
