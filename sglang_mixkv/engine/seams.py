@@ -117,7 +117,7 @@ _NAMES = {
     # numbers that are in use
     _TOKENIZER: "disaggregation_mode rid_to_state",
     f"{_SRT}managers.tokenizer_manager:ReqState": "obj",
-    f"{_SRT}managers.io_struct:GenerateReqInput": "bootstrap_host bootstrap_room "
+    f"{_SRT}managers.io_struct:GenerateReqInput": "bootstrap_host bootstrap_port bootstrap_room "
         "parallel_sample_num rid",
     # hooks that were applied; times; the drafter's heads
     f"{_SRT}plugins.hook_registry:HookRegistry": "_patched",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 
 import sglang_mixkv
 from sglang_mixkv.channel import planes
+from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.facts import StagingFacts, Target
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.layout import HEADER, SPARE, DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.engine import rank as ranks
 from sglang_mixkv.engine.draft_pool import Draft
@@ -122,6 +124,34 @@ def test_a_setting_reaches_all_that_depends_on_it(
     found = look(*rank_of(msgspec.structs.replace(PLAIN, **{name: value})))
     assert found == (expected,) * len(found)
     assert all(one != expected for one in plain)
+
+
+def test_the_data_plane_has_the_slots_and_a_byte_of_them_that_means_nothing(
+    rank_of: Callable[[Config], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into that byte peers are probed, at any time: not into a stamp or a sum."""
+    pools: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda one: pools.append(one) or nullcontext())
+    _, store, _ = rank_of(PLAIN)
+    address = store.staging.address
+    assert store.plane.made_of == ("mooncake", "10.0.0.8", "", {})
+    assert store.plane.registered == [(Memory(address, SLOTS * slot_bytes(1)), address + SPARE)]
+    assert 16 <= SPARE < HEADER
+    assert pools == []
+    monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _, of=ranks.draft_pool.of_pool:
+        of(None)._replace(mem_pool="the KV's"))  # fmt: skip
+    rank_of(PLAIN)
+    assert pools == ["the KV's"]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 1), (1, 5), (5, 1)])
+def test_a_segment_fits_the_slots_of_both_sides(
+    rank_of: Callable[[Config], Any], prefill: int, decode: int, heads: int
+) -> None:
+    one, _, _ = rank_of(msgspec.structs.replace(PLAIN, staging_mb=prefill))
+    smaller = slot_bytes(min(prefill, decode))
+    assert one.segment_tokens(heads, slot_bytes(decode)) == FACTS.tokens_in(smaller, heads)
 
 
 class Stock:

@@ -3,7 +3,11 @@ tests/protocol/test_data_planes.py."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import struct
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +15,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from rig.answers import silent
 
+from sglang_mixkv.channel import mooncake
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
@@ -119,6 +125,45 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
     assert "rejected" in error or "no batch" in error
     assert not peer.reads
     assert bool(plane._names) is ("no batch" in error), "a name that may not be open is used again"
+
+
+HEAD = struct.pack("<QB", 400, mooncake.METADATA)
+
+
+@pytest.mark.parametrize(
+    ("begin", "drip"), [(b"", b""), (HEAD, b""), (b"", b"\1"), (HEAD, b"\1"), (HEAD[:4], b"\0")]
+)
+def test_a_peer_of_mooncakes_is_asked_within_its_time_whatever_it_says(
+    monkeypatch: pytest.MonkeyPatch, begin: bytes, drip: bytes
+) -> None:
+    """All of its answer together: each byte comes in time."""
+    monkeypatch.setattr(mooncake, "ANSWER_S", 0.3)
+    plane = object.__new__(Mooncake)
+    DataPlane.__init__(plane)
+    plane._spare = 0
+    with silent(begin, drip) as address:
+        one = Endpoint("mooncake", address.encode(), Memory(0, 100), b"")
+        began = time.monotonic()
+        with pytest.raises(ConnectionError):
+            plane.connect(msgspec.msgpack.encode(one))
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_name_that_mooncake_does_not_open_holds_no_thread(
+    monkeypatch: pytest.MonkeyPatch, opened: bool
+) -> None:
+    """Or that it opens, and does not close."""
+    monkeypatch.setattr(mooncake, "HAND_S", 0.3)
+    before, host = set(threading.enumerate()), mooncake._hand(b"answer", 1)
+    (thread,) = set(threading.enumerate()) - before
+    with contextlib.ExitStack() as stack:
+        if opened:
+            address = host.removeprefix("[::ffff:").replace("]", "").rsplit(":", 1)
+            peer = stack.enter_context(socket.create_connection((address[0], int(address[1]))))
+            assert peer.recv(100) == b"answer"
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 # ---------------------------------------------------------------- two threads, and one peer

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rig.driven import PREFILL, READER, TOKENS, Decode, Prefill
 
 from sglang_mixkv.channel.messages import Fail
@@ -43,6 +45,21 @@ def test_a_number_is_doubted_as_long_as_prefill_may_hold_it(after: float, doubtf
     numbers = Numbers(600.0)
     assert not numbers.is_doubtful(7, AT)
     assert numbers.is_doubtful(7, AT + after) is doubtful
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500), st.booleans())))
+def test_each_number_is_doubted_by_its_own_last_request(asked: list[tuple[int, int, bool]]) -> None:
+    """Whatever came of others meanwhile; and none is held that is not doubted any more."""
+    numbers, last, now = Numbers(600.0), dict[int, float](), AT
+    for number, after, warm in asked:
+        now += after
+        last = {one: since for one, since in last.items() if now - since <= 600.0}
+        assert numbers.is_doubtful(number, now) is (number in last)
+        last[number] = now
+        assert numbers._since == last
+        if warm:
+            numbers.was_warm(number)
+            del last[number]
 
 
 def test_a_token_that_just_fits_a_slot_is_served() -> None:

@@ -111,6 +111,26 @@ def test_whether_it_is_needed_beside_a_target_with_kv_heads(
     assert reason in " ".join(answer.split())
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+@pytest.mark.parametrize("sizes", [(1, 4), (1, 16), (2, 8), (4, 2), (4, 4)])
+def test_whether_it_is_needed_with_dcp(sizes: tuple[int, int], backend: str, hybrid: bool) -> None:
+    """As test_stock.py sees it."""
+    target = replace(MLA, hybrid=hybrid)
+    changes = {"target": target, "disaggregation_transfer_backend": backend}
+    prefill, decode = pair(*sizes, 16, **changes)
+    theirs, ours = sizes
+    need = need_of(prefill, replace(decode, dcp_size=2))
+    if theirs == ours:
+        expected, share = False, 0.0
+    elif backend == "nixl" or not hybrid:
+        expected, share = True, None
+    else:
+        expected, share = theirs > ours, max(0, 1 - ours / theirs)
+    assert (need.needed, need.wrong_share) == (expected, share), need
+    assert ("hang" in need.reason) == (expected and backend == "nixl")
+
+
 # ---------------------------------------------------------------- figures
 
 

@@ -198,6 +198,35 @@ def test_a_name_that_moves_is_followed(
     asyncio.run(check())
 
 
+def test_a_name_that_moves_is_followed_where_each_look_up_is_late(
+    name_server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for such an answer, and the next one who asks has it. A late failure takes
+    nothing away."""
+    late, over = ["127.0.0.1", "127.0.0.2", "", "127.0.0.3"], list[str]()
+
+    def look_up(host: str, *args: Any, **hints: Any) -> Any:
+        found = late[min(len(over), 3)]
+        time.sleep(4 * names.FRESH_S)
+        over.append(found)
+        if not found:
+            raise socket.gaierror(-3, "")
+        return name_server._real(found, *args, **hints)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    async def check() -> list[str]:
+        by, found = names.Names(), list[str]()
+        for _ in range(5):
+            found += [one["host"] for one in await by.resolve("a", 80)]
+            while by._under_way:
+                await asyncio.sleep(0.01)
+        return found
+
+    first, second, third = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+    assert asyncio.run(check()) == [first, first, second, second, third]
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_servers_whose_routes_hang_hold_a_thread_each(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch, full: bool
