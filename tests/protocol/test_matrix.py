@@ -267,7 +267,7 @@ def test_dcp_from_a_server_without_it(
 @pytest.mark.transports(2)
 @pytest.mark.parametrize(("stages", "tp"), [(4, 4), (2, 8)])
 def test_dcp_from_stages_of_one_rank(stages: int, tp: int) -> None:
-    """Kimi-K3's shape, in small: its drafter has 16 heads. Over NIXL stock hangs (test_stock.py)."""
+    """Kimi-K3's shape, in small: a drafter of 16 heads. Over NIXL stock hangs (test_stock.py)."""
     right(
         Case(
             1, tp, prefill_pp=stages, dcp=tp, hybrid=True, requests=DCP_REQUESTS,
