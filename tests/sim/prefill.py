@@ -50,7 +50,9 @@ class Sender(Gated):
     def poll(self) -> bool:
         """Whether Success is reported, as in the plugin's sender."""
         rank = self.rank
-        if self.has_target and not (self.succeeded or self.ended or rank.stopped):
+        if not rank.alive or rank.stopped:
+            return self.succeeded
+        if self.has_target and not (self.succeeded or self.ended):
             self.succeeded = rank.worker.release(self.handle)
             if self.handle.settled and not self.settled and not self.at_last:
                 self.at_last = True
