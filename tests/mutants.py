@@ -38,7 +38,8 @@ class Own(Operator):
 
     def mutate(self, node: Any, index: int) -> Any:
         child, code = next(itertools.islice(self.changes(node), index, None))
-        node.children[node.children.index(child)] = parso.parse(" " + code)
+        before = child.get_first_leaf().prefix  # of a statement its indentation
+        node.children[node.children.index(child)] = parso.parse(before + code)
         return node
 
 
@@ -87,7 +88,7 @@ class Arguments(Own):
         if node.get_previous_leaf().value in ORDERLESS:
             return
         for at, (one, other) in enumerate(itertools.pairwise(given)):
-            if not is_keyword(one) and not is_keyword(other) and code_of(one) != code_of(other):
+            if not (is_keyword(one) or is_keyword(other)) and code_of(one) != code_of(other):
                 swapped = [*given[:at], other, one, *given[at + 2 :]]
                 yield inner, ", ".join(map(code_of, swapped))
 
@@ -103,7 +104,7 @@ def code_of(node: Any) -> str:
 
 
 def is_keyword(node: Any) -> bool:
-    return node.type == "argument" and node.children[1] == "="
+    return node.type == "argument" and (node.children[1] == "=" or node.children[0] == "**")
 
 
 def kept(node: Any) -> bool:

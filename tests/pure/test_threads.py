@@ -81,6 +81,16 @@ def test_a_link_in_the_place_of_another_ends_that(channel: Channel) -> None:
     assert wait_for(lambda: not channel.decode.plane._peers)
 
 
+def test_a_read_from_a_peer_that_is_gone_by_then_ends_at_once(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel.decode.channel._links, "read", lambda action: False)
+    assert channel.request(1) == ("cold", "read")
+    assert channel.decode.notes.details == ["the prefill rank is gone"]
+    monkeypatch.undo()
+    assert channel.request(2) == ("warm", "")
+
+
 def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) -> None:
     """It reads a byte into this rank's own memory, whatever that holds."""
     decode, other = channel.decode, Prefill(channel.times)
