@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang_mixkv.channel import gate as gate_module
 from sglang_mixkv.channel.gate import Gate, start_behind
 from sglang_mixkv.draft.copier import Copy, GpuCopier, Kind
 from sglang_mixkv.draft.layout import SlotCheck
@@ -77,7 +78,11 @@ class Copies:
         return Copy(kind, job, self.gates[job[0]], pages, 0, 1, range(1))
 
     def ended(self) -> dict[str, Any]:
-        return {job: found for jobs, found in self.copies.ended() for job in jobs}
+        """What was found. What did not run took no time; no gate knows of a batch that ended."""
+        found = self.copies.ended()
+        flying = [batch for batch in self.device.batches if not batch.over()]
+        assert all(batch in flying for gate in self.gates.values() for batch in gate._tickets)
+        return {job: result for jobs, result in found for job in jobs}
 
     @property
     def flying(self) -> list[tuple[str, list[str]]]:
@@ -190,3 +195,24 @@ def test_a_gate_is_asked_while_a_batch_ends() -> None:
     assert gate.shut()
     forgotten[0].join(5)
     assert len(gate._tickets) == 1
+
+
+@pytest.mark.parametrize(("looks", "is_slow"), [(0, False), (1, False), (2, False), (3, True)])
+def test_a_gate_that_closes_looks_often_and_says_when_it_took_long(
+    looks: int, is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's scheduler waits meanwhile. On this clock each look takes one second."""
+    gate, slept = Gate(), list[float]()
+
+    class Ends(Batch):
+        def over(self) -> bool:
+            return len(slept) >= looks
+
+    start_behind([gate], lambda is_open: Ends("pack", []))
+    clock = SimpleNamespace(monotonic=lambda: len(slept), sleep=slept.append)
+    monkeypatch.setattr(gate_module, "time", clock)
+    monkeypatch.setattr(gate_module, "SLOW_S", 2)
+    gate.close()
+    assert len(slept) == looks
+    assert all(0 < seconds < 1e-3 for seconds in slept)
+    assert ["waited 3.0 s" in line for line in caplog.messages] == [True] * is_slow

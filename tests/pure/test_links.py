@@ -350,3 +350,18 @@ def test_a_read_is_one_of_the_memory_that_its_end_names(dialed: Dialed) -> None:
     assert these.read(ev.StartRead(link.peer, [], 0.0, 1.0))
     ((named, read),) = started
     assert named == read
+
+
+def test_without_a_drafter_or_a_staging_buffer_nothing_is_read(
+    ranks: Ranks, dialed: Dialed
+) -> None:
+    """On this rank, or on that of the peer; nor from one that is gone."""
+    without, (these, _, dial, _) = ranks.links, dialed
+    these.add(link := dial())
+    for one, peer, staging in (
+        (without, PEER, None), (without, PEER, SimpleNamespace(base=0, slot_bytes=64)),
+        (these, PEER, None), (these, b"gone", None),
+    ):  # fmt: skip
+        (link if one is these else one._links[PEER]).row.staging = staging  # type: ignore[misc]
+        assert not one.read(ev.StartRead(1, peer, (), 4))
+    assert (without.reading, list(without.ended())) == (False, [])

@@ -132,8 +132,9 @@ def announce(segment: int, token: int, *segments: tuple[int, int], last: bool = 
 
 
 EARLY = announce(0, 0, (0, 8), last=True)
-RIGHT = [(1, announce(0, 0, (7, 10), (0, 6), last=True)), (9, EARLY)]
-WRONG = {
+WHOLE = announce(0, 0, (7, 10), (0, 6), last=True)
+RIGHT: list[tuple[int | None, Ready]] = [(None, WHOLE), (1, WHOLE), (9, EARLY)]
+WRONG: dict[str, tuple[Any, ...]] = {
     "a segment is left out": (1, announce(1, 0, (0, 8))),
     "tokens are left out": (1, announce(0, 1, (0, 8))),
     "more tokens than fit a slot": (1, announce(0, 0, (0, 11))),
@@ -141,15 +142,18 @@ WRONG = {
     "rows behind the room's": (1, announce(0, 0, (0, 8), (1, 9), last=True)),
     "nothing": (1, announce(0, 0)),
     "an end before the last page": (8, EARLY),
+    "an end before the last token": (None, announce(0, 0, (0, 10), (1, 5), last=True)),
     "an end without a row": (16, announce(0, 0, last=True)),
     "more behind the end": (9, EARLY, announce(1, 8, (1, 1))),
 }
 
 
 @pytest.mark.parametrize(("page_size", "message"), RIGHT)
-def test_what_a_prefill_rank_sends_is_read(page_size: int, message: Ready) -> None:
+def test_what_a_prefill_rank_sends_is_read(page_size: int | None, message: Ready) -> None:
+    """A page has one token unless the room says otherwise."""
     rooms = decode()
-    rooms.handle(0.0, rooms.machine.open, room(page_size=page_size))
+    opened = room(**{"page_size": page_size} if page_size else {})
+    rooms.handle(0.0, rooms.machine.open, opened)
     assert of(dev.StartRead, rooms.handle(0.0, rooms.machine.ready, PREFILL, message))
 
 
@@ -158,7 +162,8 @@ def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> 
     """Rows behind a prompt that seems to end early would be another request's, in a warm room."""
     page_size, *messages = WRONG[case]
     rooms = decode()
-    rooms.handle(0.0, rooms.machine.open, room(page_size=page_size))
+    opened = room(**{"page_size": page_size} if page_size else {})
+    rooms.handle(0.0, rooms.machine.open, opened)
     for message in messages:
         actions = rooms.handle(0.0, rooms.machine.ready, PREFILL, message)
     assert rooms.machine._rooms[10].cold == "protocol"

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("cosmic_ray")
 
+from mutants import mutants
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = '''\
 """Text."""
@@ -41,7 +43,7 @@ operators = [
     "Nothing", "NumberReplacer",
     "ReplaceComparisonOperator_Lt_LtE", "ReplaceComparisonOperator_Lt_GtE",
 ]
-skip = { functions = [], calls = [], keywords = [] }
+skip = { functions = [], calls = [] }
 [[part]]
 files = ["sglang_mixkv/*.py"]
 tests = ["tests/test_small.py"]
@@ -144,3 +146,53 @@ def test_a_run_that_is_ended_leaves_nothing_behind(checkout: Path) -> None:
 def test_tests_that_fail_anyway_are_an_error(checkout: Path) -> None:
     (checkout / "tests" / "test_small.py").write_text("def test_nothing():\n    assert False\n")
     assert "fail without a mutant" in "".join(start(checkout).communicate(timeout=60)[0])
+
+
+SKIP = {"functions": [], "calls": []}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("max(a, b)", []), ("zip(a, strict=True)", []), ("f(a, name=b)", []),
+        ("f(a, b)", ["f(b, a)"]), ("f(a, c=b)", ["f(a)"]), ("f(min(a, b))", []),
+        ("f(a, **b)", ["f(a)"]), ("if TYPE_CHECKING:\n    import a", []),
+        ("if a:\n    import b", ["if not (a):"]),
+    ],
+)  # fmt: skip
+def test_what_nothing_depends_on_is_left(tmp_path: Path, code: str, found: list[str]) -> None:
+    """Types, arguments in any order, and those that only say or check something."""
+    (tmp_path / "small.py").write_text(f"{code}\n")
+    config = {"operators": ["Arguments", "Negate"], "skip": SKIP}
+    made = mutants(tmp_path, "small.py", config)
+    assert [one.change(tmp_path)[1] for one in made] == found
+
+
+STATEMENTS = """\
+class A:
+    def f(self, b):
+        if b in self.c:
+            # a reason
+            self.c.add(b)  # another
+            self.d = g(b, 1)
+            return
+        del self.c
+        while self.d:
+            raise ValueError
+        return [
+            b,
+        ]
+"""
+
+
+def test_a_mutant_is_code_that_runs(tmp_path: Path) -> None:
+    """One that cannot be compiled is killed by any test."""
+    (tmp_path / "small.py").write_text(STATEMENTS)
+    config = {"operators": ["Delete", "Negate", "Nothing", "Arguments"], "skip": SKIP}
+    made = mutants(tmp_path, "small.py", config)
+    for one in made:
+        compile(one.code(tmp_path), "small.py", "exec")
+    assert [one.change(tmp_path)[1] for one in made if one.operator == "Delete"] == [
+        "pass # another", "pass", "pass", "pass", "pass",
+    ]  # fmt: skip
+    assert len(made) == 5 + 2 + 1 + 1

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
 import pytest
 from rig.answers import many, serving, silent
 from rig.servers import PORT, TOKENS, Site, answer_of, publishing, row_of
@@ -23,6 +24,7 @@ from rig.threads import Prefill, wait_for
 
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.config import Config
 from sglang_mixkv.decode import links
 from sglang_mixkv.engine import names, notices, prefill_http, prefill_servers
 from sglang_mixkv.engine.names import Names
@@ -46,6 +48,13 @@ def prefill() -> Iterator[Prefill]:
     one = Prefill(Times())
     yield one
     one.close()
+
+
+def test_servers_are_asked_as_often_and_as_many_as_was_meant() -> None:
+    """SGLang looks once a second, and gives a request up after 15 s."""
+    assert (prefill_servers.ASKED_AT_ONCE, prefill_servers.CONNECTED_AT_ONCE) == (1024, 1024)
+    assert (prefill_servers.CHECK_S, prefill_servers.SOON_S) == (1.0, 0.05)
+    assert (prefill_servers.AGAIN_S, prefill_servers.KNOWN_S) == (5.0, 60.0)
 
 
 # ---------------------------------------------------------------- servers that are silent
@@ -319,7 +328,8 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
         raise RuntimeError("Page size mismatch")
 
     with serving(answer) as address:
-        for _ in range(3):
+        for number in range(3):
+            assert number == 0 or site.servers.ensure(address), "SGLang asks a second later"
             refuse_one()
         assert len(asked) == 1
         site.servers.forget(address)
@@ -358,6 +368,26 @@ def test_a_server_ends_nothing_of_another(
         assert wait_for(lambda: site.held()["sockets"] == 1)
         assert site.request(real, prefill) == "warm"
     other.close()
+
+
+@pytest.mark.parametrize("asked", ["refuse", "cold"])
+def test_a_server_of_another_drafter_is_refused_unless_an_operator_wants_its_requests(
+    site: Site, prefill: Prefill, asked: Any
+) -> None:
+    """They are cold then, and it is connected to as others are."""
+    site.manager.local.config = Config(on_draft_mismatch=asked)
+    own = row_of(prefill)
+    facts = msgspec.structs.replace(own.draft.facts, architecture="Another")
+    other = row_of(prefill, draft=msgspec.structs.replace(own.draft, facts=facts))
+    with publishing(other) as address:
+        assert site.is_ready(address)
+        if asked == "refuse":
+            assert "Another" in str(site.servers.refuse(address, None))
+        else:
+            assert site.servers.refuse(address, None) is None
+            infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT}]
+            assert site.servers.plan(address, infos).cold
+            assert site.held()["sockets"] == 1
 
 
 # ---------------------------------------------------------------- what stays behind
@@ -458,13 +488,25 @@ class Late:
 
 
 def test_a_server_that_becomes_ready_while_a_request_looks_stays(
-    site: Site, prefill: Prefill
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's table has it, and nothing is connected to a second time."""
+    looks, real = threading.Event(), prefill_servers.fetch
+
+    async def fetch(*args: Any) -> Any:
+        while not looks.is_set():
+            await asyncio.sleep(0.01)
+        return await real(*args)
+
+    def is_ready() -> bool:
+        looks.set()
+        return address in site.table
+
+    monkeypatch.setattr(prefill_servers, "fetch", fetch)
     with publishing(row_of(prefill)) as address:
         assert not site.servers.ensure(address)
         lock = site.servers._lock
-        site.servers._lock = Late(lock, lambda: address in site.table)
+        site.servers._lock = Late(lock, is_ready)
         assert site.servers.ensure(address)
         site.servers._lock = lock
         assert site.request(address, prefill) == "warm"

@@ -69,7 +69,7 @@ class Site:
         self.servers.check(server_of(peer))
 
     def is_ready(self, address: str) -> bool:
-        return wait_for(lambda: self.servers.ensure(address)) and address in self.table
+        return wait_for(lambda: self.servers.ensure(address)) and bool(self.table.get(address))
 
     def peer(self, address: str) -> bytes:
         """The one rank of a server that is ready."""

@@ -95,13 +95,16 @@ class Reads(DataPlane):
 
 
 class Reporter:
-    """`bytes`, `copying`: of all copies, and seconds."""
+    """`seen`, `details`: of all notes. `bytes`, `copying`: of all copies, and seconds. `ticks`: how
+    often the channel's thread looked at its clock."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.bytes, self.copying = 0, 0.0
+        self.details: list[str] = []
+        self.bytes, self.copying, self.ticks = 0, 0.0, 0
 
     def __call__(self, note: Any) -> None:
+        self.details.append(note.detail)
         self.seen.append(note.what)
 
     def moved(self, size: int, seconds: float) -> None:
@@ -109,7 +112,8 @@ class Reporter:
 
     def ended(self, entry: Any, reason: str) -> None: ...
 
-    def ticked(self) -> None: ...
+    def ticked(self) -> None:
+        self.ticks += 1
 
 
 def stop(worker: Any) -> None:
@@ -312,8 +316,7 @@ class Channel:
         sides = self.prefill, self.decode
         return wait_for(
             lambda: (
-                not self.prefill.channel.check()
-                and not self.decode.channel.check()
+                [] == self.prefill.channel.check() == self.decode.channel.check()
                 and all(side.slots.free_slots == SLOTS for side in sides)
             )
         )
