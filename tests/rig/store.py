@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
@@ -11,14 +12,15 @@ from typing import Any
 from mixkv_demo.launch import HOST
 from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet
+from sglang_mixkv.tools.client import request
 
-START_S = 60
+START_S, REST_S = 60, 3
 MIB = 1024 * 1024
 
 
-def store(fleet: Fleet) -> dict[str, Any]:
-    """What SGLang's `--hicache-storage-backend-extra-config` says of it, once it serves. Servers
-    give it no memory of their own."""
+def store(fleet: Fleet, **more: Any) -> dict[str, Any]:
+    """What SGLang's `--hicache-storage-backend-extra-config` says of it, and more, once it serves.
+    Servers give it no memory of their own."""
     ports = [free_port() for _ in range(3)]
     rpc, metrics, node = map(str, ports)
     master = f"{HOST}:{rpc}"
@@ -38,7 +40,18 @@ def store(fleet: Fleet) -> dict[str, Any]:
     return {
         "master_server_address": master, "metadata_server": "P2PHANDSHAKE", "protocol": "tcp",
         "local_hostname": HOST, "global_segment_size": 0,
+        "master_metrics_port": int(metrics), **more,
     }  # fmt: skip
+
+
+def stored(config: dict[str, Any]) -> int:
+    """How many objects it has, once no more are written."""
+    url, last = f"http://{HOST}:{config['master_metrics_port']}/metrics", -1
+    while True:
+        found = re.findall(r"^master_key_count (\d+)", request("GET", url).text, re.MULTILINE)
+        if last == (last := int(found[0])):
+            return last
+        time.sleep(REST_S)
 
 
 def _wait(fleet: Fleet, port: int) -> None:
