@@ -134,11 +134,16 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
         values["dp_size"] //= values["attn_dp_size"]
     parts = values["attn_dp_size"] * view.attn_cp_size
     target = _model(server_args, view, is_draft=False)
+    draft = _model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None
+    attention_tp = view.tp_size // parts if parts and not view.tp_size % parts else 0
+    if draft and draft.kv_heads and view.hicache_storage_backend == refusals.STORED:
+        notes.append(
+            f"{role}: with the plugin, its draft KV in Mooncake's store is found by servers of "
+            f"attention TP {attention_tp} alone; others compute such a prefix and store their own"
+        )
     return Server(
         **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=stock,
-        attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
-        target=target, stage=_stage(target, view),
-        draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
+        attention_tp=attention_tp, target=target, stage=_stage(target, view), draft=draft,
         refused=tuple(_refused(role, view, line.environ)), notes=tuple(notes),
     )  # fmt: skip
 

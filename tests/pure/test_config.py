@@ -116,7 +116,7 @@ REFUSED = [
 ]  # fmt: skip
 WITH_A_DRAFTER = [
     ({"kv_canary": "log"}, "--kv-canary"),
-    ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
+    ({"hicache_storage_backend": "file"}, "--hicache-storage-backend other"),
     ({"enable_lmcache": True}, "--enable-lmcache"),
     ({"enable_flexkv": True}, "--enable-flexkv"),
     ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
@@ -145,6 +145,7 @@ SERVED = [
     *({"speculative_algorithm": name} for name in ("NEXTN", "STANDALONE", "DFLASH", "dspark")),
     {"dcp_size": 2, "disaggregation_enable_kv_checksum": True},
     *({"attn_cp_size": size} for size in (None, 0, 1)),
+    *({"hicache_storage_backend": name} for name in (None, "mooncake")),
     *({"kv_canary": canary} for canary in (None, "none")),
     {"decoupled_spec_role": "null"},
     {"radix_cache_backend": "lru"},
