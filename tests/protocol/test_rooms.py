@@ -20,7 +20,7 @@ from rig.ring import run
 from rig.special import Special
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -121,6 +121,64 @@ def check_taken(
     with nullcontext() if is_taken else pytest.raises(MixKVError, match="MIXKV-PAIR-09"):
         around_request(TokenizerManager._init_req_state, manager, request)
     assert bool(manager.rid_to_state) == is_taken
+
+
+def taking(mode: str) -> tuple[Any, Any]:
+    """A server of this kind, and what begins a request of one number or a batch there."""
+    manager = TokenizerManager.__new__(TokenizerManager)
+    manager.rid_to_state, manager.enable_trace = {}, False
+    manager.disaggregation_mode = DisaggregationMode(mode)
+
+    def take(room: Any, host: str = "h", **given: Any) -> Any:
+        prompts = [[1]] * len(room) if isinstance(room, list) else [1]
+        request = GenerateReqInput(
+            input_ids=prompts, bootstrap_room=room, bootstrap_host=host, **given
+        )
+        request.normalize_batch_and_arguments()
+        return around_request(TokenizerManager._init_req_state, manager, request)
+
+    return manager, take
+
+
+@pytest.mark.parametrize("again", [7, [7, 8], [8, 7]])
+@pytest.mark.parametrize("first", [7, [7, 9], [9, 7]])
+def test_a_number_is_refused_while_a_request_on_decode_has_it(first: Any, again: Any) -> None:
+    """On prefill it is decode's affair. A request that SGLang has taken away has none, whoever
+    still holds its state, and one with the same rid is another."""
+    manager, take = taking("prefill")
+    take(first)
+    take(again)
+    manager, take = taking("decode")
+    take(first)
+    held = dict(manager.rid_to_state)
+    with pytest.raises(MixKVError, match=r"MIXKV-PAIR-09.*got 7, which is in use"):
+        take(again)
+    assert manager.rid_to_state == held, "what is refused is not begun"
+    take(10)
+    manager.rid_to_state = dict.fromkeys(held)
+    take(again)
+
+
+def test_a_request_that_sglang_does_not_take_has_no_number() -> None:
+    manager, take = taking("decode")
+    manager.rid_to_state["a"] = "another's"
+    with pytest.raises(ValueError, match=r"(?i)duplicate"):
+        take(11, rid="a")
+    del manager.rid_to_state["a"]
+    take(11, rid="a")
+    with pytest.raises(MixKVError, match="11, which is in use"):
+        take(11, rid="b")
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_samples_of_a_request_share_its_number_and_warm_ups_theirs(mode: str) -> None:
+    _, take = taking(mode)
+    many = {"sampling_params": {"n": 2}}
+    with pytest.raises(MixKVError, match="n = 2, whose samples share theirs"):
+        take(12, **many)
+    for _ in range(2):
+        take(13, FAKE_BOOTSTRAP_HOST, **many)
+        take(None, **many)
 
 
 def test_a_batch_that_counts_up_from_one_number_is_refused_where_it_leaves_the_bounds() -> None:

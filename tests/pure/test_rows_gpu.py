@@ -91,6 +91,31 @@ def test_prototypes_are_those_of_cuda_h() -> None:
             assert re.search(rf"define {plain}\s.*\b{name}\b", declared), name
 
 
+DEVICE, FLUSH = "CU_DEVICE_ATTRIBUTE_", "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_"
+RDMA, HOST = f"{DEVICE}GPU_DIRECT_RDMA_", "CU_MEMHOSTALLOC_"
+NUMBERS = {
+    "MAJOR": f"{DEVICE}COMPUTE_CAPABILITY_MAJOR", "MINOR": f"{DEVICE}COMPUTE_CAPABILITY_MINOR",
+    "RDMA_SUPPORTED": f"{RDMA}SUPPORTED", "RDMA_FLUSH_OPTIONS": f"{RDMA}FLUSH_WRITES_OPTIONS",
+    "RDMA_ORDERING": f"{RDMA}WRITES_ORDERING", "FLUSH_BY_HOST": f"{FLUSH}OPTION_HOST",
+    "NON_BLOCKING": "CU_STREAM_NON_BLOCKING", "NO_TIMING": "CU_EVENT_DISABLE_TIMING",
+}  # fmt: skip
+
+
+def test_numbers_are_those_of_cuda_h() -> None:
+    """A wrong one would ask for something else, and have an answer."""
+    header = (Path(triton.__file__).parent / "backends/nvidia/include/cuda.h").read_text()
+    number = dict(re.findall(r"\b(CU\w+)\s*=?\s+(0x\d+|\d+(?:<<\d+)?)", header))
+    number = {name: eval(text) for name, text in number.items()}  # 12, 0x01 or 1<<3
+    assert {name: getattr(cuda, name) for name in NUMBERS} == {
+        name: number[theirs] for name, theirs in NUMBERS.items()
+    }
+    both = number[f"{HOST}PORTABLE"] | number[f"{HOST}DEVICEMAP"]
+    owner = number[f"{FLUSH}TO_OWNER"], number["CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER"]
+    assert (both, owner) == (cuda.PORTABLE_AND_MAPPED, (cuda.TO_OWNER,) * 2)
+    captured = {value for name, value in number.items() if "_ERROR_" in name and "CAPTURE" in name}
+    assert set(cuda.PENDING) == {number["CUDA_ERROR_NOT_READY"], *captured}
+
+
 def test_no_call_gives_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     """And each checks its arguments."""
     keeps = mock.MagicMock()

@@ -152,7 +152,7 @@ class Checks:
         self.rows(rank, receiver, receiver.verdict)
 
     def polled(self, rank: Process, handle: Gated, is_over: bool) -> None:
-        """By SGLang, once it has nothing else to wait for. A copy that hangs still touches pages."""
+        """By SGLang, once it waits for nothing else. A copy that hangs still touches pages."""
         waited = self._running(rank) - handle.target_at + handle.slow_by
         if not (is_over or handle.copies) and waited > 2 * rank.place.times.whole_wait + 1.0:
             raise Finding("undecided", f"{rank.name}: {waited:.2f} s after the target")
