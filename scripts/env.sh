@@ -3,12 +3,12 @@
 # With PYTHON=python3.12 (a name or a path) it is .venv-3.12/ instead, beside the first one; with
 # MIXKV_SGLANG=0.5.22 it is .venv-0.5.22/, with that release of SGLang in the place of the newest
 # supported one; with both .venv-0.5.22-3.12/. MIXKV_DEVICE=cuda makes .venv-cuda/, whose transport
-# reads GPU memory.
+# reads GPU memory, and MIXKV_DEVICE=check .venv-check/, with what scripts/gpu-check.sh imports.
 #
-# The first time this installs the engine, the CPU transport, the demo's and the tests'
-# dependencies, and the system libraries that Mooncake needs. Later it only looks whether
-# pyproject.toml is still the one that the environment was made from. Packages come from
-# wherever uv and pip are configured to look; without uv, SGLang 0.5.22 needs NVIDIA's index.
+# The first time this installs the engine, a transport, the demo's and the tests' dependencies,
+# and what they need of Debian. Later it only looks whether pyproject.toml is still the one that
+# the environment was made from. Packages come from wherever uv and pip are configured to look;
+# without uv, SGLang 0.5.22 needs NVIDIA's index.
 
 MIXKV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 MIXKV_EXTRAS="${MIXKV_DEVICE:-cpu},nixl,demo,test"
@@ -16,6 +16,7 @@ MIXKV_WHAT=(-e "${MIXKV_ROOT}[sglang,${MIXKV_EXTRAS}]")
 if [ -n "${MIXKV_SGLANG:-}" ]; then
     MIXKV_WHAT=(-e "${MIXKV_ROOT}[${MIXKV_EXTRAS}]" "sglang==$MIXKV_SGLANG")
 fi
+case "${MIXKV_DEVICE:-}" in check) MIXKV_WHAT=(torch==2.14.1 msgspec numpy pyzmq) ;; esac # SGLang's torch
 
 mixkv_fail() {
     printf 'error: %s\n' "$*" >&2
@@ -90,20 +91,36 @@ mixkv_apt() {
         apt-get install -y -qq --no-install-recommends "$@" </dev/null
 }
 
-# The libraries that Mooncake's transfer engine is linked against.
-mixkv_system_libraries() {
-    local known missing=() name
+# What the wheels need of Debian: libraries that Mooncake is linked against, and on a GPU a compiler
+# and Python's headers, with which Triton builds the launchers of SGLang's kernels.
+mixkv_system_packages() {
+    local known missing=() one needs=(libibverbs.so.1=libibverbs1 librdmacm.so.1=librdmacm1
+        libnuma.so.1=libnuma1 libcurl.so.4=libcurl4)
+    if [ "${MIXKV_DEVICE:-}" = cuda ]; then
+        needs+=(libmlx5.so.1=ibverbs-providers)
+        command -v g++ >/dev/null || missing+=(g++)
+        one="$(mixkv_python)" || exit 1
+        one="$("$one" -c 'import os, sys, sysconfig as config
+if not os.path.exists(config.get_config_var("INCLUDEPY") + "/Python.h"):
+    print("python%d.%d-dev" % sys.version_info[:2])')"
+        [ -z "$one" ] || missing+=("$one")
+    fi
     known="$(PATH="$PATH:/usr/sbin:/sbin" ldconfig -p)"
-    for name in libibverbs librdmacm libnuma; do
-        case "$known" in
-            *"$name.so.1 "*) ;;
-            *) missing+=("${name}1") ;;
-        esac
+    for one in "${needs[@]}"; do
+        case "$known" in *"${one%=*} "*) ;; *) missing+=("${one#*=}") ;; esac
     done
     if [ "${#missing[@]}" -gt 0 ]; then
-        echo "installing system libraries: ${missing[*]}"
+        echo "installing system packages: ${missing[*]}"
         mixkv_apt "${missing[@]}"
     fi
+}
+
+# The wheels are built for CUDA 13.
+mixkv_driver() {
+    local version
+    version="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || mixkv_fail \
+        "nvidia-smi finds no GPU: install NVIDIA's driver, r580 or later, or give the GPU to this container."
+    [ "${version%%.*}" -ge 580 ] || mixkv_fail "CUDA 13 needs NVIDIA's driver r580 or later: found $version."
 }
 
 # An empty environment, with uv on this machine or without.
@@ -129,7 +146,7 @@ mixkv_install() {
     if [ -z "$uv" ] && "$python" -m pip install -q uv; then
         uv="$MIXKV_VENV/bin/uv"
     fi
-    echo "installing ${MIXKV_WHAT[*]:1}: some 10 GB, the first time takes minutes"
+    echo "installing ${MIXKV_WHAT[*]#-e}: up to 10 GB, the first time takes minutes"
     # Compiled now: with PYTHONDONTWRITEBYTECODE each server would compile 7,000 modules anew.
     if [ -n "$uv" ] && "$uv" pip install -q --compile-bytecode --python "$python" \
         --override "$MIXKV_ROOT/scripts/overrides.txt" "${MIXKV_WHAT[@]}"; then
@@ -142,7 +159,8 @@ mixkv_install() {
 mixkv_environment() {
     local stamp="$MIXKV_VENV/.mixkv-stamp" wanted
     wanted="$(cat "$MIXKV_ROOT"/{pyproject.toml,scripts/{env.sh,overrides.txt}} | sha256sum)"
-    mixkv_system_libraries
+    case "${MIXKV_DEVICE:-}" in cuda | check) mixkv_driver ;; esac
+    [ "${MIXKV_DEVICE:-}" = check ] || mixkv_system_packages
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         mixkv_is_new_enough "$MIXKV_VENV/bin/python" || mixkv_create
         mixkv_install
