@@ -13,9 +13,7 @@
 MIXKV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 MIXKV_EXTRAS="${MIXKV_DEVICE:-cpu},nixl,demo,test"
 MIXKV_WHAT=(-e "${MIXKV_ROOT}[sglang,${MIXKV_EXTRAS}]")
-if [ -n "${MIXKV_SGLANG:-}" ]; then
-    MIXKV_WHAT=(-e "${MIXKV_ROOT}[${MIXKV_EXTRAS}]" "sglang==$MIXKV_SGLANG")
-fi
+[ -z "${MIXKV_SGLANG:-}" ] || MIXKV_WHAT=(-e "${MIXKV_ROOT}[${MIXKV_EXTRAS}]" "sglang==$MIXKV_SGLANG")
 case "${MIXKV_DEVICE:-}" in check) MIXKV_WHAT=(torch==2.14.1 msgspec numpy pyzmq) ;; esac # SGLang's torch
 
 mixkv_fail() {
@@ -31,10 +29,9 @@ mixkv_is_new_enough() {
 mixkv_first_of() {
     local candidate
     for candidate in "$@"; do
-        if mixkv_is_new_enough "$candidate"; then
-            "$candidate" -c 'import sys; print(sys.executable)'
-            return
-        fi
+        mixkv_is_new_enough "$candidate" || continue
+        "$candidate" -c 'import sys; print(sys.executable)'
+        return
     done
     return 1
 }
@@ -43,13 +40,9 @@ mixkv_first_of() {
 # that the version is not selected; uv keeps its own outside of PATH.
 mixkv_asked_python() {
     local others=()
-    if command -v pyenv >/dev/null; then
-        others+=("$(pyenv root)"/versions/*/bin/"$PYTHON")
-    fi
-    if command -v uv >/dev/null; then
-        others+=("$(uv python find -q --managed-python --no-python-downloads \
-            "${PYTHON#python}" 2>/dev/null || true)")
-    fi
+    ! command -v pyenv >/dev/null || others+=("$(pyenv root)"/versions/*/bin/"$PYTHON")
+    ! command -v uv >/dev/null || others+=("$(uv python find -q --managed-python \
+        --no-python-downloads "${PYTHON#python}" 2>/dev/null || true)")
     mixkv_first_of "$PYTHON" "${others[@]}" || mixkv_fail \
         "PYTHON=$PYTHON: no Python 3.11 or newer of that name runs here ($("$PYTHON" --version \
         2>&1 | head -n 1)). Nothing was set up or tested with it: install it, or unset PYTHON."
@@ -59,33 +52,31 @@ mixkv_asked_python() {
 mixkv_python() {
     if [ -n "${PYTHON:-}" ]; then
         mixkv_asked_python
-        return
+    else
+        mixkv_first_of python3.11 python3.12 python3.13 python3 || mixkv_fail \
+            "Python 3.11 or newer is required; found: $(python3 --version 2>&1 || true)." \
+            "Install it (Debian 12: apt-get install python3 python3-venv) or set PYTHON."
     fi
-    mixkv_first_of python3.11 python3.12 python3.13 python3 || mixkv_fail \
-        "Python 3.11 or newer is required; found: $(python3 --version 2>&1 || true)." \
-        "Install it (Debian 12: apt-get install python3 python3-venv) or set PYTHON."
 }
 
 # Where the environment goes: one of its own for each version that MIXKV_SGLANG and PYTHON ask for.
 mixkv_venv() {
     local venv="$MIXKV_ROOT/.venv${MIXKV_DEVICE:+-$MIXKV_DEVICE}${MIXKV_SGLANG:+-$MIXKV_SGLANG}" python
-    if [ -z "${PYTHON:-}" ]; then
-        echo "$venv"
-        return
+    if [ -n "${PYTHON:-}" ]; then
+        python="$(mixkv_asked_python)" || exit 1
+        venv+="-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     fi
-    python="$(mixkv_asked_python)" || exit 1
-    echo "$venv-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    echo "$venv"
 }
 
 # Install Debian packages as root or through sudo; say what to install otherwise.
 mixkv_apt() {
     local sudo=()
-    if [ "$(id -u)" != 0 ]; then
-        sudo=(sudo -n)
-    fi
+    [ "$(id -u)" = 0 ] || sudo=(sudo -n)
     if ! command -v apt-get >/dev/null || ! "${sudo[@]}" true 2>/dev/null; then
         mixkv_fail "please install these system packages first: $*"
     fi
+    echo "installing system packages: $*"
     "${sudo[@]}" apt-get update -qq </dev/null
     "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive \
         apt-get install -y -qq --no-install-recommends "$@" </dev/null
@@ -109,10 +100,7 @@ if not os.path.exists(config.get_config_var("INCLUDEPY") + "/Python.h"):
     for one in "${needs[@]}"; do
         case "$known" in *"${one%=*} "*) ;; *) missing+=("${one#*=}") ;; esac
     done
-    if [ "${#missing[@]}" -gt 0 ]; then
-        echo "installing system packages: ${missing[*]}"
-        mixkv_apt "${missing[@]}"
-    fi
+    [ "${#missing[@]}" = 0 ] || mixkv_apt "${missing[@]}"
 }
 
 # The wheels are built for CUDA 13.
@@ -129,23 +117,17 @@ mixkv_create() {
     python="$(mixkv_python)" || exit 1
     echo "creating ${MIXKV_VENV##*/} with $("$python" --version)"
     rm -rf "$MIXKV_VENV"
-    if command -v uv >/dev/null && uv venv -q --seed --python "$python" "$MIXKV_VENV"; then
-        return
+    if ! command -v uv >/dev/null || ! uv venv -q --seed --python "$python" "$MIXKV_VENV"; then
+        "$python" -m ensurepip --version >/dev/null 2>&1 || mixkv_apt python3-venv
+        "$python" -m venv --clear "$MIXKV_VENV"
     fi
-    rm -rf "$MIXKV_VENV"
-    if ! "$python" -m ensurepip --version >/dev/null 2>&1; then
-        mixkv_apt python3-venv
-    fi
-    "$python" -m venv "$MIXKV_VENV"
 }
 
 # Install this package with its extras: with uv where there is one, else with pip.
 mixkv_install() {
     local python="$MIXKV_VENV/bin/python" uv
     uv="$(command -v uv || true)"
-    if [ -z "$uv" ] && "$python" -m pip install -q uv; then
-        uv="$MIXKV_VENV/bin/uv"
-    fi
+    [ -n "$uv" ] || ! "$python" -m pip install -q uv || uv="$MIXKV_VENV/bin/uv"
     echo "installing ${MIXKV_WHAT[*]#-e}: up to 10 GB, the first time takes minutes"
     # Compiled now: with PYTHONDONTWRITEBYTECODE each server would compile 7,000 modules anew.
     if [ -n "$uv" ] && "$uv" pip install -q --compile-bytecode --python "$python" \

@@ -31,7 +31,8 @@ _GOLDEN, _MIX, _SEED = tl.constexpr(GOLDEN), tl.constexpr(MIX), tl.constexpr(SEE
 _TOKENS, _COLUMN = tl.constexpr(TOKENS), tl.constexpr(COLUMN)
 _HEADER = tl.constexpr(HEADER // 8)
 _OK, _STALE, _DIFFERS = (tl.constexpr(int(check)) for check in list(SlotCheck)[:3])
-_PACK, _UNPACK, _SETTLE, _CLEAR = (tl.constexpr(mode) for mode in range(4))  # two write zeros
+MODES = ("pack", "unpack", "seal", "settle", "clear")
+_PACK, _UNPACK, _SEAL, _SETTLE, _CLEAR = (tl.constexpr(mode) for mode in range(len(MODES)))
 
 
 @triton.jit
@@ -53,26 +54,29 @@ def _move(
 ) -> None:
     """A program moves tiles of _COLUMN words of _TOKENS tokens, of one entry and job, in pages of
     PAGE: one tile, or several where there are fewer programs. _PACK and _UNPACK also add up what
-    they store, and _UNPACK stores nothing where the stamp is another. _SETTLE comes behind it: it
-    writes the verdict, and zeros where that is not _OK."""
+    they store, and _UNPACK stores nothing where the stamp is another. Behind them _SEAL writes
+    the headers, and _SETTLE the verdicts, and zeros where one is not _OK."""
     number = tl.program_id(2)
     job, entry = jobs + number * 8, entries + tl.program_id(1) * 4
     slot, stamp = _words(tl.load(job)), tl.load(job + 6)
     tokens, heads = tl.load(job + 3).to(tl.int32), tl.load(job + 5).to(tl.int32)
     if MODE == _UNPACK:
         tokens = tl.where(tl.load(slot) == stamp, tokens, 0)
-    if MODE >= _SETTLE:
-        result = tl.full([], _OK, tl.int64)
-        if MODE == _SETTLE:
-            same = tl.load(slot + 1) == tl.load(job + 7) + stamp * _SEED
-            result += tl.where(tl.load(slot) != stamp, _STALE, tl.where(same, _OK, _DIFFERS))
+    elif MODE != _PACK:
+        result, total = tl.full([], _OK, tl.int64), tl.load(job + 7) + stamp * _SEED
+        if MODE == _SEAL:
+            tl.store(slot, stamp)
+            tl.store(slot + 1, total)
+        elif MODE == _SETTLE:
+            differs = tl.where(tl.load(slot + 1) == total, _OK, _DIFFERS)
+            result += tl.where(tl.load(slot) == stamp, differs, _STALE)
             tokens = tl.where(result == _OK, 0, tokens)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(results + number, result)
     units = tl.load(entry + 2).to(tl.int32)
     width = units * heads * 2
     columns = (width + _COLUMN - 1) // _COLUMN
-    tiles = (tokens + _TOKENS - 1) // _TOKENS * columns
+    tiles = (tokens + _TOKENS - 1) // _TOKENS * columns if MODE != _SEAL else 0
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         token = tile // columns * _TOKENS + tl.arange(0, _TOKENS)
         column = tile % columns * _COLUMN + tl.arange(0, _COLUMN)
@@ -82,41 +86,22 @@ def _move(
         page = tl.load(pages + at // PAGE, mask=token < tokens, other=0).to(tl.int64)
         row = (page * PAGE + at % PAGE) * (tl.load(entry + 1) * 2)
         pool = _words(tl.load(entry) + tl.load(job + 4) * units) + row[:, None] + column[None, :]
-        if MODE >= _SETTLE:
-            tl.store(pool, tl.full([_TOKENS, _COLUMN], 0, tl.int64), mask=mask)
-        else:
+        if MODE == _PACK or MODE == _UNPACK:  # noqa: SIM109
             before = tl.load(entry + 3).to(tl.int32) * heads * tokens * 2
             place = before + (token * width)[:, None] + column[None, :]
             packed = slot + _HEADER + place
-            if MODE == _PACK:
-                data = tl.load(pool, mask=mask, other=0)
-                tl.store(packed, data, mask=mask)
-            else:
-                data = tl.load(packed, mask=mask, other=0)
-                tl.store(pool, data, mask=mask)
+            source, target = (pool, packed) if MODE == _PACK else (packed, pool)
+            data = tl.load(source, mask=mask, other=0)
+            tl.store(target, data, mask=mask)
             tl.atomic_add(job + 7, tl.sum(data * _weights(place)), sem="relaxed")
-
-
-@triton.jit
-def _seal(jobs: tl.tensor, entries: tl.tensor, results: tl.tensor) -> None:
-    """A program writes one header, behind what _move has packed and added up."""
-    number = tl.program_id(0)
-    job = jobs + number * 8
-    slot, stamp = _words(tl.load(job)), tl.load(job + 6)
-    tl.store(slot, stamp)
-    tl.store(slot + 1, tl.load(job + 7) + stamp * _SEED)
-    tl.store(results + number, _OK)
+        else:
+            tl.store(pool, tl.full([_TOKENS, _COLUMN], 0, tl.int64), mask=mask)
 
 
 def compiled(capability: int, page_size: int) -> dict[str, Any]:
     """The kernels for GPUs of this compute capability, 90 for sm_90. It needs no GPU."""
-
-    def build(kernel: Any, **constants: Any) -> Any:
-        types = {name: "constexpr" if name in constants else "*i64" for name in kernel.arg_names}
-        target = GPUTarget("cuda", capability, 32)
-        source = ASTSource(kernel, types, {name: int(n) for name, n in constants.items()})
-        return triton.compile(source, target=target, options={"num_warps": WARPS})
-
-    modes = {"pack": _PACK, "unpack": _UNPACK, "settle": _SETTLE, "clear": _CLEAR}
-    moves = {name: build(_move, PAGE=page_size, MODE=mode.value) for name, mode in modes.items()}
-    return {**moves, "seal": build(_seal)}
+    target, options = GPUTarget("cuda", capability, 32), {"num_warps": WARPS}
+    types = {name: "constexpr" if name.isupper() else "*i64" for name in _move.arg_names}
+    sources = (ASTSource(_move, types, {"PAGE": page_size, "MODE": n}) for n in range(len(MODES)))
+    made = (triton.compile(source, target=target, options=options) for source in sources)
+    return dict(zip(MODES, made, strict=True))

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sglang_mixkv.draft.cuda import CudaError, Driver, Event
+from sglang_mixkv.draft.cuda import CudaError, Driver, Event, UnsafeError
 from sglang_mixkv.draft.kernels import COLUMN, TOKENS, UNIT, WARPS, compiled
 from sglang_mixkv.draft.layout import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows
@@ -165,8 +165,10 @@ class GpuRows:
             ticket = start([job])
             while not ticket.done():
                 time.sleep(1e-4)
+            if ticket.error:
+                raise CudaError(ticket.error)
             if ticket.results != [expected]:
-                raise CudaError(f"expected {expected!r}, got {ticket.results} {ticket.error}")
+                raise UnsafeError(f"a kernel is wrong: expected {expected!r}, got {ticket.results}")
 
     most = MOST
 
@@ -227,19 +229,17 @@ class GpuRows:
                 driver.flush()
             driver.upload(place.device, place.source, size)
             for name in names:
-                self._launch(name, grids[name], place)
+                function, shared = self._kernels[name]
+                launch = function, grids[name], 32 * WARPS, shared, place.parameters
+                driver.launch(*launch)
             return Ticket(driver, place, len(jobs), self._free)
         except Exception:
             if name == "settle":  # no row stays that nobody has judged
                 with contextlib.suppress(CudaError):
-                    self._launch(name, grids[name], place)
+                    driver.launch(*launch)
             driver.drain()
             self._free.append(place)
             raise
-
-    def _launch(self, name: str, grid: tuple[int, int, int], place: _Place) -> None:
-        function, shared = self._kernels[name]
-        self.driver.launch(function, grid, 32 * WARPS, shared, place.parameters)
 
     def _grids(self, jobs: Sequence[Job]) -> dict[str, tuple[int, int, int]]:
         """Of each kernel, for the largest job; programs of smaller ones find nothing to do, and so
@@ -248,7 +248,7 @@ class GpuRows:
         for job in jobs:
             columns = -(-2 * job.width * self._widest // COLUMN)
             tiles = max(tiles, -(-job.tokens // TOKENS) * columns)
-        move, seal = (tiles, self._entries, len(jobs)), (len(jobs), 1, 1)
+        move, seal = (tiles, self._entries, len(jobs)), (1, 1, len(jobs))
         settle = (min(tiles, SETTLERS), *move[1:])
         return {"pack": move, "seal": seal, "unpack": move, "settle": settle, "clear": move}
 
@@ -263,15 +263,21 @@ def unfit(rows: DraftRows, staging: Any) -> str:
     return ""
 
 
-def gpu_rows(rows: DraftRows, page_size: int, staging: Any) -> GpuRows | str:
-    """The kernels for this pool, or why it takes the way of rows.py."""
+def gpu_rows(rows: DraftRows, page_size: int, staging: Any, asked: str = "auto") -> GpuRows | str:
+    """The kernels for this pool, or why torch copies (rows.py). UnsafeError where neither may."""
     device = rows.device
     if device.type != "cuda" or torch.version.hip:
         return f"the pool is on {device}, which is no CUDA device"
     try:
-        driver = Driver(torch.cuda.current_device() if device.index is None else device.index)
+        driver = Driver(device.index)
+        if driver.needs_flush():
+            rows.flush = driver.flush
+        if asked == "torch":
+            return "as SGLANG_MIXKV_GPU_COPIES says"
         if driver.capability < OLDEST:
             return f"compute capability {driver.capability / 10}: expected {OLDEST / 10} or later"
         return GpuRows(rows, page_size, staging, driver)
+    except UnsafeError:
+        raise
     except Exception as error:  # no libcuda, no ptxas, nowhere to keep what was compiled, ...
         return repr(error)[:300]
