@@ -270,8 +270,7 @@ def gpu_rows(rows: DraftRows, page_size: int, staging: Any, asked: str = "auto")
         return f"the pool is on {device}, which is no CUDA device"
     try:
         driver = Driver(device.index)
-        if driver.needs_flush():
-            rows.flush = driver.flush
+        rows.flush = driver.flush if driver.needs_flush() else None
         if asked == "torch":
             return "as SGLANG_MIXKV_GPU_COPIES says"
         if driver.capability < OLDEST:

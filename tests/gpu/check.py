@@ -46,6 +46,7 @@ BATCHES = (1,) if INTERPRETED else (1, 8, 48)
 OK, STALE, DIFFERS, _ = SlotCheck
 DAMAGE = {0: STALE, HEADER: DIFFERS, 8: DIFFERS}  # the byte of slots 0, 1 and 2; what is found
 FILL = 0xEE
+ASLEEP = 40_000_000  # cycles: some 20 ms
 
 
 class Layout(NamedTuple):
@@ -104,6 +105,7 @@ class Check:
         self.staging = Staging(SLOTS, SLOT_BYTES, device)
         self.rows = made(DraftRows(self.pool, range(layout.heads)), page, self.staging)
         self.pages = self.rows.pages(order)
+        settle()
 
     def jobs(self, count: int, first: int = 0) -> list[Any]:
         firsts = range(first, first + count)
@@ -188,32 +190,37 @@ class Check:
         found[f"channel/{most}"] = self.us(kind, most, wait)
         with beside(lambda: small.add_(1)):
             found["launches"] = self.us(kind, most, wait)
+        settle()
         with beside(lambda: sum(range(10_000))):
             found["python"] = self.us(kind, most, wait)
         return found if INTERPRETED else found | self.shares(kind)
 
     def shares(self, kind: str) -> dict[str, float]:
-        """Two batches behind one another, between two events of their stream."""
+        """Two batches, and as many copies, between two events of their stream. All of it is queued
+        while the stream sleeps."""
         stream = torch.cuda.ExternalStream(self.rows.driver.stream)
         other, start = torch.empty_like(self.staging.slot(0)), getattr(self.rows, f"start_{kind}")
         size = self.tokens * sum(e.shape[2] for e in self.pool) * len(self.heads) + HEADER
 
-        def batches() -> None:
-            for ticket in [start(self.jobs(SLOTS)) for _ in range(2)]:
-                spin(ticket)
+        def batches() -> list[Any]:
+            return [start(self.jobs(SLOTS)) for _ in range(2)]
 
-        def copies() -> None:
-            with torch.cuda.stream(stream):
-                for slot in [*range(SLOTS)] * 2:
-                    other[:size].copy_(self.staging.slot(slot)[:size])
+        def copies() -> list[Any]:
+            for slot in [*range(SLOTS)] * 2:
+                other[:size].copy_(self.staging.slot(slot)[:size])
+            return []
 
         taken = []
         for work in (batches, copies, batches, copies):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-            begin.record(stream)
-            work()
-            end.record(stream)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(ASLEEP)
+                begin.record()
+                tickets = work()
+                end.record()
             end.synchronize()
+            for ticket in tickets:
+                spin(ticket)
             taken.append(begin.elapsed_time(end) * 1e3 / (2 * SLOTS))
         _, _, device, copy = taken
         return {"device": round(device, 2), "share": round(copy / device, 2)}

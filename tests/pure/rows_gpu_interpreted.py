@@ -359,6 +359,33 @@ def test_what_was_added_up_is_what_was_stored(byte: int, found: SlotCheck) -> No
     assert all(map(torch.equal, rows, right))
 
 
+def test_a_slot_of_another_use_is_not_even_in_the_pool_for_a_moment() -> None:
+    """A wrong sum is known once all is stored, another stamp before."""
+    side = small(FakeCuda(captures=0))
+    ended(side.rows.start_pack(eight(side)))
+    rows = [entry[16:18] for entry in side.pool]
+    for entry in rows:
+        entry.fill_(CANARY)
+    ticket = side.rows.start_unpack([eight(side)[0]._replace(stamp=99)])
+    for _ in (UPLOAD, "unpack"):
+        side.cuda._queue.popleft()()
+    assert all((entry == CANARY).all() for entry in rows)
+    assert ended(ticket) == [STALE]
+    assert not any(entry.any() for entry in rows)
+
+
+def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
+    """Also where they have more tiles than there are programs that clear them."""
+    side = Side([272], range(6), 1, 140, 1, slots=1, slot_bytes=1 << 18)
+    jobs = [side.rows.job(side.rows.pages(np.arange(140)), 5, 130, range(1, 6), 0, 7)]
+    assert ended(side.rows.start_pack(jobs)) == [OK]
+    side.staging.slot(0)[HEADER] ^= 1
+    assert side.rows._grids(jobs)["settle"][0] < side.rows._grids(jobs)["unpack"][0]
+    assert ended(side.rows.start_unpack(jobs)) == [DIFFERS]
+    side.wanted[0][5:135, 1:] = 0
+    assert torch.equal(side.pool[0], side.wanted[0])
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 def test_rows_that_nobody_has_judged_do_not_stay(failures: int) -> None:
     """Where the second launch fails it is tried again, and the batch fails all the same; if it

@@ -142,7 +142,8 @@ def test_a_pool_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> 
     assert "no CUDA device" in rows_gpu.gpu_rows(rows, 1, staging)
     monkeypatch.setattr(torch.version, "hip", None)
     old = SimpleNamespace(capability=75, needs_flush=lambda: False)
-    monkeypatch.setattr(rows_gpu, "Driver", lambda index: old)
+    rows.device = torch.device("cuda", 3)
+    monkeypatch.setattr(rows_gpu, "Driver", {3: old}.__getitem__)
     assert "expected 8.0 or later" in rows_gpu.gpu_rows(rows, 1, staging)
     old.capability = 90
     monkeypatch.setattr(rows_gpu, "GpuRows", lambda *made: made)
