@@ -35,6 +35,9 @@ VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "patience": ({"0.1": 0.1, "6e1": 60.0}, ("0", "-1", "61", "nan", "inf", "1 s")),
     "port": ({"1024": 1024, "65000": 65000}, ("0", "1023", "65001", "tcp://10.0.0.1:80")),
     "data_plane": ({"mooncake": "mooncake", "nixl": "nixl"}, ("nixI", "NIXL", "mori")),
+    "gpu_copies": (
+        {"kernels": "kernels", "torch": "torch", "auto": "auto"}, ("triton", "Torch", "1"),
+    ),
     "nixl_params": (
         {"{}": {}, '{"num_threads": "4"}': {"num_threads": "4"}}, ("{", "[]", '{"a": 4}', "a=b"),
     ),
@@ -196,7 +199,7 @@ def test_every_field_of_the_record_is_there_in_another_process() -> None:
     given = {
         "enabled": True, "staging_mb": 3, "on_draft_mismatch": "cold", "patience": 0.5,
         "allow_untested_sglang": True, "port": 2000, "data_plane": "nixl",
-        "nixl_params": {"a": "b"},
+        "gpu_copies": "torch", "nixl_params": {"a": "b"},
     }  # fmt: skip
     assert set(given) == set(config.Config.__struct_fields__)
     for copied in (pickle.loads, copy.deepcopy):
