@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -46,16 +47,21 @@ class Names(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         found, waited = self._answered.get(host), asyncio.wrap_future(self._look_up(host))
-        waited.add_done_callback(asyncio.Future.exception)  # nobody may wait for it any more
+        waited.add_done_callback(partial(self._ended, host))  # it may be late for this question
         await asyncio.wait([waited], timeout=FRESH_S if found else None)
-        if waited.done() and not (found and waited.exception()):
-            found = waited.result()
-        assert found is not None
+        found = self._answered.get(host) or found or waited.result()
+        self._remember(host, found)
+        return [ResolveResult({**one, "port": port}) for one in found]
+
+    def _ended(self, host: str, look_up: asyncio.Future[list[ResolveResult]]) -> None:
+        if not look_up.exception():
+            self._remember(host, look_up.result())
+
+    def _remember(self, host: str, found: list[ResolveResult]) -> None:
         self._answered.pop(host, None)
         self._answered[host] = found
         if len(self._answered) > REMEMBERED:
             del self._answered[next(iter(self._answered))]
-        return [ResolveResult({**one, "port": port}) for one in found]
 
     def _look_up(self, host: str) -> Future[Any]:
         future = self._under_way.get(host)

@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 from sglang_mixkv.decode.events import Note
+from sglang_mixkv.engine.rank import RankManager
 from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -32,32 +33,38 @@ def around_request(
     """Around TokenizerManager._init_req_state, with which SGLang begins each request. A ValueError
     of it is HTTP 400. Prefill looks at the request alone: decode may have it compute a request
     again, with the same number, before prefill has answered the first time (true retraction)."""
-    rooms = list(_rooms(request))
+    rooms, is_decode = list(_rooms(request)), manager.disaggregation_mode.value == "decode"
     if rooms and getattr(request, "parallel_sample_num", 1) > 1:
         raise _refusal(f"n = {request.parallel_sample_num}, whose samples share theirs")
     states, numbers = manager.rid_to_state, set[int]()
-    for _, room in rooms:
+    for _, room, host, port in rooms:
         if not _is_number(room):
             raise _refusal(f"{type(room).__name__} outside of that")
+        if not (_is_host(host) or (host is None and not is_decode)) or not _is_port(port):
+            expected = "a bootstrap_host, and a bootstrap_port from 1 to 65535 or none"
+            raise _refusal(f"{host!r:.99} and {port!r:.99}", expected)
         first = _requests.get(room)
         if room in numbers or (first is not None and states.get(first.obj.rid) is first):
             raise _refusal(f"{room}, which is in use")
         numbers.add(room)
     made = original(manager, request, *args, **kwargs)
-    if manager.disaggregation_mode.value == "decode":
-        _requests.update({room: states[rid] for rid, room in rooms})
+    if is_decode:
+        _requests.update({room: states[rid] for rid, room, *_ in rooms})
     return made
 
 
-def _rooms(request: Any) -> Iterator[tuple[str, int]]:
-    """Of each request of a batch. SGLang's own warm-up and health checks share numbers: nothing is
-    transferred for them."""
-    names = ("rid", "bootstrap_host", "bootstrap_room")
+def _rooms(request: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """rid, room, host and port of each request of a batch. SGLang's own warm-up and health checks
+    share numbers: nothing is transferred for them."""
+    names = ("rid", "bootstrap_room", "bootstrap_host", "bootstrap_port")
     values = [getattr(request, name, None) for name in names]
-    lists = [value if isinstance(value, list) else [value] for value in values]
-    for rid, host, room in zip(*lists, strict=False):
+    count = len(values[0]) if isinstance(values[0], list) else 0
+    lists = [one if count and isinstance(one, list) else [one] * max(1, count) for one in values]
+    if any(len(one) != len(lists[0]) for one in lists):
+        raise _refusal("lists of other lengths than the batch")
+    for rid, room, host, port in zip(*lists, strict=True):
         if room is not None and host != FAKE_BOOTSTRAP_HOST:
-            yield rid, room
+            yield rid, room, host, port
 
 
 def _is_number(room: Any) -> bool:
@@ -65,11 +72,22 @@ def _is_number(room: Any) -> bool:
     return type(room) is int and 0 <= room < 1 << 63
 
 
-def _refusal(got: str) -> MixKVError:
+def _is_host(host: Any) -> bool:
+    """Whether it can be looked up: SGLang's scheduler takes its parts, and logs it."""
+    return type(host) is str and 0 < len(host) < 256 and host.isprintable()
+
+
+def _is_port(port: Any) -> bool:
+    """Whether it is one. None is the server's own."""
+    return port is None or (type(port) is int and 0 < port < 1 << 16)
+
+
+def _refusal(got: str, expected: str = "") -> MixKVError:
     return refuse(
-        "MIXKV-PAIR-09", "a bootstrap_room from 0 to 2^63 - 1 that no other request uses", got,
+        "MIXKV-PAIR-09",
+        expected or "a bootstrap_room from 0 to 2^63 - 1 that no other request uses", got,
         "it would have another one's KV, or none, and SGLang's schedulers could end",
-        "Send each sample as a request of its own, with n = 1",
+        "Send each sample as a request of its own, with n = 1 and what the router puts into it",
     )  # fmt: skip
 
 
@@ -83,12 +101,12 @@ class RoomUse:
     under way, has failed under a number that no request has, as has one of a number that cannot be
     sent: whatever SGLang does with it touches nothing of another one's."""
 
-    kv_mgr: Any  # a DraftManager (manager.py)
+    kv_mgr: RankManager
     bootstrap_room: int
     conclude_state: Any
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
+        self, mgr: RankManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
         problem = f"{type(bootstrap_room).__name__} outside of that"
         if is_free := _is_number(bootstrap_room):

@@ -89,6 +89,15 @@ def test_samples_that_would_share_a_number_are_refused(pd: Measured) -> None:
     same([pd.deployment.ask(prompts(pair=pd.case.pair)[0])], pd.reference.fixed[:1])
 
 
+def test_a_request_without_a_prefill_server(pd: Measured) -> None:
+    """In stock it ends decode's scheduler."""
+    body, decode = request_body(prompts(pair=pd.case.pair)[0]), pd.deployment.servers[1].url
+    for wrong in {}, {"bootstrap_host": None}, {"bootstrap_host": "h", "bootstrap_port": 0}:
+        with pytest.raises(RequestFailed, match=r"HTTP 400 .*MIXKV-PAIR-09.* a bootstrap_host"):
+            generate(decode, {**body, "bootstrap_room": 5, **wrong})
+    same([pd.deployment.ask(prompts(pair=pd.case.pair)[0])], pd.reference.fixed[:1])
+
+
 def test_a_number_that_two_requests_have_at_once(pd: Measured) -> None:
     """On each server one of two fails, of any DP rank, and the other is right."""
     servers = pd.deployment.servers

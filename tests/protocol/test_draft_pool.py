@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from rig import forks
 from rig.model import Cache, Case, Request, sglang_pool
 
 import mixkv_demo
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.errors import MixKVError
 
@@ -175,6 +177,72 @@ def test_a_pool_that_cannot_be_cut_does_not_start(
     assert reason in answer
 
 
+@pytest.mark.parametrize("scale", draft_pool.SCALES)
+def test_a_pool_with_scales_of_any_name_is_refused(scale: str) -> None:
+    pool = plain_pool(Cache("mha", heads=4), 2)
+    setattr(pool, scale, [])
+    with pytest.raises(MixKVError, match=r"MIXKV-START-05.*block scales"):
+        draft_pool.of_pool(pool)
+
+
+def test_a_pool_that_does_not_say_its_layout_is_refused() -> None:
+    with pytest.raises(MixKVError, match=r"MIXKV-START-05.*SimpleNamespace with layout None"):
+        draft_pool.of_pool(SimpleNamespace())
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", None])
+def test_each_fact_of_a_pool_is_of_its_own_source(
+    algorithm: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K of each layer, then V, which are narrower here; and the last of four ranks."""
+    cache = Cache("mha", layers=2, heads=8, k_bytes=16)
+    pool = sglang_pool(CASE, cache, 4, 3, cache.layers)
+    pool.maybe_get_custom_mem_pool = lambda: "its memory"
+    config = SimpleNamespace(architectures=["First", "Second"])
+    model = SimpleNamespace(hf_config=config, get_total_num_kv_heads=lambda: 8)
+    spec = SimpleNamespace(speculative_algorithm=algorithm)
+    for name, value in {
+        "model_config": model, "get_spec": spec, "get_server_args": "the arguments",
+        "get_parallel": SimpleNamespace(attn_tp_size=4, attn_tp_rank=3),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(draft_pool, name, lambda value=value: value)
+    monkeypatch.setattr(draft_pool, "resolved_view", lambda args: f"{args}, resolved")
+    monkeypatch.setattr(draft_pool, "window_of", lambda *given: given)
+    made = draft_pool.of_pool(pool)
+    facts = DraftFacts("First", algorithm or "", 8, (16, 16, 8, 8), "bfloat16")
+    assert made.layout == DraftLayout(facts, 4, 3)
+    assert made.window == ("the arguments, resolved", config)
+    assert (made.page_size, made.mem_pool) == (CASE.page_size, "its memory")
+    entries = [e.data_ptr() for e in (*pool.k_buffer, *pool.v_buffer)]
+    assert [e.data_ptr() for e in made.rows.entries] == entries
+    assert (made.rows.head_bytes, made.rows.heads) == (facts.head_bytes, range(6, 8))
+
+
+def test_the_drafters_configuration_is_the_one_that_sglang_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = {"speculative_draft_model_path": "a path", "speculative_draft_model_revision": "main"}
+    monkeypatch.setattr(draft_pool, "get_spec", lambda: SimpleNamespace(**spec))
+    monkeypatch.setattr(draft_pool, "get_server_args", lambda: "the arguments")
+    asked = SimpleNamespace(from_server_args=lambda *args, **kwargs: (args, kwargs))
+    monkeypatch.setattr(draft_pool, "ModelConfig", asked)
+    args, kwargs = draft_pool.model_config()
+    assert args == ("the arguments",)
+    assert kwargs == {"model_path": "a path", "model_revision": "main", "is_draft_model": True}
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("mla", [True, False])
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_drafter_that_sglang_moves_is_behind_an_mla_target_alone(
+    count: int, mla: bool, hybrid: bool
+) -> None:
+    kv_args = SimpleNamespace(num_draft_entries=count, is_hybrid_mla_backend=hybrid)
+    is_served = not count or mla or hybrid
+    with nullcontext() if is_served else pytest.raises(MixKVError, match=r"START-05.*2 entries"):
+        draft_pool.check_appended(kv_args, mla)
+
+
 # ---------------------------------------------------------------- which pools are hidden
 
 
@@ -182,7 +250,8 @@ class Queue:
     """SGLang's, with this draft pool; `seen`: what `_init_kv_manager` saw and what was handed."""
 
     def __init__(self, pool: Any) -> None:
-        self.draft_token_to_kv_pool, self.scheduler, self.seen = pool, SimpleNamespace(), None
+        self.draft_token_to_kv_pool, self.seen = pool, None
+        self.scheduler = SimpleNamespace(attach_hicache_storage_wrapped=lambda _: "SGLang's")
 
     def init(self) -> None:
         self.seen = self.draft_token_to_kv_pool, handover.take()
@@ -253,15 +322,18 @@ def test_the_pool_is_back_where_sglang_fails() -> None:
     assert handover.take().pool is None
 
 
-def test_no_storage_is_attached_to_a_running_server_with_a_drafter() -> None:
+def test_storage_but_mooncakes_is_not_attached_to_a_running_server_with_a_drafter() -> None:
     """`PUT /hicache/storage-backend` is answered with the reason; without a drafter by SGLang."""
-    drafting, other = Queue(of_heads()), Queue(None)
-    for queue in (drafting, other):
-        handover.around_init(Queue.init, queue)
-    answer = drafting.scheduler.attach_hicache_storage_wrapped(object())
-    assert not answer.success
-    assert answer.message.startswith("[MIXKV-START-03] --hicache-storage-backend with a drafter")
-    assert vars(other.scheduler) == {}
+    answers = {}
+    for drafts, pool in (True, of_heads()), (False, None):
+        handover.around_init(Queue.init, queue := Queue(pool))
+        for name in ("file", "mooncake"):
+            asked = SimpleNamespace(hicache_storage_backend=name)
+            answers[name, drafts] = queue.scheduler.attach_hicache_storage_wrapped(asked)
+    refused = answers.pop(("file", True))
+    assert not refused.success
+    assert refused.message.startswith("[MIXKV-START-03] --hicache-storage-backend other than")
+    assert set(answers.values()) == {"SGLang's"}
 
 
 def test_not_opted_in_no_pool_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

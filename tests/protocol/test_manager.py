@@ -1,31 +1,41 @@
-"""What a decode rank forgets when a prefill server is gone, or another is in its place."""
+"""What a rank and its manager are made of, and what a decode rank forgets of a prefill server."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import msgspec
 import pytest
 import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 import sglang_mixkv
 from sglang_mixkv.channel import planes
+from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
+from sglang_mixkv.decode.events import peer_of
+from sglang_mixkv.draft import rows_gpu
+from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.facts import StagingFacts, Target
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.layout import HEADER, SPARE, DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.engine import manager as managers
 from sglang_mixkv.engine import rank as ranks
+from sglang_mixkv.engine.bootstrap import KEY
 from sglang_mixkv.engine.draft_pool import Draft
-from sglang_mixkv.engine.manager import DraftManager
+from sglang_mixkv.engine.manager import MIXINS, DraftManager, mixed
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.series import ABORTED
 
@@ -107,7 +117,7 @@ SETTINGS = {
 }  # fmt: skip
 ELSEWHERE = {
     "enabled": "plugin.py", "allow_untested_sglang": "engine/releases.py",
-    "on_draft_mismatch": "engine/prefill_servers.py",
+    "on_draft_mismatch": "engine/prefill_servers.py", "gpu_copies": "engine/rank.py, on a GPU",
 }  # fmt: skip
 
 
@@ -122,6 +132,348 @@ def test_a_setting_reaches_all_that_depends_on_it(
     found = look(*rank_of(msgspec.structs.replace(PLAIN, **{name: value})))
     assert found == (expected,) * len(found)
     assert all(one != expected for one in plain)
+
+
+def test_the_data_plane_has_the_slots_and_a_byte_of_them_that_means_nothing(
+    rank_of: Callable[[Config], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into that byte peers are probed, at any time: not into a stamp or a sum."""
+    pools: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda one: pools.append(one) or nullcontext())
+    _, store, _ = rank_of(PLAIN)
+    address = store.staging.address
+    assert store.plane.made_of == ("mooncake", "10.0.0.8", "", {})
+    assert store.plane.registered == [(Memory(address, SLOTS * slot_bytes(1)), address + SPARE)]
+    assert 16 <= SPARE < HEADER
+    assert pools == []
+    monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _, of=ranks.draft_pool.of_pool:
+        of(None)._replace(mem_pool="the KV's"))  # fmt: skip
+    rank_of(PLAIN)
+    assert pools == ["the KV's"]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 1), (1, 5), (5, 1)])
+def test_a_segment_fits_the_slots_of_both_sides(
+    rank_of: Callable[[Config], Any], prefill: int, decode: int, heads: int
+) -> None:
+    one, _, _ = rank_of(msgspec.structs.replace(PLAIN, staging_mb=prefill))
+    smaller = slot_bytes(min(prefill, decode))
+    assert one.segment_tokens(heads, slot_bytes(decode)) == FACTS.tokens_in(smaller, heads)
+
+
+# ---------------------------------------------------------------- other ranks
+
+
+def other_rank(config: Config = PLAIN, **kv_args: Any) -> Any:
+    return ranks.RankContext(
+        SimpleNamespace(gpu_id=5, ib_device=None, aux_item_lens=[], **kv_args),
+        SimpleNamespace(_mixkv=config), "decode", "nixl",
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("rank_of")
+def test_a_rank_without_a_drafter_has_no_store_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks.handover, "take", lambda: ranks.handover.Handed(None, "scheduler"))
+    monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: 1 // 0)
+    one = other_rank()
+    assert (one.draft, one.store("10.0.0.8"), one.handed.scheduler) == (None, None, "scheduler")
+    assert one.banner().endswith("(SGLang 0.5.23): decode rank without draft KV of its own")
+
+
+def test_a_rank_is_checked_with_its_arguments_slots_and_times(
+    rank_of: Callable[[Config], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = list[Any]()
+    monkeypatch.setattr(ranks, "check_once", checked.append)
+    monkeypatch.setattr(ranks, "check_slots", lambda *args: checked.append(args))
+    one = other_rank(config := msgspec.structs.replace(PLAIN, staging_mb=3, patience=3.0))
+    assert checked[0]._mixkv is config is one.config
+    assert checked[1:] == [(LAYOUT, slot_bytes(3))]
+    assert (one.mode, one.backend, one.reporter.mode) == ("decode", "nixl", "decode")
+    assert one.reporter.slots is one.slots
+    assert one.slots.count == SLOTS
+    assert vars(one.times) == vars(ranks.times(3.0))
+    assert one.instance != other_rank().instance
+    one, *_ = rank_of(PLAIN)
+    assert one.banner() == (
+        f"sglang-mixkv {sglang_mixkv.__version__} (SGLang 0.5.23): prefill attention-TP rank 1 of "
+        f"2, draft heads 2-3 of 4, data plane mooncake ({one.choice.why}), copied on the host"
+    )
+
+
+@pytest.mark.usefixtures("rank_of")
+@pytest.mark.parametrize(("gpu", "asked", "port"), [(5, 0, 0), (None, 0, 0), (None, 2000, 2000)])
+def test_a_port_of_its_own_or_any_free_one(gpu: Any, asked: int, port: int) -> None:
+    config = msgspec.structs.replace(PLAIN, port=asked)
+    one = ranks.RankContext(
+        SimpleNamespace(gpu_id=gpu), SimpleNamespace(_mixkv=config), "prefill", "mooncake"
+    )
+    assert one.port == port
+
+
+@pytest.mark.parametrize(
+    ("manager", "kv_args", "expected"),
+    [
+        ({}, {}, {}),
+        ({}, {"kv_item_lens": [7, 8, 7, 8, 1]}, {"even": True, "entries": 4}),
+        ({}, {"kv_item_lens": [7, 8, 7, 8], "num_draft_entries": 0}, {"even": True, "entries": 4}),
+        ({}, {"num_draft_entries": 0}, {"entries": 3}),
+        ({"is_mla_backend": True}, {}, {"heads": 0, "even": True}),
+        ({"is_hybrid_mla_backend": True}, {}, {"heads": 0, "even": True}),
+        ({}, {"kv_layer_ids": []}, {"layer_ids": False}),
+        ({"pp_size": None, "pp_rank": None}, {}, {"stages": 1}),
+        ({}, {"total_kv_head_num": None}, {"heads": 1}),
+    ],
+)
+@pytest.mark.usefixtures("rank_of")
+def test_a_target_is_what_sglangs_lists_say_of_it(
+    manager: dict[str, Any], kv_args: dict[str, Any], expected: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They have a drafter that SGLang moves behind it; and decode's have no number of heads."""
+    plain = {"kv_item_lens": [7, 8, 9], "num_draft_entries": 1, "kv_layer_ids": [0],
+             "total_kv_head_num": 6} | kv_args  # fmt: skip
+    given = SimpleNamespace(**{k: v for k, v in plain.items() if v is not None})
+    ours = SimpleNamespace(**{
+        "local_ip": "", "rank_port": 1, "attn_tp_size": 2, "attn_tp_rank": 1, "pp_rank": 3,
+        "pp_size": 13, "dcp_size": 14, "is_mla_backend": False, "is_hybrid_mla_backend": False,
+        "kv_args": given} | manager)  # fmt: skip
+    monkeypatch.setattr(ranks, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=None))
+    row = other_rank().row(ours, "", None)
+    wanted = {"heads": 6, "entries": 2, "layer_ids": True, "even": False, "stages": 13, "dcp": 14}
+    assert row.target == Target(**(wanted | expected))
+    assert (row.topk, row.pp_rank, row.staging) == (0, ours.pp_rank or 0, None)
+
+
+@pytest.mark.parametrize("kernels", ["why not", "kernels"])
+@pytest.mark.parametrize("index", [None, 3])
+def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
+    rank_of: Callable[[Config], Any], index: int | None, kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    asked, device = list[Any](), torch.device("cuda", index) if index else torch.device("cuda")
+    rows, draft = SimpleNamespace(device=device), object() if kernels == "kernels" else kernels
+    made = SimpleNamespace(
+        address=1 << 20, size=7, slot_bytes=9, count=11, device=torch.device("cuda", index or 0)
+    )
+    monkeypatch.setattr(ranks, "Staging", lambda *args: asked.append(args) or made)
+    monkeypatch.setattr(rows_gpu, "gpu_rows", lambda *args: asked.append(args) or draft)
+    monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: Draft(LAYOUT, rows, 4, "pool"))
+    one, store, _ = rank_of(PLAIN)
+    assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made)]
+    assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + SPARE)]
+    assert store.device is (None if kernels == "why not" else draft)
+    assert (store.rows, store.staging) == (rows, made)
+    copying = "copied by torch (why not)" if kernels == "why not" else "kernels"
+    assert one.banner().endswith(f", {copying}")
+
+
+# ---------------------------------------------------------------- the manager
+
+
+def built(
+    monkeypatch: pytest.MonkeyPatch, mode: str = "prefill", drafting: bool = True, **rank: Any
+) -> tuple[Any, Any]:
+    """A manager of a rank, and the calls with which it was made. SGLang's own knows of the rank."""
+    made = MagicMock()
+    made.switch_off_early_sends.return_value = "; a note"
+    made.RankContext.return_value.banner.return_value = "the banner"
+    if not drafting:
+        made.RankContext.return_value.store.return_value = None
+    made.RankContext.return_value.row.return_value = {"row": 1}
+    for name in ("RankContext", "AbortedRequests", "switch_off_early_sends", "PrefillServers",
+                 "PrefillWorker", "DecodeWorker"):  # fmt: skip
+        monkeypatch.setattr(managers, name, getattr(made, name))
+    monkeypatch.setattr(managers.draft_pool, "check_appended", made.check_appended)
+    monkeypatch.setattr(managers.prefill_machine, "Machine", made.PrefillMachine)
+    monkeypatch.setattr(managers.decode_machine, "Machine", made.DecodeMachine)
+
+    class Theirs:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.stock(*args, **kwargs)
+            assert self.kv_status_msg_carries_reason, "it is read while SGLang's is made"
+            plain = {"pp_rank": None, "pp_size": None, "attn_tp_rank": 0, "attn_cp_rank": 0,
+                     "attn_dp_rank": 0, "system_dp_rank": 0}  # fmt: skip
+            vars(self).update(plain, local_ip="10.0.0.9", **rank)
+            if mode == "prefill":
+                self._register_topology_row("url", {"sglang's": 1})
+
+        def _register_topology_row(self, url: str, payload: Any) -> None:
+            made.register(url, payload)
+
+    kind: Any = type("Made", (DraftManager, Theirs), {"backend": "nixl"})
+    return kind("kv_args", DisaggregationMode(mode), "server_args", "is_mla", more=1), made
+
+
+def arguments(kind: Any, made: Any) -> dict[str, Any]:
+    """What the one object of this class was made of, by the names of its parameters."""
+    ((args, kwargs),) = [(one.args, one.kwargs) for one in made.call_args_list]
+    return dict(inspect.signature(kind).bind(*args, **kwargs).arguments)
+
+
+PREFILL = managers.prefill_machine.Machine, managers.PrefillWorker
+DECODE = managers.decode_machine.Machine, managers.DecodeWorker
+
+
+def test_a_prefill_manager_registers_its_row_with_its_channels_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager, made = built(monkeypatch)
+    local = made.RankContext.return_value
+    order = [name for name, *_ in made.mock_calls if "()" not in name]
+    assert order == [
+        "RankContext", "check_appended", "AbortedRequests", "switch_off_early_sends", "stock",
+        "PrefillMachine", "PrefillWorker", "register",
+    ]  # fmt: skip
+    made.RankContext.assert_called_once_with("kv_args", "server_args", "prefill", "nixl")
+    made.check_appended.assert_called_once_with("kv_args", "is_mla")
+    made.switch_off_early_sends.assert_called_once_with("nixl")
+    made.AbortedRequests.assert_called_once_with(manager)
+    assert manager.aborted is made.AbortedRequests.return_value
+    mode = DisaggregationMode.PREFILL
+    made.stock.assert_called_once_with("kv_args", mode, "server_args", "is_mla", more=1)
+    local.store.assert_called_once_with("10.0.0.9")
+    store, given = local.store.return_value, arguments(PREFILL[0], made.PrefillMachine)
+    draw = given.pop("draw_stamp")
+    assert draw() != draw()
+    assert given == {
+        "instance": local.instance, "heads": store.rows.heads, "slots": local.slots,
+        "segment_tokens": local.segment_tokens, "times": local.times,
+    }  # fmt: skip
+    assert arguments(PREFILL[1], made.PrefillWorker) == {
+        "machine": made.PrefillMachine.return_value, "store": store, "times": local.times,
+        "reporter": local.reporter, "host": "10.0.0.9", "port": local.port,
+    }  # fmt: skip
+    worker = made.PrefillWorker.return_value
+    assert (manager.prefill_channel, manager.decode_channel) == (worker, None)
+    local.row.assert_called_once_with(manager, worker.address, store)
+    made.register.assert_called_once_with("url", {"sglang's": 1, KEY: {"row": 1}})
+
+
+def test_a_prefill_manager_without_a_drafter_registers_a_row_without_a_channel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager, made = built(monkeypatch, drafting=False)
+    assert manager.prefill_channel is None
+    made.RankContext.return_value.row.assert_called_once_with(manager, "", None)
+    made.register.assert_called_once_with("url", {"sglang's": 1, KEY: {"row": 1}})
+    assert manager.check_integrity() == []
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+def test_a_decode_manager_has_a_channel_and_knows_servers(
+    drafting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It forgets the server of a peer that was restarted, and looks after that of a lost one."""
+    manager, made = built(monkeypatch, "decode", drafting)
+    local = made.RankContext.return_value
+    assert not made.switch_off_early_sends.mock_calls, "prefill sends"
+    local.store.assert_called_once_with("10.0.0.9")
+    machine, store = made.DecodeMachine.return_value, local.store.return_value
+    assert arguments(DECODE[0], made.DecodeMachine) == {
+        "instance": local.instance, "slots": local.slots, "slot_bytes": local.slot_bytes,
+        "times": local.times,
+    }  # fmt: skip
+    given = arguments(DECODE[1], made.DecodeWorker)
+    forget, check = given.pop("forget_peer"), given.pop("check_peer")
+    assert given == {
+        "machine": machine,
+        "store": store,
+        "times": local.times,
+        "reporter": local.reporter,
+    }
+    assert manager.decode_channel is made.DecodeWorker.return_value
+    made.PrefillServers.assert_called_once_with(manager, local.row.return_value)
+    local.row.assert_called_once_with(manager, "", store)
+    peer = peer_of(b"instance", ADDRESS)
+    assert (local.reporter.breaker, local.reporter.name_of(peer)) == (machine.breaker, ADDRESS)
+    manager.forget_server = made.forget_server
+    forget(peer)
+    check(peer)
+    assert made.forget_server.mock_calls == [call(ADDRESS)]
+    assert made.PrefillServers.return_value.mock_calls == [call.check(ADDRESS)]
+    answer = manager.try_ensure_parallel_info(ADDRESS)
+    assert answer is made.PrefillServers.return_value.ensure.return_value
+    assert made.PrefillServers.return_value.mock_calls[1:] == [call.ensure(ADDRESS)]
+
+
+def test_what_is_wrong_with_either_channel_is_said() -> None:
+    manager: Any = DraftManager.__new__(DraftManager)
+    manager.prefill_channel = SimpleNamespace(check=lambda: ["one", "two"])
+    assert manager.check_integrity() == ["one", "two"]
+    manager.decode_channel = SimpleNamespace(check=lambda: ["three"])
+    assert manager.check_integrity() == ["one", "two", "three"]
+
+
+RANK_NAMES = "attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank"
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_said"),
+    [({}, True), ({"pp_rank": 0, "pp_size": 1}, True), ({"pp_rank": 2, "pp_size": 3}, True),
+     ({"pp_rank": 0, "pp_size": 3}, False), *(({name: 1}, False) for name in RANK_NAMES)],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_one_rank_of_a_server_has_its_banner_in_the_log(
+    mode: str, rank: dict[str, Any], is_said: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The first one of the stage that drafts. Others' are there for who looks closer."""
+    with caplog.at_level(logging.DEBUG, "sglang.sglang_mixkv.engine.manager"):
+        built(monkeypatch, mode, **rank)
+    ((level, text),) = [(one.levelno, one.getMessage()) for one in caplog.records]
+    assert level == (logging.INFO if is_said else logging.DEBUG)
+    assert text == "the banner" + ("; a note" if mode == "prefill" else "")
+
+
+@pytest.mark.parametrize("kind", [*MIXINS, "kvargs"])
+@pytest.mark.parametrize("backend", ["mooncake", "nixl", "fake"])
+def test_sglangs_class_is_handed_out_with_its_mixin_and_backend(backend: str, kind: str) -> None:
+    class Theirs: ...
+
+    found: Any = mixed(Theirs, backend, kind)
+    if backend == "fake" or kind == "kvargs":
+        assert found is Theirs
+        return
+    assert found.__bases__ == (MIXINS[kind], Theirs)
+    assert (found.__name__, found.backend) == ("DraftTheirs", backend)
+    assert found.__module__.startswith("sglang_mixkv.")
+
+
+REASON = "PermissionError(13, 'TRITON_CACHE_DIR')"
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "starts"),
+    [
+        ("auto", object(), True),
+        ("kernels", object(), True),
+        ("auto", REASON, True),
+        ("torch", REASON, True),
+        ("kernels", REASON, False),
+        ("auto", UnsafeError(REASON), False),
+        ("torch", UnsafeError(REASON), False),
+    ],
+)
+def test_nothing_takes_the_kernels_place_in_silence(
+    asked: str, found: Any, starts: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def gpu_rows(*what: Any) -> Any:
+        assert what == ("rows", 64, "staging", asked)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(rows_gpu, "gpu_rows", gpu_rows)
+    error = nullcontext() if starts else pytest.raises(MixKVError, match=r"MIXKV-START-07.*CACHE")
+    with error:
+        assert ranks.kernels_of("rows", 64, "staging", asked) is found
+    said = [(one.levelname, one.message) for one in caplog.records]
+    assert len(said) == (starts and found is REASON)
+    assert all(level == "WARNING" and "MIXKV-START-07" in text for level, text in said)
 
 
 class Stock:
@@ -196,9 +548,9 @@ def test_an_open_waits_as_long_as_sglang_lets_a_request_wait(
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert vars(ranks.times(1.0)) == vars(Times())
-    for name in names:
-        monkeypatch.setenv(name, "600")
-    assert vars(ranks.times(2.0)) == vars(Times(2.0, 1200))
+    for name, seconds in zip(names, ("600", "70"), strict=True):
+        monkeypatch.setenv(name, seconds)
+    assert vars(ranks.times(2.0)) == vars(Times(2.0, 670))
 
 
 OF_GPUS = json.dumps({"0": "mlx5_0", "1": "mlx5_2,mlx5_3"})

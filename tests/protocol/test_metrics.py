@@ -75,8 +75,11 @@ def test_a_room_learns_its_request() -> None:
     handle, request = SimpleNamespace(), object()
     ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(handle=handle))
     others = [SimpleNamespace(req=object(), kv_receiver=r) for r in (object(), None)]
-    assert handover.around_extend(lambda *_: "SGLang's", None, [ours, *others]) == "SGLang's"
-    assert handle.request is request
+    for first in (others[:0], others[:1], others):  # whoever came before it
+        handle.request = None
+        given = [*first, ours, *others]
+        assert handover.around_extend(lambda *_: "SGLang's", None, given) == "SGLang's"
+        assert handle.request is request
 
 
 def draft_of(pages: int) -> Any:
@@ -118,6 +121,28 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         sums = buffer.float().flatten(1).sum(1)
         assert set(torch.nonzero(sums == 0).flatten().tolist()) == zeroed
+
+
+@pytest.mark.parametrize("bad", range(3))
+@pytest.mark.parametrize("where", ["reporter", "rows"])
+def test_trouble_with_a_resumed_request_is_no_other_ones(
+    bad: int, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows that are not cleared are another request's."""
+    done: dict[str, list[int]] = {"reporter": [], "rows": []}
+
+    def note(name: str, request: int) -> None:
+        if (name, request) == (where, bad):
+            raise ValueError
+        done[name].append(request)
+
+    monkeypatch.setattr(draft_pool, "clear_retracted", lambda *args: note("rows", args[-1]))
+    reporter = SimpleNamespace(retracted=lambda request: note("reporter", request))
+    local = SimpleNamespace(handed=SimpleNamespace(pool=object()), reporter=reporter)
+    queue = SimpleNamespace(kv_manager=SimpleNamespace(local=local), req_to_token_pool=None)
+    assert handover.around_resume(lambda _: [0, 1, 2], queue) == [0, 1, 2]
+    assert done[where] == done["rows"] == [one for one in range(3) if one != bad]
+    assert caplog.text.count("MIXKV-SELF-01") == 1
 
 
 def test_trouble_with_a_resumed_request_stays_in_the_plugin(

@@ -11,6 +11,7 @@ from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rig.model import Cache, Case, Request, page_tables
@@ -19,12 +20,13 @@ from rig.ring import run
 from rig.special import Special
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.rooms import RoomUse, around_request
+from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.errors import MixKVError
 
 REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
@@ -66,10 +68,51 @@ TOP = (1 << 63) - 1
 def test_a_number_that_cannot_be_sent_is_refused_where_a_request_is_taken(
     rooms: Any, is_taken: bool, mode: str
 ) -> None:
-    """A ValueError there is HTTP 400. The state of a request that is refused is not begun."""
     many = isinstance(rooms, list)
+    check_taken(mode, is_taken, [[1]] * len(rooms) if many else [1], rooms, "h")
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "on_prefill", "on_decode"),
+    [("prefill-0.example", None, True, True), ("10.0.0.1", 1, True, True),
+     ("[::1]", 65535, True, True), (None, 8998, True, False),
+     ("", 8998, False, False), ("a\n", 8998, False, False),
+     ("\ud800", 8998, False, False), ("h" * 256, 8998, False, False), (7, 8998, False, False),
+     (["h"], 8998, False, False), ("h", 0, False, False), ("h", 65536, False, False),
+     ("h", -1, False, False), ("h", "8998", False, False), ("h", True, False, False),
+     ("h", 8998.0, False, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [0, 1, 3])
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_prefill_server_that_cannot_be_asked_is_refused_where_a_request_is_taken(
+    host: Any, port: Any, on_prefill: bool, on_decode: bool, batch: int, mode: str
+) -> None:
+    """In stock such a request ends decode's scheduler. One element of a batch is enough."""
+    prompts: Any = [[1]] * batch if batch else [1]
+    rooms, hosts, ports = list(range(batch)), ["h"] * batch, [8998] * batch
+    given: tuple[Any, ...] = (
+        (rooms, [*hosts[1:], host], [*ports[1:], port]) if batch else (7, host, port)
+    )
+    check_taken(mode, on_prefill if mode == "prefill" else on_decode, prompts, *given)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("wrong", range(3))
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_lists_of_other_lengths_than_the_batch_are_refused(
+    wrong: int, count: int, mode: str
+) -> None:
+    given: list[list[Any]] = [[7, 8], ["h", "h"], [1, 1]]
+    given[wrong] = (given[wrong] * 2)[:count]
+    check_taken(mode, False, [[1], [2]], *given)
+
+
+def check_taken(
+    mode: str, is_taken: bool, prompts: Any, room: Any, host: Any, port: Any = None
+) -> None:
+    """A ValueError is HTTP 400. The state of a request that is refused is not begun."""
     request = GenerateReqInput(
-        input_ids=[[1]] * len(rooms) if many else [1], bootstrap_room=rooms, bootstrap_host="h"
+        input_ids=prompts, bootstrap_room=room, bootstrap_host=host, bootstrap_port=port
     )
     request.normalize_batch_and_arguments()
     manager = TokenizerManager.__new__(TokenizerManager)
@@ -78,6 +121,64 @@ def test_a_number_that_cannot_be_sent_is_refused_where_a_request_is_taken(
     with nullcontext() if is_taken else pytest.raises(MixKVError, match="MIXKV-PAIR-09"):
         around_request(TokenizerManager._init_req_state, manager, request)
     assert bool(manager.rid_to_state) == is_taken
+
+
+def taking(mode: str) -> tuple[Any, Any]:
+    """A server of this kind, and what begins a request of one number or a batch there."""
+    manager = TokenizerManager.__new__(TokenizerManager)
+    manager.rid_to_state, manager.enable_trace = {}, False
+    manager.disaggregation_mode = DisaggregationMode(mode)
+
+    def take(room: Any, host: str = "h", **given: Any) -> Any:
+        prompts = [[1]] * len(room) if isinstance(room, list) else [1]
+        request = GenerateReqInput(
+            input_ids=prompts, bootstrap_room=room, bootstrap_host=host, **given
+        )
+        request.normalize_batch_and_arguments()
+        return around_request(TokenizerManager._init_req_state, manager, request)
+
+    return manager, take
+
+
+@pytest.mark.parametrize("again", [7, [7, 8], [8, 7]])
+@pytest.mark.parametrize("first", [7, [7, 9], [9, 7]])
+def test_a_number_is_refused_while_a_request_on_decode_has_it(first: Any, again: Any) -> None:
+    """On prefill it is decode's affair. A request that SGLang has taken away has none, whoever
+    still holds its state, and one with the same rid is another."""
+    manager, take = taking("prefill")
+    take(first)
+    take(again)
+    manager, take = taking("decode")
+    take(first)
+    held = dict(manager.rid_to_state)
+    with pytest.raises(MixKVError, match=r"MIXKV-PAIR-09.*got 7, which is in use"):
+        take(again)
+    assert manager.rid_to_state == held, "what is refused is not begun"
+    take(10)
+    manager.rid_to_state = dict.fromkeys(held)
+    take(again)
+
+
+def test_a_request_that_sglang_does_not_take_has_no_number() -> None:
+    manager, take = taking("decode")
+    manager.rid_to_state["a"] = "another's"
+    with pytest.raises(ValueError, match=r"(?i)duplicate"):
+        take(11, rid="a")
+    del manager.rid_to_state["a"]
+    take(11, rid="a")
+    with pytest.raises(MixKVError, match="11, which is in use"):
+        take(11, rid="b")
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_samples_of_a_request_share_its_number_and_warm_ups_theirs(mode: str) -> None:
+    _, take = taking(mode)
+    many = {"sampling_params": {"n": 2}}
+    with pytest.raises(MixKVError, match="n = 2, whose samples share theirs"):
+        take(12, **many)
+    for _ in range(2):
+        take(13, FAKE_BOOTSTRAP_HOST, **many)
+        take(None, **many)
 
 
 def test_a_batch_that_counts_up_from_one_number_is_refused_where_it_leaves_the_bounds() -> None:
@@ -110,6 +211,34 @@ def test_a_release_of_pages_leaves_the_numbers_next_use_alone() -> None:
     before = second.poll()
     first.clear()
     assert second.poll() == before
+
+
+class Stock:
+    """SGLang's sender or receiver, as far as a request's end goes."""
+
+    def clear(self) -> None: ...
+
+
+@pytest.mark.parametrize("record", [None, "of another number", "its own"])
+@pytest.mark.parametrize("state", [None, KVPoll.Success, KVPoll.Failed])
+@pytest.mark.parametrize("mixin", [DraftReceiver, DraftSender])
+def test_what_failed_never_ends_as_what_succeeded(mixin: type, state: Any, record: Any) -> None:
+    """Also where another rank knows the reason: without one decode would count a request that
+    failed as warm, and neither side would tell the other's channel that it is over."""
+    use: Any = object.__new__(type("Use", (mixin, Stock), {}))
+    ended = MagicMock()
+    use.kv_mgr = SimpleNamespace(
+        failure_records={7 if record == "its own" else 8: record} if record else {},
+        decode_channel=SimpleNamespace(close=ended), prefill_channel=SimpleNamespace(end=ended),
+    )  # fmt: skip
+    use.bootstrap_room, use.conclude_state, use.handle = 7, state, object()
+    use.clear()
+    ((handle, reason),) = [call.args for call in ended.call_args_list]
+    assert handle is use.handle
+    assert bool(reason) == (state == KVPoll.Failed)
+    assert record != "of another number" or record not in reason
+    if reason and record == "its own" and mixin is DraftReceiver:
+        assert reason == record
 
 
 def again(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:

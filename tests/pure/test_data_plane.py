@@ -3,7 +3,11 @@ tests/protocol/test_data_planes.py."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import struct
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,7 +16,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from rig.answers import silent
 
+from sglang_mixkv.channel import mooncake
 from sglang_mixkv.channel.data_plane import (
     DataPlane,
     Endpoint,
@@ -26,7 +32,7 @@ from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
 
 SIZE, LOCAL, REMOTE = 100, 1000, 5000
-TEN = Extent(LOCAL, REMOTE, 10)
+TEN = (LOCAL, REMOTE, 10)
 
 
 class Scripted(DataPlane):
@@ -67,13 +73,13 @@ def test_nothing_outside_either_memory_is_asked_of_a_backend() -> None:
     plane.posted.clear()
     for at, there, length in ((0, 91, 10), (0, 100, 1), (0, -1, 10), (91, 0, 10), (-1, 0, 10),
                               (100, 0, 1), (0, 0, 101), (0, 0, 0), (5, 5, -1)):  # fmt: skip
-        wrong = Extent(LOCAL + at, REMOTE + there, length)
+        wrong = (LOCAL + at, REMOTE + there, length)
         for extents in ([wrong], [TEN, wrong], [wrong, TEN]):
             ((tag, error),) = plane.read(peer, *extents)
             assert (tag, "outside" in error) == ("it", True)
     assert plane.posted == []
     for at, there, length in ((0, 0, SIZE), (0, 0, 1), (99, 99, 1), (90, 0, 10), (0, 90, 10)):
-        right = Extent(LOCAL + at, REMOTE + there, length)
+        right = (LOCAL + at, REMOTE + there, length)
         assert plane.read(peer, right, TEN) == [("it", "")]
     unregistered = Scripted()
     unregistered._memory = None
@@ -178,13 +184,52 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
     )
     peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
     plane._names = {peer.endpoint: "its name"}
-    plane.start("it", peer, [Extent(0, 0, 10), Extent(20, 20, 10), Extent(40, 40, 10)])
+    plane.start("it", peer, [(0, 0, 10), (20, 20, 10), (40, 40, 10)])
     assert [plane.ended(), plane.ended()] == [[], []]
     ((tag, error),) = plane.ended()
     assert tag == "it"
     assert "rejected" in error or "no batch" in error
     assert not peer.reads
     assert bool(plane._names) is ("no batch" in error), "a name that may not be open is used again"
+
+
+HEAD = struct.pack("<QB", 400, mooncake.METADATA)
+
+
+@pytest.mark.parametrize(
+    ("begin", "drip"), [(b"", b""), (HEAD, b""), (b"", b"\1"), (HEAD, b"\1"), (HEAD[:4], b"\0")]
+)
+def test_a_peer_of_mooncakes_is_asked_within_its_time_whatever_it_says(
+    monkeypatch: pytest.MonkeyPatch, begin: bytes, drip: bytes
+) -> None:
+    """All of its answer together: each byte comes in time."""
+    monkeypatch.setattr(mooncake, "ANSWER_S", 0.3)
+    plane = object.__new__(Mooncake)
+    DataPlane.__init__(plane)
+    plane._spare = 0
+    with silent(begin, drip) as address:
+        one = Endpoint("mooncake", address.encode(), Memory(0, 100), b"")
+        began = time.monotonic()
+        with pytest.raises(ConnectionError):
+            plane.connect(msgspec.msgpack.encode(one))
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_name_that_mooncake_does_not_open_holds_no_thread(
+    monkeypatch: pytest.MonkeyPatch, opened: bool
+) -> None:
+    """Or that it opens, and does not close."""
+    monkeypatch.setattr(mooncake, "HAND_S", 0.3)
+    before, host = set(threading.enumerate()), mooncake._hand(b"answer", 1)
+    (thread,) = set(threading.enumerate()) - before
+    with contextlib.ExitStack() as stack:
+        if opened:
+            address = host.removeprefix("[::ffff:").replace("]", "").rsplit(":", 1)
+            peer = stack.enter_context(socket.create_connection((address[0], int(address[1]))))
+            assert peer.recv(100) == b"answer"
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 # ---------------------------------------------------------------- two threads, and one peer

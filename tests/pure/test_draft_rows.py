@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -270,14 +270,51 @@ def test_staging_lies_in_the_pool_that_the_kv_lies_in(monkeypatch: pytest.Monkey
     seen.use.assert_called_once_with("pool")
 
 
+def test_other_staging_on_a_gpu_is_none_of_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may lie in segments that a transport cannot register. On HIP it is."""
+    made = list[Any]()
+
+    def memory(size: int, driver: int) -> Any:
+        made.append((driver, np.ones(size, np.uint8)))
+        return made[-1][1]
+
+    monkeypatch.setattr(rows_module, "stream_of", lambda _: nullcontext())
+    monkeypatch.setattr(rows_module, "Driver", lambda index: index)
+    monkeypatch.setattr(rows_module, "DeviceMemory", memory)
+    staging = Staging(2, 64, torch.device("cuda", 3))
+    ((driver, where),) = made
+    assert (driver, len(where), where.any()) == (3, 128, False)
+    assert (staging.address, staging.size) == (where.ctypes.data, 128)
+    zeros = mock.Mock(return_value=torch.ones(128))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch, "zeros", zeros)
+    Staging(2, 64, torch.device("cuda", 3))
+    assert len(made) == zeros.call_count == 1
+
+
+def test_what_a_nic_wrote_is_flushed_before_it_is_unpacked() -> None:
+    """Where the GPU does not order it. The flush may find the slot's bytes still on their way."""
+    rows = DraftRows([torch.zeros(4, 1, 8, dtype=torch.uint8)], range(1))
+    source, slot = (
+        DraftRows([torch.ones(4, 1, 8, dtype=torch.uint8)], range(1)),
+        Staging(1, 128, CPU),
+    )
+    arrived = torch.zeros(128, dtype=torch.uint8)
+    source.pack(np.arange(4), range(1), arrived, 7)
+    rows.flush = lambda: slot.slot(0).copy_(arrived)
+    assert rows.unpack(np.arange(4), range(1), slot.slot(0), 7) is SlotCheck.OK
+    assert rows.entries[0].all()
+
+
 def test_a_thread_takes_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it works on device 0, which is another rank's."""
     taken = list[object]()
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(rows_module, "spare_captures", lambda: taken.append("spares captures"))
     rows = DraftRows([torch.zeros(1, 1, 8, dtype=torch.uint8)], range(1))
     rows.use_device()
     assert taken == []
     assert isinstance(rows._pools[0], np.ndarray), "torch takes twice as long in host memory"
     rows.device = torch.device("cuda", 3)
     rows.use_device()
-    assert taken == [rows.device]
+    assert taken == [rows.device, "spares captures"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,7 +168,7 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
 def test_the_labels_are_those_of_sglangs_own_series(
     dp_rank: int | None, extra: Any, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None where its metrics are off. SGLang's own: tests/protocol/test_metrics.py."""
+    """As text, since SGLang's are. None where its metrics are off."""
     args = SimpleNamespace(enable_metrics=True, served_model_name="m", extra_metric_labels=extra)
     ranks = SimpleNamespace(tp_rank=1, pp_rank=2, moe_ep_rank=3, dp_rank=dp_rank)
     context = SimpleNamespace(get_parallel=lambda: ranks, get_server_args=lambda: "of the process")
@@ -216,3 +219,42 @@ def test_a_breaker_is_counted_for_the_server_of_its_rank(prefill: str) -> None:
     one.name_of = {b"peer": prefill}.__getitem__
     one(ev.Note("breaker_opened", b"peer"))
     assert one.of("breaker_opened_total") == {(prefill or "other",): 1}
+
+
+ON_A_SERVER = """
+import os, sys
+from types import SimpleNamespace
+from sglang_mixkv.engine import metrics
+
+assert "prometheus_client" not in sys.modules
+os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[1]
+for is_child, slots in ((True, 7), (False, 5)):
+    if not is_child or not (child := os.fork()):
+        one = metrics.MetricsReporter("decode", {"tp_rank": "3"})
+        one.slots = SimpleNamespace(count=slots, free_slots=2)
+        one.moved(10, 0.5)
+        one.ticked()
+        if is_child:
+            os._exit(0)
+    os.waitpid(child, 0) if is_child else None
+
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+multiprocess.MultiProcessCollector(registry := CollectorRegistry())
+print(generate_latest(registry).decode())
+"""
+
+
+def test_processes_of_a_server_have_one_page(tmp_path: Path) -> None:
+    """SGLang names its folder after the plugin's modules were imported. What a rank counted before
+    it was restarted counts; its slots are those of the one that is there."""
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_SERVER, str(tmp_path)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = {line for line in done.stdout.splitlines() if line.startswith(series.PREFIX)}
+    rank = '{tp_rank="3"}'
+    assert {f"{series.PREFIX}slots{rank} 5.0", f"{series.PREFIX}slots_used{rank} 3.0"} <= lines
+    assert f"{series.PREFIX}copy_seconds_total{rank} 1.0" in lines
+    assert len([line for line in lines if line.startswith(f"{series.PREFIX}slots{{")]) == 1

@@ -207,6 +207,35 @@ def test_a_name_that_moves_is_followed(
     asyncio.run(check())
 
 
+def test_a_name_that_moves_is_followed_where_each_look_up_is_late(
+    name_server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for such an answer, and the next one who asks has it. A late failure takes
+    nothing away."""
+    late, over = ["127.0.0.1", "127.0.0.2", "", "127.0.0.3"], list[str]()
+
+    def look_up(host: str, *args: Any, **hints: Any) -> Any:
+        found = late[min(len(over), 3)]
+        time.sleep(4 * names.FRESH_S)
+        over.append(found)
+        if not found:
+            raise socket.gaierror(-3, "")
+        return name_server._real(found, *args, **hints)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    async def check() -> list[str]:
+        by, found = names.Names(), list[str]()
+        for _ in range(5):
+            found += [one["host"] for one in await by.resolve("a", 80)]
+            while by._under_way:
+                await asyncio.sleep(0.01)
+        return found
+
+    first, second, third = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+    assert asyncio.run(check()) == [first, first, second, second, third]
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_servers_whose_routes_hang_hold_a_thread_each(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch, full: bool
@@ -394,21 +423,27 @@ def test_nothing_is_left_of_servers_that_are_gone(site: Site) -> None:
 def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialling, go, dial = threading.Event(), threading.Event(), site.decode.channel.dial
+    """And its other ranks are not connected to any more."""
+    dialling, go, dial, dialled = (
+        threading.Event(), threading.Event(), site.decode.channel.dial, list[Any]()
+    )  # fmt: skip
 
     def slow(*args: Any) -> Any:
-        link = dial(*args)
+        dialled.append(link := dial(*args))
         dialling.set()
         go.wait()
         return link
 
     monkeypatch.setattr(site.decode.channel, "dial", slow)
-    with publishing(row_of(prefill)) as address:
+    other = row_of(prefill, instance=draw_instance(), rank_port=PORT + 1)
+    with publishing(row_of(prefill), other) as address:
         assert not site.servers.ensure(address)
         assert wait_for(lambda: site.servers.ensure(address) or dialling.is_set())
         site.servers.forget(address)
         go.set()
-        assert wait_for(lambda: not any(site.held().values()))
+        assert wait_for(lambda: not site.servers._background.running)
+        assert not any(site.held().values())
+        assert len(dialled) == 1
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
 

@@ -28,10 +28,10 @@ from rig.threads import (
     wait_for,
 )
 
-from sglang_mixkv.channel import copies
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import STRIKES
+from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
 
@@ -42,7 +42,7 @@ PATIENCE = 3  # a busy machine of two cores
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
     """Copies are made by their threads."""
-    monkeypatch.setattr(copies, "AT_ONCE", 0)
+    monkeypatch.setattr(copier, "AT_ONCE", 0)
     with Channel() as one:
         yield one
 
@@ -414,22 +414,22 @@ def test_the_text_of_an_error_is_cut(
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_event_or_a_look_that_raises_ends_no_channel(
+def test_a_call_or_a_look_that_raises_ends_no_channel(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
-    worker, once = getattr(channel, side).channel, ["_look", "_handle"]
+    worker, once = getattr(channel, side).channel, ["_look", "tick"]
 
     def raising_once(name: str, real: Any) -> Any:
-        def call(argument: Any) -> Any:
+        def call(*args: Any) -> Any:
             if name in once:
                 once.remove(name)
                 raise MemoryError("no memory")
-            return real(argument)
+            return real(*args)
 
         return call
 
-    for name in list(once):
-        monkeypatch.setattr(worker, name, raising_once(name, getattr(worker, name)))
+    for owner, name in ((worker, "_look"), (worker._machine, "tick")):
+        monkeypatch.setattr(owner, name, raising_once(name, getattr(owner, name)))
     assert wait_for(lambda: not once)
     assert channel.request(1) == ("warm", "")
     assert not worker.broken

@@ -22,7 +22,7 @@ def wrong_slots(pool: SlotPool) -> Iterator[str]:
     held, free = set(pool._owner), set(pool._free)
     if len(pool._free) != len(free) or held & free or held | free != set(range(pool.count)):
         yield f"slots: {len(pool._free)} free and {len(held)} held of {pool.count}"
-    if pool.held != Counter(pool._owner.values()):
+    if dict(pool.held) != Counter(pool._owner.values()):  # of two Counters, zeros are equal
         yield "slots: the owners' counts are wrong"
     if max(pool.held.values(), default=0) > quota_of(pool.count):
         yield f"slots: one owner has {max(pool.held.values())} of {pool.count}"
@@ -37,15 +37,15 @@ def _prefill(machine: Any) -> Iterator[str]:
     rooms = [*machine._uses.values(), *machine._early.values()]
     if {id(part) for room in rooms for part in room.parts.values()} != set(map(id, parts)):
         yield f"{len(parts)} parts, {[len(room.parts) for room in rooms]} in rooms"
-    if machine._open != Counter(part.connection for part in parts):
+    if dict(machine._open) != Counter(part.connection for part in parts):
         yield "the connections' counts are wrong"
 
 
 def _decode(machine: Any) -> Iterator[str]:
     segments = machine._segments
     held = sum(len(room.of_stage(Stage.HELD)) for room in machine._rooms.values())
-    copying = sum(isinstance(one, Segment) for one in segments._copying.values())
-    reading = sum(len(read.segments) for read in segments._reads.values())
+    copying = sum(isinstance(one, Segment) for one in segments._copying)
+    reading = sum(len(read.segments) for read in segments._reads)
     yield from _used(machine.slots, reading + copying + held)
 
 

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.copies import DeviceCopies, HostCopies
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
+from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, SPARE, Pages
-from sglang_mixkv.draft.rows import DraftRows, Staging, Store
+from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
@@ -78,7 +78,7 @@ class Reads(DataPlane):
         read.handle = extents
 
     def _check(self, read: Read) -> str | None:
-        probes = read.handle[0].length == 1
+        probes = read.handle[0][2] == 1
         if self.held and not probes:
             return None
         if self.broken and not probes:
@@ -122,10 +122,10 @@ def stop(worker: Any) -> None:
     worker._stopping = True
     worker._inlet.wake()
     worker._thread.join(SOON_S)
-    if isinstance(worker._copies, HostCopies):
+    if isinstance(worker._copies, HostCopier):
         worker._copies._work.put(None)
         worker._copies._thread.join(SOON_S)
-    elif isinstance(worker._copies, DeviceCopies):
+    elif isinstance(worker._copies, GpuCopier):
         for ticket, _, _ in worker._copies._flying:
             wait_for(ticket.over)
     for thread in threading.enumerate():

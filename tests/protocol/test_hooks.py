@@ -1,0 +1,303 @@
+"""The plugin's hooks and checks one by one, in the order of their steps, without a launcher.
+
+What a launcher and its ranks do with them is in test_startup.py and test_launchers.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+
+from sglang_mixkv import config, plugin, refusals
+from sglang_mixkv.config import Config
+from sglang_mixkv.engine import manager, releases
+from sglang_mixkv.refusals import Rule
+
+ON, OFF = Config(enabled=True, allow_untested_sglang=True), Config()
+
+
+def given(record: Config | None = ON) -> Any:
+    return SimpleNamespace(_mixkv=record) if record else SimpleNamespace()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What the hooks call, in one list."""
+    made = MagicMock()
+    for name in ("check", "check_once", "stop_if"):
+        monkeypatch.setattr(releases, name, getattr(made, name))
+    monkeypatch.setattr(manager, "mixed", made.mixed)
+    monkeypatch.setattr(plugin, "_handed_out", {})
+    made.mixed.side_effect = lambda *args: type("Mixed", (), {"of": args})
+    made.original.return_value = "SGLang's"
+    return made
+
+
+# ---------------------------------------------------------------- the launcher
+
+
+@pytest.mark.parametrize("record", [ON, OFF, None])
+def test_a_launcher_is_checked_behind_sglangs_own_checks(
+    record: Config | None, steps: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without SGLang's functions, whose modules a launcher imports later. Its ranks do as it does,
+    also where the environment has asked and is not theirs."""
+    monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
+    args, seen = given(record), list[Any]()
+    steps.check.side_effect = lambda of, **_: seen.append(of._mixkv)
+    plugin.validate(args, steps.previous)
+    checks = [] if record is OFF else [call.check(args, functions=False)]
+    assert steps.mock_calls == [call.previous(args), *checks]
+    assert seen == [args._mixkv] * len(checks)
+    assert args._mixkv.enabled == (record is not OFF)
+
+
+def test_flags_are_sglangs_and_then_the_plugins() -> None:
+    parser = argparse.ArgumentParser()
+    plugin.add_flags(lambda parser: parser.add_argument("--theirs"), parser)
+    flags = parser.parse_args(["--theirs", "1", "--enable-mixkv", "--mixkv-staging-mb", "7"])
+    made = SimpleNamespace()
+    original = MagicMock(return_value=made)
+    assert plugin.attach_config(original, int, flags) is made
+    assert original.mock_calls == [call(int, flags)]
+    assert (made._mixkv.enabled, made._mixkv.staging_mb) == (True, 7)
+
+
+# ---------------------------------------------------------------- KV classes
+
+
+class Named(SimpleNamespace):
+    """A member of one of SGLang's enums."""
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+MOONCAKE, NIXL = Named(value="mooncake"), Named(value="nixl")
+FAKE, ASCEND = Named(value="fake"), Named(value="ascend")
+SENDER, RECEIVER = Named(value="sender"), Named(value="receiver")
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    return lambda args: monkeypatch.setattr(plugin, "_published", lambda: args)
+
+
+def test_a_class_is_made_once_for_these_arguments_backend_and_kind(
+    steps: MagicMock, published: Callable[[Any], None]
+) -> None:
+    """A second one would be another class. Others' arguments are checked on their own."""
+    made = dict[Any, Any]()
+    for args in (given(), given()):
+        published(args)
+        for backend in (MOONCAKE, NIXL, FAKE):
+            for kind in (SENDER, RECEIVER):
+                first = plugin.kv_class(steps.original, backend, kind)
+                assert plugin.kv_class(steps.original, backend, kind) is first
+                assert first.of == ("SGLang's", backend.value, kind.value)
+                assert first not in made.values()
+                made[id(args), backend, kind] = first
+        assert steps.check_once.mock_calls == [call(args)] * 6
+        assert steps.original.mock_calls == [
+            call(backend, kind) for backend in (MOONCAKE, NIXL, FAKE) for kind in (SENDER, RECEIVER)
+        ]
+        steps.reset_mock(side_effect=False)
+    assert not steps.stop_if.mock_calls
+
+
+def test_a_class_is_handed_out_behind_the_check_and_of_a_served_backend(
+    steps: MagicMock, published: Callable[[Any], None]
+) -> None:
+    published(args := given())
+    steps.stop_if.side_effect = SystemExit
+    with pytest.raises(SystemExit):
+        plugin.kv_class(steps.original, ASCEND, SENDER)
+    refused = call.stop_if([str(refusals.OTHER_BACKEND)])
+    assert steps.mock_calls == [call.check_once(args), refused]
+    steps.reset_mock()
+    steps.check_once.side_effect = SystemExit
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            plugin.kv_class(steps.original, MOONCAKE, SENDER)
+    assert steps.mock_calls == [call.check_once(args)] * 2, "what was refused stays refused"
+
+
+def test_before_arguments_are_published_nothing_is_kept(
+    steps: MagicMock, published: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check of them comes with the manager: the environment says who has opted in."""
+    published(None)
+    assert plugin.kv_class(steps.original, MOONCAKE, SENDER) == "SGLang's"
+    monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
+    first, other = (plugin.kv_class(steps.original, MOONCAKE, SENDER) for _ in range(2))
+    assert first is not other
+    assert not steps.check_once.mock_calls
+    assert plugin._handed_out == {}
+
+
+def test_not_opted_in_each_hook_is_sglangs_own(
+    steps: MagicMock, published: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = MagicMock(return_value="ours")
+    monkeypatch.setattr(plugin, "_hook", lambda name: hook)
+    published(given(OFF))
+    assert plugin.kv_class(steps.original, MOONCAKE, SENDER) == "SGLang's"
+    assert plugin._around("engine.one.hook", steps.original, 1, two=2) == "SGLang's"
+    assert steps.mock_calls == [call.original(MOONCAKE, SENDER), call.original(1, two=2)]
+    assert plugin._around("plugin.hook", steps.original, 1, two=2) == "ours"
+    published(given())
+    assert plugin._around("engine.one.hook", steps.original, 1, two=2) == "ours"
+    assert hook.mock_calls == [call(steps.original, 1, two=2)] * 2
+
+
+@pytest.mark.parametrize("error", [ImportError, ValueError])
+def test_arguments_that_are_not_published_are_none(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(runtime_context, "get_server_args", MagicMock(side_effect=error))
+    assert plugin._published() is None
+
+
+# ---------------------------------------------------------------- the check
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """An SGLang of this version with these problems, hooks that were not applied and rules."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def install(version: str, problems: int = 0, dead: int = 0, rule: Rule | None = None) -> None:
+        monkeypatch.setattr(releases, "sglang_version", lambda: version)
+        seams = {f"sglang:gone_{number}": () for number in range(problems)}
+        monkeypatch.setattr(releases, "SEAMS", seams)
+        monkeypatch.setattr(releases, "ATTRIBUTES", {})
+        monkeypatch.setattr(HookRegistry, "_patched", {*list(releases.HOOKS)[dead:]})
+        monkeypatch.setattr(releases, "rules", lambda: (rule,) if rule else ())
+        monkeypatch.setattr(overrides, "resolved_view", lambda args: SimpleNamespace(of=args))
+
+    return install
+
+
+def codes(args: Any, **how: Any) -> str:
+    try:
+        releases.check(args, **how)
+    except SystemExit as stopped:
+        return str(stopped)
+    return ""
+
+
+NEWEST, LATER = releases.SUPPORTED_SGLANG[-1], "99.0"
+
+
+@pytest.mark.parametrize("functions", [True, False])
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("problems", [0, 2])
+@pytest.mark.parametrize("version", [NEWEST, LATER])
+def test_what_does_not_fit_stops_unless_an_untested_release_was_asked_for(
+    version: str, problems: int, allowed: bool, functions: bool, installed: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    installed(version, problems)
+    found = problems * functions + (version == LATER)
+    record = Config(enabled=True, allow_untested_sglang=allowed)
+    said = codes(given(record), functions=functions)
+    goes_on = not found or (version == LATER and allowed)
+    assert said.startswith("" if goes_on else "[MIXKV-START-01]")
+    assert bool(said) != goes_on
+    assert len(caplog.messages) == (found if goes_on else 0)
+    assert said.count("\n  - ") == (0 if goes_on else found)
+    if said:
+        assert (config.ALLOW_UNTESTED_ENV in said) == (version == LATER)
+        assert said.count("expected") == found
+
+
+def test_hooks_and_rules_stop_in_this_order_for_each_reason(installed: Any) -> None:
+    args = given()
+    rule = Rule("--a-flag", lambda resolved: resolved.of is args, "drop it")
+    for dead in (2, 1):
+        installed(NEWEST, dead=dead, rule=rule)
+        said = codes(args)
+        assert said.startswith("[MIXKV-START-02]")
+        assert said.count("\n  - ") == dead
+    installed(NEWEST, rule=rule)
+    assert codes(args).startswith("[MIXKV-START-03]")
+    assert "\n  - --a-flag is not supported: drop it\n" in codes(args)
+    assert codes(given()) == ""
+
+
+def test_a_check_looks_at_the_environment(installed: Any, monkeypatch: Any) -> None:
+    installed(NEWEST)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    assert codes(given()).startswith("[MIXKV-START-03]")
+
+
+def test_arguments_are_checked_until_they_have_passed_and_then_not_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second, checked = given(), given(), list[Any]()
+    check = MagicMock(side_effect=[SystemExit, None, None])
+    monkeypatch.setattr(releases, "check", lambda *args: checked.append(args) or check())
+    monkeypatch.setattr(releases, "_checked", None)
+    with pytest.raises(SystemExit):
+        releases.check_once(first)
+    for args in (first, first, second, second):
+        releases.check_once(args)
+    assert checked == [(first,), (first,), (second,)]
+
+
+def test_a_package_that_is_not_installed_has_no_version() -> None:
+    assert releases.version_of("sglang-mixkv-of-nobody") == "none"
+    assert releases.version_of("numpy") == metadata.version("numpy")
+
+
+class Seam:
+    declared: int
+
+    def __init__(self) -> None:
+        self.assigned = 1
+        print(self.read)
+
+
+class Under(Seam): ...
+
+
+def takes(one: int, *, other: int = 0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("path", "names", "missing"),
+    [
+        ("Under", ("declared", "assigned", "__init__"), ()),
+        ("Under", ("declared", "read", "nowhere"), ("read", "nowhere")),
+        ("takes", ("one", "other"), ()),
+        ("takes", ("one", "two", "three"), ("two", "three")),
+        ("gone", ("one",), ("one",)),
+        ("NEWEST", ("one",), ("one",)),  # no function
+    ],
+)
+def test_a_seam_that_is_not_as_expected_is_named_with_what_is_missing(
+    path: str, names: tuple[str, ...], missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what this release of SGLang does not have yet."""
+    seam = f"{__name__}:{path}"
+    monkeypatch.setattr(releases, "sglang_version", lambda: NEWEST)
+    for later in ((), *([(missing[0],)] if path in ("Under", "takes") and missing else [])):
+        monkeypatch.setattr(releases, "LATER", {NEWEST: later, LATER: names})
+        due = [name for name in missing if name not in later]
+        for table, other in (("SEAMS", "ATTRIBUTES"), ("ATTRIBUTES", "SEAMS")):
+            monkeypatch.setattr(releases, other, {})
+            monkeypatch.setattr(releases, table, {seam: names})
+            found = releases.problems()
+            assert len(found) == bool(due)
+            assert all(repr(name) in found[0] for name in due)
+            assert not due or found[0].startswith(f"{seam}: ")
+            assert releases.problems(functions=False) == []

@@ -1,0 +1,494 @@
+"""What passes between SGLang's classes and the channel, and in which order, without a ring.
+
+`Stock` stands for SGLang's sender or receiver: what is called of it, and of all that the manager
+holds, is in one list of calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+from sglang_mixkv.decode.events import State
+from sglang_mixkv.decode.plan import Plan
+from sglang_mixkv.engine import handover, receiver, sender
+from sglang_mixkv.engine.draft_pool import Draft
+from sglang_mixkv.engine.receiver import DraftReceiver
+from sglang_mixkv.engine.rooms import newest
+from sglang_mixkv.engine.sender import DraftSender
+from sglang_mixkv.errors import MixKVError
+
+NUMBERS = itertools.count(1 << 40)
+PAGE, OTHER_PAGE = 4, 16  # the drafter's, and the target's
+STATUSES = [KVPoll.Failed, KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring]
+
+
+class Stock:
+    conclude_state: Any = None
+    bootstrap_infos: Any = None
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
+        self.kv_mgr, self.bootstrap_addr = mgr, bootstrap_addr
+        self.bootstrap_room = bootstrap_room
+
+
+def stocks(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self.kv_mgr.stock, name)(*args, **kwargs)
+
+
+METHODS = ("init", "send", "send_metadata", "poll", "clear", "abort", "pop_decode_prefix_len")
+for _name in (*METHODS, "ensure_abort_notified"):
+    setattr(Stock, _name, stocks(_name))
+
+
+def use(mixin: type, **local: Any) -> tuple[Any, Any]:
+    """A sender or receiver, and its manager."""
+    manager = MagicMock(pp_size=1)
+    manager.kv_args.page_size = OTHER_PAGE
+    draft = SimpleNamespace(page_size=PAGE, in_reach=lambda first, pages: (first, pages))
+    handed = SimpleNamespace(scheduler="the scheduler")
+    manager.local = SimpleNamespace(**{"draft": draft, "handed": handed, "mode": "prefill"} | local)
+    return type("Use", (mixin, Stock), {})(manager, "10.0.0.1:8998", next(NUMBERS)), manager
+
+
+def calls(manager: Any, *names: str) -> list[Any]:
+    """Those of these names, in their order."""
+    return [one for one in manager.mock_calls if one[0] in names]
+
+
+def rows_of(pages: Any, size: int) -> list[int]:
+    return [page * size + row for page in pages for row in range(size)]
+
+
+# ---------------------------------------------------------------- prefill
+
+
+def test_a_sender_begins_its_room_once_and_not_without_a_drafter() -> None:
+    one, manager = use(DraftSender)
+    for _ in range(2):  # SGLang begins again what it had retracted
+        one.init(7, "more", aux=1)
+    assert calls(manager, "stock.init") == [call.stock.init(7, "more", aux=1)] * 2
+    assert calls(manager, "prefill_channel.begin") == [
+        call.prefill_channel.begin(one.bootstrap_room)
+    ]
+    assert one.handle is manager.prefill_channel.begin.return_value
+    one, manager = use(DraftSender)
+    manager.prefill_channel = None
+    manager.stock.poll.return_value = KVPoll.Success
+    one.init(7)
+    one.send("pages", num_kv_tokens=1)
+    assert one.poll() == KVPoll.Success
+    one.clear()
+    one.abort()
+    assert [one[0] for one in manager.mock_calls] == [
+        "stock.init", "stock.send", "stock.poll", "stock.clear", "aborted.add", "stock.abort"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_are_the_tokens_that_sglang_sends(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each behind what SGLang waits for, from the token on that decode has not; one with no tokens
+    has none. The last one is that with the last page."""
+    drawn, expected = random.Random(seed), list[Any]()
+    one, manager = use(DraftSender)
+    manager.pp_size = drawn.choice([1, 2])
+    monkeypatch.setattr(sender, "forward_event", lambda of: f"forward of {of}")
+    counts = [drawn.randint(0, 3) for _ in range(drawn.randint(1, 5))] + [1]
+    one.init(sum(counts))
+    first = drawn.choice([0, 8])
+    if first:
+        manager.stock.pop_decode_prefix_len.return_value = np.int32(first)
+        assert one.pop_decode_prefix_len() == first
+    at = 0
+    for number, count in enumerate(counts):
+        pages, early, indices = list(range(at, at + count)), *drawn.choices([None, "event"], k=2)
+        tokens = drawn.choice([None, 0, max(0, count * PAGE - 1)])
+        one._early_send_wait_event = early and f"early {number}"
+        given = {"indices_event": indices, "num_kv_tokens": tokens, "more": number}
+
+        def takes_it_away(*_: Any, **__: Any) -> None:
+            one._early_send_wait_event = None
+
+        manager.stock.send.side_effect = takes_it_away
+        one.send(pages, **given)
+        assert manager.stock.send.call_args == call(pages, **given)
+        events = [early and f"early {number}", indices]
+        events += ["forward of the scheduler"] if manager.pp_size > 1 else []
+        sent = count * PAGE if tokens is None else tokens
+        at += count
+        rows = rows_of(pages, PAGE)
+        expected.append((first, sent, at == sum(counts), rows, [e for e in events if e]))
+        first += sent
+    found = [args for _, args, _ in calls(manager, "prefill_channel.add_chunk")]
+    assert all(handle is one.handle for handle, *_ in found)
+    assert [
+        (*numbers, list(chunk.rows(0, PAGE * count)), list(chunk.events))
+        for (_, *numbers, chunk), count in zip(found, counts, strict=True)
+    ] == expected
+    order = [one[0] for one in calls(manager, "stock.send", "prefill_channel.add_chunk")]
+    assert order == ["stock.send", "prefill_channel.add_chunk"] * len(counts)
+
+
+def test_a_chunk_that_the_channel_does_not_take_is_nothing_to_sglang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, manager = use(DraftSender)
+    one.init(1)
+    manager.prefill_channel.add_chunk.side_effect = ZeroDivisionError
+    one.send([0])
+    assert caplog.text.count("MIXKV-SELF-01") == 1
+    manager.stock.send.side_effect = KeyError  # SGLang's own error comes out
+    with pytest.raises(KeyError):
+        one.send([0])
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_of_a_senders_statuses_success_alone_waits(released: bool) -> None:
+    one, manager = use(DraftSender)
+    one.init(1)
+    manager.prefill_channel.release.return_value = released
+    for status in STATUSES:
+        manager.stock.poll.return_value = status
+        assert one.poll() == status
+    assert not calls(manager, "prefill_channel.release")
+    manager.stock.poll.return_value = KVPoll.Success
+    assert one.poll() == (KVPoll.Success if released else KVPoll.Transferring)
+    assert calls(manager, "prefill_channel.release") == [call.prefill_channel.release(one.handle)]
+
+
+@pytest.mark.parametrize(
+    ("state", "does", "reason"),
+    [
+        (None, "clear", ""),
+        (KVPoll.Success, "clear", ""),
+        (KVPoll.Failed, "clear", "failed on prefill"),
+        (None, "abort", "aborted on prefill"),
+    ],
+)
+def test_the_channel_reads_no_page_once_sglang_has_ended_a_sender(
+    state: Any, does: str, reason: str
+) -> None:
+    """Before SGLang frees them. Decode is told of an abort before SGLang forgets its ranks."""
+    one, manager = use(DraftSender)
+    one.init(1)
+    one.conclude_state, ends = state, call.prefill_channel.end(one.handle, reason)
+    getattr(one, does)()
+    aborted = [call.aborted.add(one)] if does == "abort" else []
+    assert manager.mock_calls[2:] == [ends, *aborted, getattr(call.stock, does)()]
+
+
+def test_an_abort_of_which_decode_cannot_be_told_is_one_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, manager = use(DraftSender)
+    manager.aborted.add.side_effect = ZeroDivisionError
+    one.abort()
+    assert calls(manager, "stock.abort")
+    assert caplog.text.count("MIXKV-SELF-01") == 1
+
+
+# ---------------------------------------------------------------- decode
+
+PLAN = Plan(("a", "b"), 9, "another drafter")  # type: ignore[arg-type]
+
+
+def opening(**local: Any) -> tuple[Any, Any]:
+    """A receiver with a plan, of a server that is not refused."""
+    one, manager = use(DraftReceiver, **{"mode": "decode"} | local)
+    manager.servers.refuse.return_value = ""
+    manager.servers.plan.return_value = PLAN
+    one.bootstrap_infos = ["info"]
+    one.init(3)
+    return one, manager
+
+
+def failed(one: Any, manager: Any, reason: str) -> bool:
+    """Whether its request has failed for this reason, and nobody asks again why: SGLang's record,
+    its state, and then prefill, to which SGLang sends the state."""
+    record = call.record_failure(one.bootstrap_room, f"sglang-mixkv: {reason}")
+    found = calls(manager, "record_failure", "stock.ensure_abort_notified")
+    if not found:
+        assert one.conclude_state != KVPoll.Failed
+        return False
+    assert found == [record, call.stock.ensure_abort_notified()]
+    assert one.conclude_state == KVPoll.Failed
+    return True
+
+
+def test_a_receiver_has_the_plan_of_its_server_and_ranks() -> None:
+    one, manager = opening()
+    address = one.bootstrap_addr
+    assert manager.mock_calls == [
+        call.servers.refuse(address, one), call.stock.init(3), call.servers.plan(address, ["info"])
+    ]  # fmt: skip
+    assert one.plan is PLAN
+    assert not failed(one, manager, "")
+
+
+@pytest.mark.parametrize("infos", [None, [], ["info"]])
+@pytest.mark.parametrize("concluded", ["before", "by SGLang", None])
+def test_a_request_that_sglang_has_ended_has_no_plan_and_no_other_reason(
+    concluded: str | None, infos: Any
+) -> None:
+    one, manager = use(DraftReceiver, mode="decode")
+    manager.servers.refuse.return_value, one.bootstrap_infos = "", infos
+    if concluded == "before":
+        one.conclude_state, manager.servers.refuse.return_value = KVPoll.Failed, "a reason"
+
+    def ends(_: int) -> None:
+        one.conclude_state = KVPoll.Failed if concluded else None
+
+    manager.stock.init.side_effect = ends
+    one.init(3)
+    assert calls(manager, "stock.init") == [call.stock.init(3)]
+    assert (one.plan is not None) == (concluded is None and bool(infos))
+    assert not calls(manager, "record_failure")
+    one.plan = one.plan or (PLAN if concluded else None)
+    one.send_metadata([1], 2)
+    assert calls(manager, "stock.send_metadata") == [call.stock.send_metadata([1], 2)]
+    assert bool(calls(manager, "decode_channel.open")) == (concluded is None and bool(infos))
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_request_to_a_refused_server_or_without_a_plan_fails(refused: bool) -> None:
+    error = MixKVError("MIXKV-PAIR-01", "why")
+    one, manager = use(DraftReceiver, mode="decode")
+    one.bootstrap_infos = ["info"]
+    manager.servers.refuse.return_value = "why" if refused else ""
+    manager.servers.plan.side_effect = error
+    one.init(3)
+    assert failed(one, manager, "why" if refused else str(error))
+    assert bool(calls(manager, "stock.init")) == (not refused)
+
+
+@pytest.mark.parametrize("given", ["by name", "by place", "nothing", "None", "0"])
+@pytest.mark.parametrize("drafting", [True, False])
+def test_a_room_is_opened_behind_sglangs_metadata_with_all_that_it_needs(
+    drafting: bool, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a drafter it has no tokens, from where it begins."""
+    monkeypatch.setattr(receiver, "forward_event", lambda of: f"forward of {of}")
+    draft = Draft(None, None, PAGE, window=2 * PAGE) if drafting else None  # type: ignore[arg-type]
+    one, manager = opening(draft=draft)
+    first, pages = {"by name": 8, "by place": 8}.get(given, 0), np.array([5, 3, 7, 4])
+    args: tuple[Any, ...] = (1, [2], first) if given == "by place" else (1, [2])
+    kwargs = {"decode_prefix_len": {"None": None}.get(given, first)}
+    kwargs = {"more": 1} | (kwargs if given in ("by name", "None", "0") else {})
+    one.send_metadata(pages, *args, **kwargs)
+    opened = calls(manager, "stock.send_metadata", "decode_channel.open")
+    assert [name for name, *_ in opened] == ["stock.send_metadata", "decode_channel.open"]
+    assert opened[0] == call.stock.send_metadata(pages, *args, **kwargs)
+    ((handle,), found) = opened[1].args, opened[1].kwargs
+    begins = first + PAGE * (len(pages) - 3) if drafting else first
+    size = PAGE if drafting else OTHER_PAGE
+    assert found == {
+        "bootstrap_room": one.bootstrap_room, "sources": PLAN.sources, "first_token": begins,
+        "end": begins + (3 * PAGE if drafting else 0), "cold": PLAN.cold, "version": 9,
+        "page_size": size,
+    }  # fmt: skip
+    assert one.handle is handle
+    assert (handle.event, handle.prefill) == ("forward of the scheduler", one.bootstrap_addr)
+    written = pages[1:] if drafting else pages
+    assert list(handle.pages.rows(0, size * len(written))) == rows_of(written, size)
+
+
+def test_a_room_that_cannot_be_opened_fails_its_request_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, manager = opening()
+    manager.decode_channel.open.side_effect = ZeroDivisionError("why")
+    one.send_metadata([1])
+    assert one.handle is None, "what was not opened is not closed"
+    text = "[MIXKV-SELF-01] its room could not be opened: ZeroDivisionError('why')"
+    assert failed(one, manager, text)
+    assert "could not be opened" in caplog.text
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("state", [None, *State])
+def test_of_a_receivers_statuses_success_alone_waits_for_the_channel(
+    state: State | None, lost: bool
+) -> None:
+    one, manager = opening()
+    manager.stock.poll.return_value = KVPoll.Success
+    assert one.poll() == KVPoll.Success, "it has no room"
+    one.send_metadata([1])
+    channel, one.handle.state, one.handle.reason = manager.decode_channel, state, "why"
+    channel.is_lost.return_value = lost
+    for status in STATUSES:
+        manager.stock.poll.return_value = status
+        assert one.poll() == status
+    assert not channel.target_arrived.mock_calls
+    manager.stock.poll.return_value = KVPoll.Success
+    expected = {None: KVPoll.Transferring, State.FAILED: KVPoll.Failed}
+    assert one.poll() == expected.get(state, KVPoll.Success)
+    assert channel.target_arrived.mock_calls == [call(one.handle)]
+    assert channel.clear_now.mock_calls == [call(one.handle)] * (state is None and lost)
+    text = "[MIXKV-SELF-01] draft rows could not be cleared: why"
+    assert failed(one, manager, text) == (state is State.FAILED)
+
+
+def test_a_rooms_gate_is_closed_before_sglang_frees_its_pages() -> None:
+    one, manager = opening()
+    one.clear()
+    one.send_metadata([1])
+    one.clear()
+    names = [name for name, *_ in calls(manager, "decode_channel.close", "stock.clear")]
+    assert names == ["stock.clear", "decode_channel.close", "stock.clear"]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def second(first: Any, manager: Any, number: Any = None) -> Any:
+    return type(first)(manager, "10.0.0.2:8998", first.bootstrap_room if number is None else number)
+
+
+def refused(manager: Any, again: Any, reason: str) -> bool:
+    """Whether it has failed from the start, under a number that no request has."""
+    if again.conclude_state is None:
+        assert not manager.request_status
+        assert not calls(manager, "record_failure", "local.reporter")
+        return False
+    number = again.bootstrap_room
+    assert number < 0
+    assert manager.request_status == {number: KVPoll.Failed}
+    assert again.conclude_state == KVPoll.Failed
+    ((given, text),) = [one.args for one in calls(manager, "record_failure")]
+    assert given == number
+    assert text.startswith("[MIXKV-PAIR-09]")
+    assert f"got {reason}. " in text
+    return True
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("mixin", [DraftSender, DraftReceiver])
+def test_the_second_use_of_a_number_fails_alone_and_is_counted_on_decode(
+    mixin: type, mode: str
+) -> None:
+    """Another manager's number is another one."""
+    reporter = MagicMock()
+    first, manager = use(mixin, mode=mode, reporter=reporter)
+    manager.request_status, room = {}, first.bootstrap_room
+    manager.stock.poll.return_value = KVPoll.Transferring
+    assert refused(manager, second(first, manager), f"{room}, which is in use")
+    notes = [(note.what, note.peer) for (note,) in (one.args for one in reporter.mock_calls)]
+    assert notes == ([("reused", b"")] if mode == "decode" else [])
+    assert first.conclude_state is None
+    assert newest(room) is first
+    _, other = use(mixin, mode=mode)
+    other.request_status = {}
+    third = second(first, other)
+    assert not refused(other, third, "")
+    assert third.bootstrap_room == room
+
+
+@pytest.mark.parametrize("mixin", [DraftSender, DraftReceiver])
+def test_a_number_is_free_once_its_use_is_cleared(mixin: type) -> None:
+    first, manager = use(mixin)
+    manager.request_status = {}
+    manager.stock.poll.return_value = KVPoll.Transferring
+    first.clear()
+    assert newest(first.bootstrap_room) is None
+    third = second(first, manager)
+    assert not refused(manager, third, "")
+    first.clear()
+    assert len(calls(manager, "stock.clear")) == 1, "what it would clear is the next use's"
+    assert newest(first.bootstrap_room) is third
+
+
+@pytest.mark.parametrize("mixin", [DraftSender, DraftReceiver])
+@pytest.mark.parametrize("status", [*STATUSES, KVPoll.Success])
+def test_a_sender_that_has_succeeded_leaves_its_number_to_the_next_one(
+    mixin: type, status: Any
+) -> None:
+    first, manager = use(mixin)
+    room = first.bootstrap_room
+    manager.request_status, manager.stock.poll.return_value = {room: status}, status
+    manager.transfer_infos = manager.req_to_decode_prefix_len = {}
+    again = second(first, manager)
+    leaves = mixin is DraftSender and status == KVPoll.Success
+    assert (again.bootstrap_room == room) == leaves == (newest(room) is again)
+    assert (first.bootstrap_room < 0) == leaves
+    if leaves:
+        assert manager.request_status == {first.bootstrap_room: status}
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 63, True, 1.0, "7", None])
+def test_a_number_that_cannot_be_sent_fails_where_a_use_of_it_begins(number: Any) -> None:
+    manager = MagicMock(request_status={}, local=SimpleNamespace(mode="prefill"))
+    again = type("Use", (DraftSender, Stock), {})(manager, "h:1", number)
+    assert refused(manager, again, f"{type(number).__name__} outside of that")
+
+
+# ---------------------------------------------------------------- around SGLang's queues
+
+
+def test_what_a_queue_hands_over_is_its_threads_own() -> None:
+    """And SGLang's manager comes out, with the pool of all that are inside one another."""
+    taken = list[Any]()
+    inner = SimpleNamespace(k_buffer=[])
+    queue = SimpleNamespace(
+        draft_token_to_kv_pool=SimpleNamespace(full_kv_pool=inner), scheduler=SimpleNamespace()
+    )
+
+    def builds(_: Any) -> str:
+        taken.append(handover.take())
+        other = threading.Thread(target=lambda: taken.append(handover.take()))
+        other.start()
+        other.join()
+        return "the manager"
+
+    assert handover.around_init(builds, queue) == "the manager"
+    assert taken == [(inner, queue.scheduler), (None, None)]
+
+
+def test_hooks_hand_on_what_sglang_gives_and_takes() -> None:
+    original = MagicMock(return_value=None)
+    local = SimpleNamespace(reporter=MagicMock(), handed=handover.Handed(None, None))
+    queue = SimpleNamespace(kv_manager=SimpleNamespace(local=local))
+    assert handover.around_resume(original, queue, 1, at_most=2) is None
+    assert original.mock_calls == [call(queue, 1, at_most=2)]
+    assert handover.around_resume(lambda *_: ["request"], queue) == ["request"]
+    assert local.reporter.mock_calls == [call.retracted("request")], "without a pool, too"
+
+    order = list[str]()
+    handle = SimpleNamespace()
+    one = SimpleNamespace(req="request", kv_receiver=SimpleNamespace(handle=handle))
+
+    def extends(of: Any, requests: Any) -> None:
+        assert (of, requests) == (queue, [one])
+        order.append(vars(handle).get("request"))
+
+    assert handover.around_extend(extends, queue, [one]) is None
+    assert (order, handle.request) == ([None], "request")
+
+
+# ---------------------------------------------------------------- a forward's event
+
+
+def test_an_event_is_behind_the_forward_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_mixkv.engine import rank
+
+    class Stream: ...
+
+    made = list[Any]()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: made.append(MagicMock()) or made[-1])
+    for without in (None, SimpleNamespace(), SimpleNamespace(forward_stream=object())):
+        assert rank.forward_event(without) is None
+    stream = Stream()
+    assert rank.forward_event(SimpleNamespace(forward_stream=stream)) is made[0]
+    assert made[0].mock_calls == [call.record(stream)]
