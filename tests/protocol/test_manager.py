@@ -25,7 +25,7 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
-from sglang_mixkv.decode.events import peer_of
+from sglang_mixkv.decode.transfer import peer_of
 from sglang_mixkv.draft import rows_gpu
 from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.facts import StagingFacts, Target
