@@ -63,7 +63,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
         LAYOUT, DraftRows([torch.zeros(8, 2, 16, dtype=torch.uint8)] * 2, LAYOUT.heads), 4
     )
     monkeypatch.setattr(ranks, "check_once", lambda _: None)
-    monkeypatch.setattr(ranks, "reporter", lambda mode: SimpleNamespace(mode=mode))
+    monkeypatch.setattr(ranks, "reporter", lambda mode: SimpleNamespace(mode=mode, kernels=print))
     monkeypatch.setattr(ranks, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=3))
     monkeypatch.setattr(ranks, "sglang_version", lambda: "0.5.23")
     monkeypatch.setattr(ranks.handover, "take", lambda: ranks.handover.Handed(object(), None))
@@ -263,7 +263,7 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
     monkeypatch.setattr(rows_gpu, "gpu_rows", lambda *args: asked.append(args) or draft)
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: Draft(LAYOUT, rows, 4, "pool"))
     one, store, _ = rank_of(PLAIN)
-    assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made)]
+    assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made, "auto")]
     assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + SPARE)]
     assert store.device is (None if kernels == "why not" else draft)
     assert (store.rows, store.staging) == (rows, made)
