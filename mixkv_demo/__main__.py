@@ -218,7 +218,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     console = Console(highlight=False, stderr=options.serve is not None)
     if options.device == "cuda":
-        for reason in one_gpu.setup(one_gpu.cards()).reasons:
+        if not (cards := one_gpu.cards()):
+            console.print("nvidia-smi, or CUDA_VISIBLE_DEVICES, names no GPU", style="red")
+            return 1
+        for reason in one_gpu.setup(cards).reasons:
             console.print(reason)
     try:
         return (_serve if options.serve else _compare)(options, console)

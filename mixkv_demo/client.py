@@ -14,11 +14,12 @@ from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, parse_an
 
 
 class Answer(client.Answer, frozen=True):
-    """`cached_tokens`: of the prompt, found in a radix cache; `host_tokens`: of these, restored
-    from its host tier."""
+    """`cached_tokens`: of the prompt, found in a radix cache; `host_tokens`, `storage_tokens`: of
+    these, restored from its host tier and from storage."""
 
     cached_tokens: int = 0
     host_tokens: int = 0
+    storage_tokens: int = 0
 
 
 class NoAnswer(RequestFailed):
@@ -43,10 +44,12 @@ def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S)
         raise
     parsed = parse_answer(reply, time.monotonic() - begin)
     info = reply["meta_info"]
+    details = info.get("cached_tokens_details") or {}
     return Answer(
         **msgspec.structs.asdict(parsed),
         cached_tokens=info.get("cached_tokens") or 0,
-        host_tokens=(info.get("cached_tokens_details") or {}).get("host", 0),
+        host_tokens=details.get("host", 0),
+        storage_tokens=details.get("storage", 0),
     )
 
 

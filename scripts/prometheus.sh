@@ -4,9 +4,7 @@
 # service is started, and none of its web libraries are needed.
 
 mixkv_prometheus() {
-    if command -v prometheus >/dev/null && command -v promtool >/dev/null; then
-        return
-    fi
+    ! command -v prometheus >/dev/null || ! command -v promtool >/dev/null || return 0
     if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
         echo "no prometheus and promtool in PATH: what needs them is skipped" >&2
         return

@@ -3,7 +3,7 @@
     python scripts/simulate.py --seed 1 --schedules 10000
     python scripts/simulate.py --replay 1234
 
-Exit code 1, and the smallest failing schedule as a log of events, where an invariant is broken.
+Exit code 1, and the smallest failing schedule as a log of calls, where an invariant is broken.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class Config(msgspec.Struct, frozen=True):
     patience: float = 1.0
     port: int = 0
     data_plane: str = ""
+    gpu_copies: str = "auto"
     nixl_params: dict[str, str] = {}
 
     def __reduce__(self) -> Any:
@@ -150,6 +151,10 @@ SETTINGS = (
     Setting(
         "data_plane", PLANE_ENV, *_one_of("mooncake", "nixl"),
         "What decode reads slots with, the same on both sides. By default by the transfer backend.",
+    ),
+    Setting(
+        "gpu_copies", "SGLANG_MIXKV_GPU_COPIES", *_one_of("kernels", "torch", "auto"),
+        "What copies draft KV on a GPU. auto: kernels, or torch where they cannot, with a warning.",
     ),
     Setting(
         "nixl_params", NIXL_PARAMS_ENV, "a JSON object of strings",

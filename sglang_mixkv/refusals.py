@@ -63,8 +63,8 @@ OTHER_BACKEND = Rule(
 # never has a target's KV without the drafter's (unified_radix_cache.py _build_sidecar_transfers, or
 # packed into the target's pages), and both are back before the forward that reads them.
 # Storage: with an MLA target rank 0 alone writes (is_storage_writer in hicache_storage.py), so its
-# heads come back on every rank; Mooncake's store writes on all ranks, under the TP rank without the
-# TP size (mooncake_store.py), so a server of another TP size reads other heads.
+# heads come back on every rank. Of Mooncake's store all ranks write a drafter's heads
+# (should_backup in hybrid_cache/hybrid_cache_controller.py); engine/storage.py mends its keys.
 # FlexKV: FlexKVConnector.__init__ (storage/flexkv/flexkv_connector.py) registers the target pool's
 # buffers alone, so a page that it brings back has the target's KV and an older draft KV. SGLang
 # lets it start. `--radix-cache-backend flexkv` is the same cache.
@@ -74,12 +74,12 @@ OTHER_BACKEND = Rule(
 # External linker: a drafter's pages are stored under the TP rank without the TP size
 # (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by
 # storage/umbp/), so a server of another TP size reads other heads; a `dynamic` linker is unknown.
-STORAGE = _flag(
-    "--hicache-storage-backend",
-    "a prefix that comes back from storage may have the draft KV of another rank's heads; the host "
-    "tier alone (--enable-hierarchical-cache) is served. With an MLA drafter start both sides "
-    "without --enable-mixkv",
-    drafter=True,
+STORED = "mooncake"
+STORAGE = Rule(
+    "--hicache-storage-backend other than mooncake with a drafter",
+    lambda a: getattr(a, "hicache_storage_backend", None) not in (*_OFF, STORED) and has_drafter(a),
+    "a prefix that comes back from there may have the draft KV of another rank's heads; use "
+    "Mooncake's store (--hicache-storage-backend mooncake)",
 )
 _LACKS = "a prefix that comes back from {} lacks its draft KV; drop the flag"
 ARGUMENT_RULES: tuple[Rule, ...] = (
@@ -133,7 +133,7 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     _flag(
         "--enable-unified-cache-external-linker",
         "a prefix that comes back from the external store may have the draft KV of other heads, "
-        "or none; drop the flag",
+        "or none; use Mooncake's store (--hicache-storage-backend mooncake)",
         drafter=True,
     ),
     Rule(

@@ -192,6 +192,7 @@ SERIES = (
     ),
     Series("expired_slots_total", (PREFILL,), "Slots set aside for 60 s, as no ACK came."),
     Series("copy_seconds_total", _BOTH, "Seconds spent packing or unpacking."),
+    Series("gpu_kernels", _BOTH, "On a GPU: 1 where kernels copy, 0 where torch does.", (), ()),
     Series("slots", _BOTH, "Slots of the staging buffer."),
     Series("slots_used", _BOTH, "Those in use."),
     Series("messages_dropped_total", _BOTH, "Messages that were unreadable, doubled or too late."),

@@ -75,10 +75,7 @@ class Nothing(Own):
 
 
 class Arguments(Own):
-    """A call without one of its keywords, or with two arguments in each other's place. `skipped`:
-    keywords that stay."""
-
-    skipped: tuple[str, ...] = ()
+    """A call without one of its keywords, or with two arguments in each other's place."""
 
     def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
         if node.type != "trailer" or node.children[0] != "(" or node.children[1] == ")":
@@ -86,17 +83,18 @@ class Arguments(Own):
         inner = node.children[1]
         given = inner.children[::2] if inner.type == "arglist" else [inner]
         for at, one in enumerate(given):
-            if is_keyword(one) and one.children[0].value not in self.skipped:
+            if is_keyword(one) and one.children[0].value not in SILENT:
                 yield inner, ", ".join(code_of(g) for g in given[:at] + given[at + 1 :])
-        if code_of(node.get_previous_leaf()) in ORDERLESS:
+        if node.get_previous_leaf().value in ORDERLESS:
             return
         for at, (one, other) in enumerate(itertools.pairwise(given)):
-            if not is_keyword(one) and not is_keyword(other) and code_of(one) != code_of(other):
+            if not (is_keyword(one) or is_keyword(other)) and code_of(one) != code_of(other):
                 swapped = [*given[:at], other, one, *given[at + 2 :]]
                 yield inner, ", ".join(map(code_of, swapped))
 
 
-ORDERLESS = ("max", "min")
+ORDERLESS = ("max", "min", "gcd")
+SILENT = ("strict", "daemon", "name", "exc_info", "frozen", "slots", "gc")
 FALSE = ("None", "False", "0", "()", "[]", "{}", '""')
 OWN = {one.__name__: one for one in (Delete, Negate, Nothing, Arguments)}
 
@@ -143,7 +141,6 @@ def operator(name: str) -> Operator:
 
 def mutants(root: Path, file: str, config: dict[str, Any]) -> list[Mutant]:
     found: list[Mutant] = []
-    Arguments.skipped = tuple(config["skip"]["keywords"])
     operators = {name: operator(name) for name in config["operators"]}
     counts = dict.fromkeys(operators, 0)
     skipped: set[int] = set()
@@ -159,7 +156,8 @@ def mutants(root: Path, file: str, config: dict[str, Any]) -> list[Mutant]:
 
 
 def says_nothing(node: Any, skip: dict[str, list[str]]) -> bool:
-    """Whether no behaviour depends on it: types, texts, decorators, and what the file names."""
+    """Whether no behaviour depends on it: types, texts, decorators, SILENT arguments, and what the
+    file names."""
     above = node.parent
     if node.type in ("decorator", "fstring", "assert_stmt", "import_from"):
         return True
@@ -167,13 +165,15 @@ def says_nothing(node: Any, skip: dict[str, list[str]]) -> bool:
         return False
     if node.type == "funcdef" and node.name.value in skip["functions"]:
         return True
+    if node.type == "if_stmt" and code_of(node.children[1]) == "TYPE_CHECKING":
+        return True
     if node is getattr(above, "annotation", None) or (
         above.type == "annassign" and node is above.children[1]
     ):
         return True
     if above.type in ("tfpdef", "classdef") and node.type not in ("suite", "name", "operator"):
         return True
-    if is_keyword(node) and node.children[0].value in skip["keywords"]:
+    if is_keyword(node) and node.children[0].value in SILENT:
         return True
     if above.type == "raise_stmt" and node.type in ("atom_expr", "power"):
         return True  # what the error says

@@ -21,6 +21,7 @@ SHARED_ENV, NO_DUAL_GEMM_ENV = "MIXKV_DEMO_ONE_GPU", "MIXKV_DEMO_NO_DUAL_GEMM"
 CUDA_FLAGS: tuple[str, ...] = (
     *("--device", "cuda"),
     *("--attention-backend", "triton"),
+    *("--sampling-backend", "pytorch"),  # FlashInfer's is compiled by nvcc at the first request
     "--cuda-graph-backend-decode=disabled",
     "--cuda-graph-backend-prefill=disabled",
     "--skip-server-warmup",
@@ -53,13 +54,10 @@ def cards() -> int:
 def setup(count: int, has: frozenset[str] | None = None) -> Setup:
     """`count`: of GPUs. `has`: which of the optional packages are installed, None to look."""
     if has is None:
-        has = frozenset(name for name in ("flashinfer", "cutlass") if find_spec(name))
+        has = frozenset(name for name in ("cutlass",) if find_spec(name))
     path = os.environ.get("PYTHONPATH", "")
     flags, env = [*CUDA_FLAGS], {"PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), path]))}
     reasons = ["Attention is Triton's, since the small pair's heads fit no other backend."]
-    if "flashinfer" not in has:
-        flags += ["--sampling-backend", "pytorch"]
-        reasons.append("Sampling is PyTorch's, since FlashInfer is not installed.")
     if "cutlass" not in has:
         env[NO_DUAL_GEMM_ENV] = "1"
         reasons.append("The drafter's MLP has no fused dual GEMM, since CUTLASS is not installed.")

@@ -28,6 +28,7 @@ from sglang_mixkv.channel.data_plane import Extent, Read
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.draft.copier import Copier, Copy, Ended
 from sglang_mixkv.draft.layout import Pages, SlotCheck
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,19 +44,17 @@ REQUESTS = ((1, 1), (16, 1), (1024, 1), (1, 64), (16, 64))  # slots of each; how
 SETTLE_S = 0.02  # in which what was said last is done
 
 
-class AtOnce:
+class AtOnce(Copier):
     """Copies that have ended when they are started."""
 
     is_alive, polled = True, False
+    done: Sequence[Ended] = ()
 
-    def __init__(self) -> None:
-        self.done = list[Any]()
+    def start(self, copies: Sequence[Copy]) -> None:
+        self.done = [*self.done, *((copy, SlotCheck.OK, 0.0) for copy in copies)]
 
-    def start(self, jobs: tuple[Any, ...]) -> None:
-        self.done += [(job, SlotCheck.OK, 0.0) for job in jobs]
-
-    def ended(self) -> list[Any]:
-        found, self.done = self.done, []
+    def _take(self) -> list[Ended]:
+        found, self.done = list(self.done), ()
         return found
 
 
@@ -80,7 +79,7 @@ class Plane(rig.Reads):  # type: ignore[misc, name-defined]
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         if self._pace is not None:
             self._free = max(self._free, time.perf_counter())
-            self._free += sum(one.length for one in extents) / self._pace
+            self._free += sum(length for _, _, length in extents) / self._pace
         read.handle = self._free
 
     def _check(self, read: Read) -> str | None:
@@ -102,7 +101,7 @@ class Pair:
         self.prefill, self.decode = (side.channel for side in self._sides)
         for worker in (self.prefill, self.decode):
             worker._copies._work.put(None)
-            worker._copies = AtOnce()
+            worker._copies = AtOnce(worker._store, worker._reporter.moved)
         prefill, decode = self._sides
         self.source = ev.Source(decode.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)
         while not self.decode.knows(self.source.peer):

@@ -23,7 +23,7 @@ import msgspec
 
 from sglang_mixkv.channel import data_plane, messages
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import OpenRoom
+from sglang_mixkv.decode.events import Opened
 from sglang_mixkv.decode.plan import judge, make_plan
 from sglang_mixkv.decode.transfer import Room
 from sglang_mixkv.draft import facts
@@ -84,9 +84,7 @@ def row(data: bytes) -> None:
             infos = [{"rank_ip": ip, "rank_port": port, "is_dummy": False} for ip, port in rows]
             cold, _ = judge(rows.values(), OWN, serve_mismatch=True)
             plan = make_plan(infos, rows, OWN, cold)
-            _open(
-                Room(OpenRoom(1, 7, plan.sources, 0, 16, version=plan.version), True, Times(), 0.0)
-            )
+            _open(Room(Opened(1, 7, plan.sources, 0, 16, version=plan.version), True, Times(), 0.0))
             assert plan.cold or any(source.heads for source in plan.sources)
 
 
@@ -130,7 +128,7 @@ def endpoint(data: bytes) -> None:
     except ValueError:
         return
     extents = [
-        data_plane.Extent(BASE, remote, length)
+        (BASE, remote, length)
         for length in (1, SLOT_BYTES, MEMORY.size)
         for remote in (BASE, BASE - 1, BASE + MEMORY.size - length, BASE + MEMORY.size)
     ]

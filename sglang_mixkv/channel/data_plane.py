@@ -27,7 +27,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -74,12 +74,8 @@ def refused(expected: str, found: str) -> Exception:
     )  # fmt: skip
 
 
-class Extent(NamedTuple):
-    """Bytes to read. `local`, `remote`: addresses."""
-
-    local: int
-    remote: int
-    length: int
+Extent = tuple[int, int, int]
+"""Bytes to read: the address here, the address there, and how many."""
 
 
 class Peer:
@@ -156,7 +152,7 @@ class DataPlane(ABC):
         except Exception as error:
             raise ConnectionError(f"{self.name}: {error}") from error
         read = Read(peer)
-        self._begin(read, [Extent(self._spare, peer.endpoint.memory.address, 1)])
+        self._begin(read, [(self._spare, peer.endpoint.memory.address, 1)])
         while not self._has_ended(read):
             if time.monotonic() > until:
                 with self._lock:
@@ -189,7 +185,8 @@ class DataPlane(ABC):
     def ended(self) -> list[tuple[Any, str]]:
         """The reads that have ended since it was asked last: their tags, and "" where all bytes are
         there, or why they are not."""
-        if answered := [probe for probe in self._unanswered if self._has_ended(probe)]:
+        if self._unanswered:
+            answered = [probe for probe in self._unanswered if self._has_ended(probe)]
             with self._lock:
                 self._unanswered = tuple(one for one in self._unanswered if one not in answered)
         if not self._running:

@@ -1,7 +1,7 @@
 """The channel thread of a rank, the same on both sides: it owns the sockets and the state machine.
 
-    scheduler, other threads --put--> inlet --+
-    sockets, reads, copies, CUDA events ------+--> machine.handle --> machine.actions --> do
+    scheduler, other threads --call--> inlet --+
+    sockets, reads, copies, CUDA events -------+--> a machine's method --> machine.actions --> do
 
 One look takes all that has come and asks for actions once, and again behind copies that it made
 itself, so that what came together leaves together: eight slots are one message, one read, one
@@ -15,10 +15,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from sglang_mixkv.channel.copies import OK, DeviceCopies, DeviceJob, Ended, HostCopies
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import Inlet, Poller
 from sglang_mixkv.channel.times import Times
@@ -27,37 +26,27 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 TICK = 0.1  # seconds
 
-Event = TypeVar("Event")
-Action = TypeVar("Action")
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+"""What the channel thread calls, and with what: as a rule a method of its machine."""
 
 
-class Worker(ABC, Generic[Event, Action]):
+class Worker(ABC):
     """`machine`: a state machine without I/O; its `actions` are asked for after each batch of
-    events, and done in their order. `tick`: its event that time has passed. `undone`: its event, if
-    it needs one, that stands for an action that raised. `moves`: the jobs that move draft KV.
-    `names`: of the thread, and of the one that copies. The threads end with the process."""
+    calls, and done in their order. `names`: of the thread, and of the one that copies. The threads
+    end with the process."""
 
     names: tuple[str, str]
-    tick: Any
-    undone: Callable[[Any, str], Any]
-    moves: type
 
     def __init__(
         self, machine: Any, poller: Poller, reporter: Reporter, times: Times, store: Any
     ) -> None:
-        """`store`: of draft/rows.py; None on a rank without a drafter, which copies nothing."""
+        """`store`: of draft/copier.py; None on a rank without a drafter, which copies nothing."""
         self._machine, self._poller, self._reporter = machine, poller, reporter
         self._store = store
         self._slowest = times.last_resort
-        self._inlet: Inlet[Any] = Inlet()
+        self._inlet: Inlet[Call] = Inlet()
         poller.register(self._inlet.fileno())
-        self._copies: HostCopies | DeviceCopies | None = None
-        if store is not None and store.device is not None:
-            self._copies = DeviceCopies(store.device, self._prepare)
-        elif store is not None:
-            self._copies = HostCopies(
-                self.names[1], self._copy, self._size_of, self._inlet.wake, store.rows.use_device
-            )
+        self._copies = store and store.copier(self.names[1], self._inlet.wake, reporter.moved)
         self._broken, self._stopping = threading.Event(), False
         self._ticked = 0.0
         self._thread = threading.Thread(target=self._run, name=self.names[0], daemon=True)
@@ -76,6 +65,10 @@ class Worker(ABC, Generic[Event, Action]):
         left = {name: count for name, count in self.left().items() if name != "offered"}
         return found + [f"{count} {name} left" for name, count in left.items()]
 
+    def _call(self, method: Callable[..., object], *args: Any, wake: bool = True) -> None:
+        """Have the channel thread call this, behind what it was asked before. `wake`: see Inlet."""
+        self._inlet.put((method, args), wake)
+
     # -- the channel thread
 
     @abstractmethod
@@ -83,11 +76,15 @@ class Worker(ABC, Generic[Event, Action]):
         """Whether something beside copies is under way whose end makes no file readable."""
 
     @abstractmethod
-    def _look(self, ready: list[Any]) -> Iterable[Event]:
-        """The events that have come. `ready`: sockets with messages."""
+    def _look(self, ready: list[Any]) -> Iterable[Call]:
+        """What has come beside copies. `ready`: sockets with messages."""
 
     @abstractmethod
-    def _do(self, action: Action) -> None: ...
+    def _copied(self) -> Iterable[Call]:
+        """For the ends of copies."""
+
+    @abstractmethod
+    def _do(self, action: Any) -> None: ...
 
     def _run(self) -> None:
         try:
@@ -95,7 +92,7 @@ class Worker(ABC, Generic[Event, Action]):
                 self._store.rows.use_device()
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
-                self._take(self._events(self._poller.wait(TICK, polled or self._outstanding())))
+                self._take(self._calls(self._poller.wait(TICK, polled or self._outstanding())))
                 self._take(self._ticks())
                 self._act()
         except Exception:
@@ -103,35 +100,33 @@ class Worker(ABC, Generic[Event, Action]):
         finally:
             self._broken.set()
 
-    def _events(self, ready: list[Any]) -> Iterator[Event]:
-        """Those of one look. Each is obtained before the time is taken at which it is handled."""
+    def _calls(self, ready: list[Any]) -> Iterator[Call]:
+        """Those of one look. Each is obtained before the time is taken at which it is made."""
         yield from self._inlet.take(ready)
         yield from self._look(ready)
         if self._copies is not None and self._copies.done:
             yield from self._copied()
 
-    def _ticks(self) -> Iterator[Event]:
+    def _ticks(self) -> Iterator[Call]:
         """Apart from the others: a look that raises again and again stops no clock."""
         if time.monotonic() - self._ticked >= TICK:
             self._ticked = time.monotonic()
-            yield self.tick
+            yield self._machine.tick, ()
             self._reporter.ticked()
 
-    def _take(self, events: Iterable[Event]) -> None:
-        """An exception costs one event, or the rest of one look, and does not end the channel."""
-        found, event = iter(events), None
+    def _take(self, calls: Iterable[Call]) -> None:
+        """An exception costs one call, or the rest of one look, and does not end the channel."""
+        found, name = iter(calls), ""
         while True:
             try:
-                for event in found:
-                    self._handle(event)
+                for method, args in found:
+                    name = method.__name__
+                    self._machine.advance(time.monotonic())
+                    method(*args)
                 return
             except Exception:
-                logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(event))
+                logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
                 time.sleep(TICK)  # what fails again and again takes no core, and fills no log
-
-    @abstractmethod
-    def _handle(self, event: Event) -> None:
-        """Give it to the machine."""
 
     def _act(self) -> None:
         """Carry out actions. Small copies are made at once, and so is what follows from them."""
@@ -142,56 +137,7 @@ class Worker(ABC, Generic[Event, Action]):
                 except Exception as error:  # the other actions are done all the same
                     name = type(action).__name__
                     logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
-                    event = self.undone(action, repr(error)[:300])
-                    if event is not None:
-                        self._inlet.put(event)
+                    self._call(self._machine.undone, action, error)
             if self._copies is None or not self._copies.done:
                 return
             self._take(self._copied())
-
-    # -- copies, of jobs that name the `handle` of their request
-
-    @abstractmethod
-    def _size_of(self, job: Any) -> int:
-        """How many bytes the job copies."""
-
-    @abstractmethod
-    def _run_on_host(self, job: Any) -> Any:
-        """Make the copy; returns a SlotCheck."""
-
-    @abstractmethod
-    def _prepare(self, job: Any) -> DeviceJob:
-        """The job as the device takes it. What raises fails this job alone."""
-
-    @abstractmethod
-    def _event_of(self, jobs: Sequence[Any], found: Any) -> Event:
-        """The event that these jobs have ended alike, with what copies.Ended says was found."""
-
-    def _copied(self) -> Iterator[Event]:
-        """The copies that have ended: one event for all that are made."""
-        assert self._copies is not None
-        made, size, seconds = [], 0, 0.0
-        for job, found, took in self._copies.ended():
-            if found != OK:
-                yield self._event_of((job,), found)
-                continue
-            made.append(job)
-            if isinstance(job, self.moves):
-                size, seconds = size + self._size_of(job), seconds + took
-        if made:
-            yield self._event_of(made, OK)
-        if size:
-            self._reporter.moved(size, seconds)
-
-    def _copy(self, job: Any) -> Ended:
-        """Copy in host memory, through the gate of its request."""
-        gate, started = job.handle.gate, time.perf_counter()
-        if not gate.enter():
-            return job, None, 0.0
-        try:
-            return job, self._run_on_host(job), time.perf_counter() - started
-        except Exception as error:
-            logger.exception("[MIXKV-SELF-01] draft KV could not be copied")
-            return job, error, 0.0
-        finally:
-            gate.leave()

@@ -1,11 +1,4 @@
-"""Events that a decode rank's state machine handles, and actions that it asks for.
-
-A room is named by its *generation*, since SGLang uses its room numbers again. A *peer*
-is a prefill rank as one prefill server names it: what another server says of the same rank is
-another peer, so that no server can end what another one's facts began. A *read* brings segments
-into slots of this rank; a *job* is one copy from a slot to the pool, or one clearing of rows. A
-*handle* is what the caller knows a room by (in a server its ReceiveHandle).
-"""
+"""Actions that a decode rank's state machine asks for."""
 
 from __future__ import annotations
 
@@ -14,125 +7,10 @@ from enum import StrEnum
 
 import msgspec
 
-from sglang_mixkv.channel.messages import INSTANCE_BYTES, PROTOCOL, Ack, Fail, Open, Ready
+from sglang_mixkv.channel.messages import Ack, Fail, Open
+from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Room, Segment, Source
 
-Generation = int
-Peer = bytes
-
-
-def peer_of(instance: bytes, server: str) -> Peer:
-    """The rank of this instance, by the facts of the prefill server at this bootstrap address."""
-    return instance + server.encode()
-
-
-def instance_of(peer: Peer) -> bytes:
-    return peer[:INSTANCE_BYTES]
-
-
-def server_of(peer: Peer) -> str:
-    """The server's bootstrap address."""
-    return peer[INSTANCE_BYTES:].decode()
-
-
-class Source(msgspec.Struct, frozen=True):
-    """One contacted prefill rank of the drafter's stage, for one room.
-
-    `heads`: to read from it, may be none. `readers`: how many decode ranks open it. `slots`: how
-    many it has. `segment_tokens`: how many tokens fit the smaller of its slots and this rank's.
-    `patience`: its own, by which it uses a slot again that was not acknowledged.
-    """
-
-    peer: Peer
-    heads: range
-    readers: int
-    slots: int = 0
-    segment_tokens: int = 0
-    patience: float = float("inf")
-
-
-class OpenRoom(msgspec.Struct, frozen=True):
-    """SGLang has sent a request's metadata. Rows of tokens [first_token, end) are this room's;
-    the prompt ends there or earlier, within the last page, of `page_size` tokens.
-
-    `cold`: a reason why nothing is fetched. `pending`: an earlier forward may still write these
-    rows; ForwardDone follows.
-    """
-
-    generation: Generation
-    bootstrap_room: int
-    sources: tuple[Source, ...]
-    first_token: int
-    end: int
-    cold: str = ""
-    pending: bool = False
-    version: int = PROTOCOL[1]
-    handle: Hashable = None
-    page_size: int = 1
-
-
-class ForwardDone(msgspec.Struct, frozen=True):
-    """`error`: why it is not known whether it is; another one follows once it is."""
-
-    generation: Generation
-    error: str = ""
-
-
-class TargetArrived(msgspec.Struct, frozen=True):
-    """SGLang's own transfer of the room has succeeded."""
-
-    generation: Generation
-
-
-class CloseRoom(msgspec.Struct, frozen=True):
-    """SGLang is done with the room, and its gate is closed. `reason`: why it failed."""
-
-    generation: Generation
-    reason: str = ""
-
-
-class Received(msgspec.Struct, frozen=True):
-    peer: Peer
-    message: Ready | Fail
-
-
-class PeerLost(msgspec.Struct, frozen=True):
-    """A message to this peer could not be sent. `gone`: it is dropped, and will not come back."""
-
-    peer: Peer
-    gone: bool = False
-
-
-class ReadEnded(msgspec.Struct, frozen=True):
-    """Nothing of it can land in the local slots any more. All bytes are there, unless there is an
-    `error`."""
-
-    read: int
-    error: str = ""
-
-
-class Result(StrEnum):
-    DONE = "done"
-    CLOSED = "closed"  # the gate was; nothing was written
-    STALE = "stale"  # the slot held other bytes than were announced; nothing was written
-    ERROR = "error"
-
-
-class Copied(msgspec.Struct, frozen=True):
-    """These jobs have ended alike."""
-
-    jobs: tuple[int, ...]
-    result: Result
-    detail: str = ""
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. Needed at least every 0.1 s while a room is open, and every second."""
-
-
-Event = (
-    OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | ReadEnded | Copied
-    | Tick
-)  # fmt: skip
+__all__ = ["Generation", "Opened", "Peer", "Source"]
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -140,51 +18,33 @@ class Send(msgspec.Struct, frozen=True):
     message: Open | Ack | Fail
 
 
-class Range(msgspec.Struct, frozen=True, gc=False):
-    """`tokens` tokens in a slot there, for a slot here."""
+class StartRead(msgspec.Struct, eq=False):
+    """Read these segments, of one part. `Machine.read_ended` follows, however long it takes.
 
-    remote_slot: int
-    local_slot: int
-    tokens: int
+    For the machine alone: when it `began`, `until` when it may take, and whether it has `failed`,
+    so that none of the segments is used.
+    """
 
-
-class StartRead(msgspec.Struct, frozen=True):
-    """Read these segments, of so many `heads`. A ReadEnded follows, however long it takes."""
-
-    read: int
     peer: Peer
-    ranges: tuple[Range, ...]
-    heads: int
+    segments: list[Segment]
+    began: float
+    until: float
+    failed: bool = False
 
 
-class Unpack(msgspec.Struct, frozen=True, gc=False):
-    """Copy a segment from a slot here to the room's rows, through its gate."""
-
-    job: int
-    handle: Hashable
-    first_token: int
-    tokens: int
-    heads: range
-    slot: int
-    stamp: int
-
-
-class Clear(msgspec.Struct, frozen=True):
+class Clear(msgspec.Struct, eq=False):
     """Zero the room's rows of tokens [first_token, end), through its gate."""
 
-    job: int
-    handle: Hashable
+    room: Room
     first_token: int
     end: int
 
 
-Job = Unpack | Clear
-
-
 class Copy(msgspec.Struct, frozen=True):
-    """They may be done in any order, and together; a Copied follows for each, or for several."""
+    """Copy segments from their slots here to their rooms' rows, through the rooms' gates, and clear
+    rows: in any order, and together. `Machine.copied` follows for each, or for several."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[Segment | Clear, ...]
 
 
 class State(StrEnum):
@@ -216,16 +76,3 @@ class Note(msgspec.Struct, frozen=True):
 
 
 Action = Send | StartRead | Copy | Verdict | Forget | Note
-
-
-def undone(action: Action, detail: str) -> Event | None:
-    """What to handle in the place of an action that raised, and was not done. A message concerns
-    its generation alone; the slots of an ACK expire."""
-    match action:
-        case Send(peer, Open(generation=generation) | Fail(generation=generation)):
-            return Received(peer, Fail(0, generation, "unsent", detail))
-        case StartRead(read):
-            return ReadEnded(read, detail)
-        case Copy(jobs):
-            return Copied(tuple(job.job for job in jobs), Result.ERROR, detail)
-    return None

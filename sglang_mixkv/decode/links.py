@@ -8,20 +8,18 @@ import ipaddress
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.data_plane import Extent
 from sglang_mixkv.channel.messages import Message
 from sglang_mixkv.channel.sockets import Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.transfer import peer_of
+from sglang_mixkv.draft.copier import Store
 from sglang_mixkv.draft.facts import Row
-
-if TYPE_CHECKING:
-    from sglang_mixkv.draft.rows import Store
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -73,7 +71,7 @@ class Links:
         except BaseException:
             dealer.close()
             raise
-        return Link(ev.peer_of(row.instance, server), row, dealer, memory)
+        return Link(peer_of(row.instance, server), row, dealer, memory)
 
     def hang_up(self, link: Link) -> None:
         link.dealer.close()
@@ -136,22 +134,22 @@ class Links:
         if link is None or link.row.staging is None or store is None:
             return False
         here, there, extents = store.staging, link.row.staging, []
-        for one in action.ranges:
-            local = here.address + one.local_slot * here.slot_bytes
-            remote = there.base + one.remote_slot * there.slot_bytes
-            size = store.rows.packed_bytes(one.tokens, action.heads)
-            extents.append(Extent(local, remote, size))
+        for segment in action.segments:
+            one, heads = segment.announced, segment.part.source.heads
+            local = here.address + segment.slot * here.slot_bytes
+            remote = there.base + one.slot * there.slot_bytes
+            extents.append((local, remote, store.rows.packed_bytes(one.count, len(heads))))
         memory = link.memory  # once: a mender may replace it
-        store.plane.start((action.read, link, memory), memory, extents)
+        store.plane.start((action, link, memory), memory, extents)
         return True
 
-    def ended(self) -> Iterator[ev.ReadEnded]:
-        """The reads that have ended. A connection that broke is made anew in the background, since
-        no backend does that by itself."""
+    def ended(self) -> Iterator[tuple[ev.StartRead, str]]:
+        """The reads that have ended, and why they failed. A connection that broke is made anew in
+        the background, since no backend does that by itself."""
         if self._store is None:
             return
-        for (number, link, memory), error in self._store.plane.ended():
-            yield ev.ReadEnded(number, error)
+        for (action, link, memory), error in self._store.plane.ended():
+            yield action, error
             if error and link.memory is memory and not (link.mending or link.closed):
                 self._mend(link)
 

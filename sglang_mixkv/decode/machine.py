@@ -1,4 +1,4 @@
-r"""A decode rank's state machine: events in, actions out, time as an argument. No I/O.
+r"""A decode rank's state machine: calls in, actions out, time as an argument. No I/O.
 
     OPENED --all rows in place--> WARM
        \--something is in the way--> cold --the other rows zeroed--> COLD
@@ -15,15 +15,17 @@ again meanwhile (docs/protocol.md, "When a slot is used again").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from sglang_mixkv.channel.messages import Fail, Ready, fail
+from sglang_mixkv.channel.messages import Fail, Open, Ready
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import Breaker, Numbers
-from sglang_mixkv.decode.segments import PendingRead, Segments
+from sglang_mixkv.decode.segments import Job, Segments
 from sglang_mixkv.decode.transfer import Room, Stage
+from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.layout import SlotCheck
 
 PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
 TICKS = 0.5  # seconds within which a thread that runs has ticked; no room's stall is shorter
@@ -41,32 +43,34 @@ class Machine:
         self._out: list[ev.Action] = []
         self._clock = float("-inf")
 
-    def handle(self, event: ev.Event, now: float) -> None:
+    def advance(self, now: float) -> None:
+        """Before each call below. If this rank stood still for too long, rooms go cold."""
         stood_still, self._clock = now - self._clock, now
         if stood_still > TICKS:
             for room in list(self._rooms.values()):
                 if room.wants and stood_still > room.limits.stall:
                     detail = f"this rank stood still for {stood_still:.1f} s"
                     self._go_cold(room, "stalled", detail)
-        _HANDLERS[type(event)](self, event)
 
     def actions(self) -> list[ev.Action]:
-        """In the order in which they must be done."""
+        """What calls since the last time have led to, in the order in which it must be done."""
         actions, self._out = self._out, []
         return actions + self._segments.actions(self._clock)
 
     # -- SGLang's side
 
-    def _open(self, event: ev.OpenRoom) -> None:
-        wanted = [source.peer for source in event.sources if source.heads]
-        cold = event.cold
-        if self._numbers.is_doubtful(event.bootstrap_room, self._clock) and wanted:
+    def open(self, opened: ev.Opened) -> None:
+        """SGLang has sent a request's metadata. One Verdict follows, unless `close` comes before.
+        `forward_done` follows where the room is `pending`."""
+        wanted = [source.peer for source in opened.sources if source.heads]
+        cold = opened.cold
+        if self._numbers.is_doubtful(opened.bootstrap_room, self._clock) and wanted:
             cold = cold or "repeated"
-        if wanted and not cold and self.breaker.blocked(wanted, event.generation, self._clock):
+        if wanted and not cold and self.breaker.blocked(wanted, opened.generation, self._clock):
             cold = "breaker"
-        room = Room(event, not cold, self._times, self._clock)
-        self._rooms[event.generation] = room
-        for source in event.sources:
+        room = Room(opened, not cold, self._times, self._clock)
+        self._rooms[opened.generation] = room
+        for source in opened.sources:
             message = room.message(source, self._instance, self._slot_bytes)
             self._out.append(ev.Send(source.peer, message))
         if cold:
@@ -74,13 +78,14 @@ class Machine:
         elif room.complete:
             self._decide(room, ev.State.WARM)
 
-    def _forward_done(self, event: ev.ForwardDone) -> None:
-        room = self._rooms.get(event.generation)
+    def forward_done(self, generation: ev.Generation, error: str = "") -> None:
+        """The earlier forward is over; with an `error` nobody knows, and another call follows."""
+        room = self._rooms.get(generation)
         if room is None:
             return
-        if event.error:
+        if error:
             if room.wants:
-                self._go_cold(room, "unpack", event.error)
+                self._go_cold(room, "unpack", error)
             return
         room.pending = False
         for segment in room.of_stage(Stage.HELD):
@@ -88,34 +93,30 @@ class Machine:
         if room.cold:
             self._clear(room)
 
-    def _target_arrived(self, event: ev.TargetArrived) -> None:
-        room = self._rooms.get(event.generation)
+    def target_arrived(self, generation: ev.Generation) -> None:
+        """SGLang's own transfer of the room has succeeded: from now on draft KV may be late."""
+        room = self._rooms.get(generation)
         if room is not None and room.arrived is None:
             room.arrived = self._clock
 
-    def _close(self, event: ev.CloseRoom) -> None:
-        room = self._rooms.pop(event.generation, None)
+    def close(self, generation: ev.Generation, reason: str = "") -> None:
+        """SGLang is done with the room, and its gate is closed. `reason`: why it failed."""
+        room = self._rooms.pop(generation, None)
         if room is None:
             return
-        self.breaker.release_probe(event.generation)
+        self.breaker.release_probe(generation)
         for source in room.opened.sources:
             part = room.parts.get(source.peer)
-            if event.reason or (part is not None and not part.last and not room.cold):
-                self._fail(room, source, "closed", event.reason)
+            if reason or (part is not None and not part.last and not room.cold):
+                self._out.append(ev.Send(source.peer, room.failure("closed", reason)))
         room.closed = True
         self._segments.drop(room)
 
     # -- peers
 
-    def _received(self, event: ev.Received) -> None:
-        message = event.message
-        room = self._rooms.get(message.generation)
-        if isinstance(message, Ready):
-            self._ready(event.peer, room, message)
-        else:
-            self._failed(event.peer, room, message)
-
-    def _ready(self, peer: ev.Peer, room: Room | None, ready: Ready) -> None:
+    def ready(self, peer: ev.Peer, ready: Ready) -> None:
+        """The peer announces segments, or its end of a room."""
+        room = self._rooms.get(ready.generation)
         part = room.parts.get(peer) if room is not None else None
         if room is None or part is None or not room.wants:
             # a segment that is being read is acknowledged when its read ends
@@ -136,7 +137,9 @@ class Machine:
         if not ready.segments:
             self._finish(room)
 
-    def _failed(self, peer: ev.Peer, room: Room | None, message: Fail) -> None:
+    def failed(self, peer: ev.Peer, message: Fail) -> None:
+        """The peer sends no more of a room."""
+        room = self._rooms.get(message.generation)
         if message.code == "restarted":
             self._out.append(ev.Forget(peer))
         part = room.parts.get(peer) if room is not None else None
@@ -146,23 +149,24 @@ class Machine:
             code = "unsent" if message.code == "unsent" else code  # not by prefill
             self._go_cold(room, code, message.detail, peer)
 
-    def _peer_lost(self, event: ev.PeerLost) -> None:
-        """A peer that is gone is not read from any more either, and gets no strike."""
+    def peer_lost(self, peer: ev.Peer, gone: bool = False) -> None:
+        """A message could not be sent. `gone`: the peer is dropped: not read, and not struck."""
         for room in list(self._rooms.values()):
-            part = room.parts.get(event.peer)
-            if part is None or not room.wants or (part.complete if event.gone else part.last):
+            part = room.parts.get(peer)
+            if part is None or not room.wants or (part.complete if gone else part.last):
                 continue
-            why = "its server was given up" if event.gone else "a message could not be sent"
-            self._go_cold(room, "lost", why, event.peer, strikes=[event.peer] * (not event.gone))
-        if event.gone:
-            self.breaker.forget(event.peer)
+            why = "its server was given up" if gone else "a message could not be sent"
+            self._go_cold(room, "lost", why, peer, strikes=[peer] * (not gone))
+        if gone:
+            self.breaker.forget(peer)
 
     # -- segments
 
-    def _read_ended(self, event: ev.ReadEnded) -> None:
-        read = self._segments.end_read(event.read, self._clock, event.error)
-        if event.error or self._clock > read.until:
-            self._read_failed(read, event.error or "it took too long")
+    def read_ended(self, read: ev.StartRead, error: str = "") -> None:
+        """Nothing of it lands in local slots any more. All is there, unless there is an `error`."""
+        self._segments.end_read(read, self._clock, error)
+        if error or self._clock > read.until:
+            self._read_failed(read, error or "it took too long")
         for segment in read.segments:
             room = segment.room
             if read.failed or not room.wants:
@@ -174,28 +178,30 @@ class Machine:
             else:
                 self._segments.copy(segment)
 
-    def _read_failed(self, read: PendingRead, detail: str) -> None:
+    def _read_failed(self, read: ev.StartRead, detail: str) -> None:
         read.failed = True
         room = read.segments[0].room
         if room.wants:
             self._go_cold(room, "read", detail, read.peer, strikes=[read.peer])
 
-    def _copied(self, event: ev.Copied) -> None:
+    def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
+        """These jobs of Copy actions have all ended so."""
         rooms: dict[Room, None] = {}
-        for room, segment in self._segments.end_jobs(event.jobs):
-            if segment is None:
-                self._cleared(room, event)
+        self._segments.end_jobs(jobs)
+        for job in jobs:
+            if isinstance(job, ev.Clear):
+                self._cleared(job.room, outcome)
                 continue
-            rooms[room] = None
-            if event.result is ev.Result.DONE:
-                segment.part.place(segment)
-                if len(segment.part.placed) == 1:
-                    self.breaker.came(segment.peer)
-            elif event.result is not ev.Result.CLOSED and room.wants:
-                reason = "stale" if event.result is ev.Result.STALE else "unpack"
-                self._go_cold(room, reason, event.detail, segment.peer)
+            rooms[job.room] = None
+            if outcome is SlotCheck.OK:
+                job.part.place(job)
+                if len(job.part.placed) == 1:
+                    self.breaker.came(job.peer)
+            elif outcome is not None and job.room.wants:
+                reason = "stale" if outcome in (SlotCheck.STALE, SlotCheck.DIFFERS) else "unpack"
+                self._go_cold(job.room, reason, repr(outcome)[:300], job.peer)
         for room in rooms:
-            if event.result is ev.Result.DONE:
+            if outcome is SlotCheck.OK:
                 room.progress = self._clock
                 self._finish(room)
             if room.cold:
@@ -223,7 +229,7 @@ class Machine:
         self.breaker.release_probe(room.generation)
         for part in room.parts.values():
             if not part.last:
-                self._fail(room, part.source, reason, detail)
+                self._out.append(ev.Send(part.source.peer, room.failure(reason, detail)))
         self._segments.drop(room)
         self._clear(room)
 
@@ -236,14 +242,14 @@ class Machine:
         else:
             self._segments.clear(room)
 
-    def _cleared(self, room: Room, event: ev.Copied) -> None:
-        if room.closed or event.result is ev.Result.CLOSED:
+    def _cleared(self, room: Room, outcome: Outcome) -> None:
+        if room.closed or outcome is None:
             return
-        if event.result is ev.Result.DONE:
+        if outcome is SlotCheck.OK:
             self._decide(room, ev.State.COLD)
         else:
-            self._out.append(ev.Note("not_cleared", b"", event.detail))
-            self._decide(room, ev.State.FAILED, event.detail)
+            self._out.append(ev.Note("not_cleared", b"", detail := repr(outcome)[:300]))
+            self._decide(room, ev.State.FAILED, detail)
 
     def _decide(self, room: Room, state: ev.State, detail: str = "") -> None:
         room.decided = True
@@ -253,7 +259,8 @@ class Machine:
 
     # -- time
 
-    def _tick(self, event: ev.Tick) -> None:
+    def tick(self) -> None:
+        """Time has passed. Needed at least every 0.1 s while a room is open, and every second."""
         for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for room in list(self._rooms.values()):
@@ -265,26 +272,19 @@ class Machine:
                 late = self._segments.late(room, self._clock - self._times.shortest_wait)
                 self._go_cold(room, "deadline", "its KV is late", *room.missing(), strikes=late)
 
-    # -- output and books
+    # -- actions that raised, and books
 
-    def _fail(self, room: Room, source: ev.Source, code: str, detail: str) -> None:
-        message = fail(room.opened.bootstrap_room, room.generation, code, detail)
-        self._out.append(ev.Send(source.peer, message))
+    def undone(self, action: ev.Action, error: Exception) -> None:
+        """This action raised. A message concerns its generation alone; slots of an ACK expire."""
+        match action:
+            case ev.Send(peer, Open(generation=generation) | Fail(generation=generation)):
+                self.failed(peer, Fail(0, generation, "unsent", repr(error)[:300]))
+            case ev.StartRead():
+                self.read_ended(action, repr(error)[:300])
+            case ev.Copy(jobs):
+                self.copied(jobs, error)
 
     def left(self) -> dict[str, int]:
         """What is left of requests, by name; empty on an idle rank."""
         found = {"rooms": len(self._rooms), **self._segments.left()}
         return {name: count for name, count in found.items() if count}
-
-
-_HANDLERS: dict[type, Callable[..., None]] = {
-    ev.OpenRoom: Machine._open,
-    ev.ForwardDone: Machine._forward_done,
-    ev.TargetArrived: Machine._target_arrived,
-    ev.CloseRoom: Machine._close,
-    ev.Received: Machine._received,
-    ev.PeerLost: Machine._peer_lost,
-    ev.ReadEnded: Machine._read_ended,
-    ev.Copied: Machine._copied,
-    ev.Tick: Machine._tick,
-}

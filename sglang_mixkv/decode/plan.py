@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.decode.events import Source, peer_of
+from sglang_mixkv.decode.transfer import Source, peer_of
 from sglang_mixkv.draft.facts import NO_DRAFTER, Difference, Row, Severity, differences
 from sglang_mixkv.draft.layout import NO_HEADS, readers_of, routes
 from sglang_mixkv.errors import MixKVError, refuse

@@ -13,26 +13,17 @@ from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.transfer import Part, Room, Segment, Stage
 
-
-class PendingRead:
-    """One transfer of the data plane: segments of one part. `until`: it may take so long. `failed`:
-    none of them is used."""
-
-    def __init__(self, segments: Sequence[Segment], now: float) -> None:
-        self.segments, self.failed = segments, False
-        self.peer, self.began = segments[0].peer, now
-        self.until = now + segments[0].room.limits.read
+Job = Segment | ev.Clear
 
 
 class Segments:
     def __init__(self, slots: SlotPool) -> None:
         self._slots, self._list = slots, list_of(slots.count)
         self._turns: RoundRobin[Segment] = RoundRobin()
-        self._reads: dict[int, PendingRead] = {}
-        self._copying: dict[int, Segment | Room] = {}  # a room: its rows are cleared
-        self._jobs: list[ev.Job] = []  # not asked for yet
+        self._reads: dict[ev.StartRead, None] = {}  # in flight
+        self._copying: set[Job] = set()
+        self._jobs: list[Job] = []  # those of them that are not asked for yet
         self._acks: dict[ev.Peer, list[tuple[int, int]]] = {}
-        self._number = 0
 
     def add(self, segment: Segment) -> None:
         segment.room.segments[segment] = None
@@ -79,29 +70,26 @@ class Segments:
         return found
 
     def _read(self, segments: list[Segment], now: float) -> ev.StartRead:
-        self._number += 1
-        read = self._reads[self._number] = PendingRead(segments, now)
-        ranges = []
         for one in segments:
             self._slots.offer(one.slot, one.announced.stamp, now)
-            ranges.append(ev.Range(one.announced.slot, one.slot, one.announced.count))
-        heads = len(segments[0].part.source.heads)
-        return ev.StartRead(self._number, read.peer, tuple(ranges), heads)
+        room, peer = segments[0].room, segments[0].peer
+        read = ev.StartRead(peer, segments, now, now + room.limits.read)
+        self._reads[read] = None
+        return read
 
-    def end_read(self, number: int, now: float, error: str) -> PendingRead:
-        """The read of this number. Its segments are acknowledged."""
-        read = self._reads.pop(number)
+    def end_read(self, read: ev.StartRead, now: float, error: str) -> None:
+        """Its segments are acknowledged."""
+        del self._reads[read]
         if not error:
             self._slots.sign(read.peer, now, served=True)
         if self._slots.barred:
-            self._slots.barred = {one.peer for one in self._reads.values() if one.failed}
+            self._slots.barred = {one.peer for one in self._reads if one.failed}
         self.acknowledge(read.peer, [segment.announced for segment in read.segments])
-        return read
 
-    def overdue(self, now: float) -> list[PendingRead]:
+    def overdue(self, now: float) -> list[ev.StartRead]:
         """Reads that take too long, and have not failed yet. Their peers get no slot any more until
         these have ended."""
-        found = [one for one in self._reads.values() if one.until <= now and not one.failed]
+        found = [one for one in self._reads if one.until <= now and not one.failed]
         self._slots.barred.update(read.peer for read in found)
         return found
 
@@ -109,47 +97,34 @@ class Segments:
         """Peers whose rows are missing, and not only because this rank has no slot for them, an
         earlier forward runs on it, or copies wait: a read of their own began before then."""
         here = {one.peer for one in room.segments if one.stage is not Stage.READING}
-        here -= {read.peer for read in self._reads.values() if read.began <= since}
+        here -= {read.peer for read in self._reads if read.began <= since}
         return [peer for peer in room.missing() if peer not in here]
 
     def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those that no read in flight has."""
-        reads = [read for read in self._reads.values() if read.peer == peer]
+        reads = [read for read in self._reads if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
-    def copy(self, segment: Segment) -> None:
-        """Ask for its copy from its slot to the pool."""
-        segment.stage = Stage.COPYING
-        one, heads = segment.announced, segment.part.source.heads
-        job, handle = self._begin(segment, segment.room), segment.room.opened.handle
-        unpack = ev.Unpack(job, handle, segment.first, one.count, heads, segment.slot, one.stamp)
-        self._jobs.append(unpack)
-
     def clear(self, room: Room) -> None:
         """Ask for zeros in the rows that are not in place."""
-        job = self._begin(room, room)
-        self._jobs.append(ev.Clear(job, room.opened.handle, room.placed_to, room.opened.end))
+        self.copy(ev.Clear(room, room.placed_to, room.opened.end))
 
-    def _begin(self, what: Segment | Room, room: Room) -> int:
-        self._number += 1
-        self._copying[self._number] = what
-        room.copying += 1
-        return self._number
+    def copy(self, job: Job) -> None:
+        """Ask for a segment's copy from its slot to the pool, or for zeros."""
+        if isinstance(job, Segment):
+            job.stage = Stage.COPYING
+        self._copying.add(job)
+        self._jobs.append(job)
+        job.room.copying += 1
 
-    def end_jobs(self, numbers: Sequence[int]) -> list[tuple[Room, Segment | None]]:
-        """Of each the room, and the segment, whose slot is freed; None if rows were cleared."""
-        found: list[tuple[Room, Segment | None]] = []
-        for number in numbers:
-            ended = self._copying.pop(number)
-            if isinstance(ended, Room):
-                ended.copying -= 1
-                found.append((ended, None))
-            else:
-                ended.room.copying -= 1
-                self.remove(ended)
-                found.append((ended.room, ended))
-        return found
+    def end_jobs(self, jobs: Sequence[Job]) -> None:
+        """Slots of segments are freed."""
+        for job in jobs:
+            self._copying.remove(job)
+            job.room.copying -= 1
+            if isinstance(job, Segment):
+                self.remove(job)
 
     def left(self) -> dict[str, int]:
         reads = len(self._turns) + len(self._reads)

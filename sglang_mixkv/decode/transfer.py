@@ -1,21 +1,87 @@
 r"""Room, Part and Segment of a decode rank: a request, what a prefill rank sends of it, in pieces.
 
-WAITING --a slot is free--> READING --ReadEnded--> HELD, while an earlier forward may write
-   |                           |                    |      to the same rows
-   +--- dropped: acknowledged  +--- failed, or      +---> COPYING --Copied--> in place
+A room is named by its *generation*, since SGLang uses its room numbers again. A *peer* is a prefill
+rank as one prefill server names it: what another server says of the same rank is another peer, so
+that no server can end what another one's facts began. A *handle* is what the caller knows a room by
+(in a server its ReceiveHandle).
+
+WAITING --a slot is free--> READING --read_ended--> HELD, while an earlier forward may write
+   |                           |                     |      to the same rows
+   +--- dropped: acknowledged  +--- failed, or       +---> COPYING --copied--> in place
         unread                      the room is cold:
                                     its slot is free
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 
 import msgspec
 
-from sglang_mixkv.channel.messages import Announced, Open, Ready
+from sglang_mixkv.channel.messages import (
+    INSTANCE_BYTES,
+    PROTOCOL,
+    Announced,
+    Fail,
+    Open,
+    Ready,
+    fail,
+)
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import OpenRoom, Peer, Source, instance_of
+
+Generation = int
+Peer = bytes
+
+
+def peer_of(instance: bytes, server: str) -> Peer:
+    """The rank of this instance, by the facts of the prefill server at this bootstrap address."""
+    return instance + server.encode()
+
+
+def instance_of(peer: Peer) -> bytes:
+    return peer[:INSTANCE_BYTES]
+
+
+def server_of(peer: Peer) -> str:
+    """The server's bootstrap address."""
+    return peer[INSTANCE_BYTES:].decode()
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One contacted prefill rank of the drafter's stage, for one room.
+
+    `heads`: to read from it, may be none. `readers`: how many decode ranks open it. `slots`: how
+    many it has. `segment_tokens`: how many tokens fit the smaller of its slots and this rank's.
+    `patience`: its own, by which it uses a slot again that was not acknowledged.
+    """
+
+    peer: Peer
+    heads: range
+    readers: int
+    slots: int = 0
+    segment_tokens: int = 0
+    patience: float = float("inf")
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A room. Rows of tokens [first_token, end) are its own; the prompt ends there or earlier,
+    within the last page, of `page_size` tokens.
+
+    `cold`: a reason why nothing is fetched. `pending`: an earlier forward may still write these
+    rows.
+    """
+
+    generation: Generation
+    bootstrap_room: int
+    sources: tuple[Source, ...]
+    first_token: int
+    end: int
+    cold: str = ""
+    pending: bool = False
+    version: int = PROTOCOL[1]
+    handle: Hashable = None
+    page_size: int = 1
 
 
 class Stage(Enum):
@@ -68,7 +134,7 @@ class Part:
             segment, token = segment + 1, self.placed[segment]
         return token
 
-    def violation(self, ready: Ready, opened: OpenRoom) -> str:
+    def violation(self, ready: Ready, opened: Opened) -> str:
         """Why this READY cannot be what a prefill rank sends next; "" if it can. One that ends the
         prompt early would leave another request's rows in a warm room."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
@@ -109,7 +175,7 @@ class Room:
     rank is done with a prefill rank's slot, by the smaller patience of both.
     """
 
-    def __init__(self, opened: OpenRoom, heads: bool, times: Times, now: float) -> None:
+    def __init__(self, opened: Opened, heads: bool, times: Times, now: float) -> None:
         self.opened = opened
         patience = min([times.patience, *(source.patience for source in opened.sources)])
         self.limits = times if patience == times.patience else Times(patience)
@@ -151,13 +217,17 @@ class Room:
 
     def message(self, source: Source, instance: bytes, slot_bytes: int) -> Open:
         """The OPEN for one prefill rank, of this instance with slots of that size."""
-        event, part = self.opened, self.parts.get(source.peer)
+        opened, part = self.opened, self.parts.get(source.peer)
         return Open(
-            event.version, event.bootstrap_room, event.generation, instance_of(source.peer),
+            opened.version, opened.bootstrap_room, opened.generation, instance_of(source.peer),
             instance, source.readers,
             (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
-            event.first_token, slot_bytes,
+            opened.first_token, slot_bytes,
         )  # fmt: skip
+
+    def failure(self, code: str, detail: str) -> Fail:
+        """The FAIL that tells a prefill rank to send no more of it."""
+        return fail(self.opened.bootstrap_room, self.generation, code, detail)
 
     def deadline(self, times: Times) -> float:
         """When it goes cold; never before the target is here."""

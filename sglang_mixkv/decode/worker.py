@@ -2,7 +2,7 @@
 
 SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`.
 Threads of the caller's call `dial` and `add` for each prefill rank before its first room, and
-`drop` once its server is gone. The channel thread feeds the machine, sends what it asks for, starts
+`drop` once its server is gone. The channel thread calls the machine, sends what it asks for, starts
 reads and copies and asks for their ends, and asks the events that rooms wait for. If it could not
 go on, rooms are cleared in the scheduler's thread, and are cold.
 """
@@ -12,26 +12,24 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.copies import DeviceJob
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.loop import Worker
-from sglang_mixkv.channel.messages import Fail, Ready
+from sglang_mixkv.channel.loop import Call, Worker
+from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.links import Link, Links
 from sglang_mixkv.decode.machine import Machine
+from sglang_mixkv.decode.segments import Job
+from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
-from sglang_mixkv.draft.layout import Pages, SlotCheck
-
-if TYPE_CHECKING:
-    from sglang_mixkv.draft.rows import Store
+from sglang_mixkv.draft.layout import Pages
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -47,7 +45,7 @@ class ReceiveHandle:
     def __init__(self, pages: Any, page_size: int, event: Any, prefill: str = "") -> None:
         self.event, self.gate, self.prefill = event, Gate(), prefill
         self.pages = Pages(np.asarray(pages, dtype=np.int64), page_size)
-        self.opened: ev.OpenRoom
+        self.opened: ev.Opened
         self.state: ev.State | None = None
         self.reason = ""
         self.arrived: float | None = None  # when SGLang's own transfer had succeeded
@@ -58,13 +56,7 @@ class ReceiveHandle:
         return self.pages.rows(first - self.opened.first_token, end - first)
 
 
-class Drop(NamedTuple):
-    """What `DecodeWorker.drop` asks of the channel thread."""
-
-    peer: ev.Peer
-
-
-class DecodeWorker(Worker[ev.Event, ev.Action]):
+class DecodeWorker(Worker):
     """`store`: None on a rank without a drafter, which opens rooms and reads nothing.
 
     `forget_peer` takes a peer that was restarted, `check_peer` one that a message could not be sent
@@ -72,19 +64,13 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     """
 
     names = "mixkv-decode", "mixkv-unpack"
-    tick, undone, moves = ev.Tick(), staticmethod(ev.undone), ev.Unpack
     _machine: Machine
     _store: Store | None
 
     def __init__(
-        self,
-        machine: Machine,
-        store: Store | None,
-        times: Times,
-        reporter: Reporter,
-        forget_peer: Callable[[ev.Peer], None],
-        check_peer: Callable[[ev.Peer], None],
-    ) -> None:
+        self, machine: Machine, store: Store | None, times: Times, reporter: Reporter,
+        forget_peer: Callable[[ev.Peer], None], check_peer: Callable[[ev.Peer], None],
+    ) -> None:  # fmt: skip
         self._forget_peer, self._check_peer = forget_peer, check_peer
         self._links = Links(store, times)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
@@ -98,12 +84,12 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
 
     def add(self, link: Link) -> None:
         """Rooms that are opened from here on can name this peer, until it is dropped."""
-        self._inlet.put(link)
+        self._call(self._links.add, link)
 
     def drop(self, peer: ev.Peer) -> None:
         """Close its socket and its connection in the data plane. Rooms that wait for its rows go
         cold: its server is gone, so that waiting for the deadline would gain nothing."""
-        self._inlet.put(Drop(peer))
+        self._call(self._drop, peer)
 
     def knows(self, peer: ev.Peer) -> bool:
         return peer in self._links
@@ -120,21 +106,27 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         """
         return (next(self._counter) & 0x7FFFFFFF) << 32 | next(self._draws) & 0xFFFFFFFF
 
-    def open(self, handle: ReceiveHandle, **opened: Any) -> None:
-        """`opened`: fields of ev.OpenRoom."""
-        generation = self._new_generation()
-        handle.opened = ev.OpenRoom(
-            generation, handle=handle, pending=handle.event is not None, **opened
-        )
-        self._inlet.put(handle.opened)
+    def open(
+        self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[ev.Source, ...],
+        first_token: int, end: int, cold: str = "", version: int = PROTOCOL[1], page_size: int = 1,
+    ) -> None:  # fmt: skip
+        """SGLang has sent the request's metadata; see ev.Opened."""
+        generation, pending = self._new_generation(), handle.event is not None
+        handle.opened = opened = ev.Opened(
+            generation, bootstrap_room, sources, first_token, end, cold, pending, version, handle,
+            page_size,
+        )  # fmt: skip
+        self._call(self._machine.open, opened)
+        if pending:
+            self._call(self._forwards.__setitem__, generation, handle.event)
 
     def target_arrived(self, handle: ReceiveHandle) -> None:
         """From now on draft KV is waited for, unless it was there before."""
         if handle.arrived is None:
             handle.arrived = time.monotonic()
             if handle.state is None:
-                # it starts a clock: the next event or tick is soon enough
-                self._inlet.put(ev.TargetArrived(handle.opened.generation), wake=False)
+                # it starts a clock: the next call or tick is soon enough
+                self._call(self._machine.target_arrived, handle.opened.generation, wake=False)
 
     def close(self, handle: ReceiveHandle, reason: str = "") -> None:
         """When this returns, nothing of the room is written any more. Idempotent."""
@@ -142,8 +134,10 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
             return
         handle.closed = True
         handle.gate.close()
-        hurry = bool(reason) or handle.state is None
-        self._inlet.put(ev.CloseRoom(handle.opened.generation, reason), wake=hurry)
+        generation, hurry = handle.opened.generation, bool(reason) or handle.state is None
+        if handle.event is not None:
+            self._call(self._forwards.pop, generation, None, wake=False)
+        self._call(self._machine.close, generation, reason, wake=hurry)
         self._reporter.ended(handle, reason)
 
     def is_lost(self, handle: ReceiveHandle) -> bool:
@@ -182,47 +176,44 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     def _outstanding(self) -> bool:
         return bool(self._forwards) or self._links.reading
 
-    def _look(self, ready: list[Any]) -> Iterator[ev.Event]:
+    def _look(self, ready: list[Any]) -> Iterator[Call]:
         for generation, event in list(self._forwards.items()):
             try:
                 if is_over(event):
                     del self._forwards[generation]
-                    yield ev.ForwardDone(generation)
+                    yield self._machine.forward_done, (generation,)
             except Exception as error:  # it is asked again: rows are cleared behind it alone
-                yield ev.ForwardDone(generation, repr(error)[:300])
-        yield from self._links.ended()
+                yield self._machine.forward_done, (generation, repr(error)[:300])
+        for ended in self._links.ended():
+            yield self._machine.read_ended, ended
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):
                 self._reporter(ev.Note("unreadable", peer, str(message)))
-            elif isinstance(message, Ready | Fail):
-                yield ev.Received(peer, message)
+            elif isinstance(message, Ready):
+                yield self._machine.ready, (peer, message)
+            elif isinstance(message, Fail):
+                yield self._machine.failed, (peer, message)
 
-    def _handle(self, event: ev.Event | Link | Drop) -> None:
-        if isinstance(event, Link):
-            self._links.add(event)
-            return
-        if isinstance(event, Drop):  # that a message had no link drops none: it may be there again
-            self._links.drop(event.peer)
-            event = ev.PeerLost(event.peer, gone=True)
-        if isinstance(event, ev.OpenRoom) and isinstance(event.handle, ReceiveHandle):
-            if event.pending:
-                self._forwards[event.generation] = event.handle.event
-        elif isinstance(event, ev.CloseRoom):
-            self._forwards.pop(event.generation, None)
-        self._machine.handle(event, time.monotonic())
+    def _drop(self, peer: ev.Peer) -> None:
+        """A message without a link drops none: it may be there again."""
+        self._links.drop(peer)
+        self._machine.peer_lost(peer, True)
+
+    def _copied(self) -> Iterator[Call]:
+        for ended in self._copies.ended():
+            yield self._machine.copied, ended
 
     def _do(self, action: ev.Action) -> None:
         match action:
             case ev.Send(peer, message):
                 if not self._links.send(peer, message):
-                    self._inlet.put(ev.PeerLost(peer, gone=peer not in self._links))
+                    self._call(self._machine.peer_lost, peer, peer not in self._links)
                     self._check_peer(peer)
-            case ev.StartRead(read):
+            case ev.StartRead():
                 if not self._links.read(action):
-                    self._inlet.put(ev.ReadEnded(read, "the prefill rank is gone"))
+                    self._call(self._machine.read_ended, action, "the prefill rank is gone")
             case ev.Copy(jobs):
-                assert self._copies is not None
-                self._copies.start(jobs)
+                self._copies.start(list(map(self._copy_of, jobs)))
             case ev.Verdict(ReceiveHandle() as handle, state, reason):
                 if handle.state is None:
                     handle.reason, handle.state = reason, state
@@ -232,41 +223,14 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
             case ev.Note():
                 self._reporter(action)
 
-    # -- copies
-
-    def _size_of(self, job: ev.Job) -> int:
+    def _copy_of(self, job: Job) -> Copy:
+        handle, first = job.room.opened.handle, job.room.opened.first_token
+        assert isinstance(handle, ReceiveHandle)
         assert self._store is not None
-        rows = self._store.rows
+        request = job, handle.gate, handle.pages
         if isinstance(job, ev.Clear):
-            return (job.end - job.first_token) * len(rows.heads) * rows.bytes_per_head
-        return job.tokens * len(job.heads) * rows.bytes_per_head
-
-    def _run_on_host(self, job: ev.Job) -> SlotCheck:
-        assert self._store is not None
-        assert isinstance(job.handle, ReceiveHandle)
-        handle, rows, first = job.handle, self._store.rows, job.first_token
-        if isinstance(job, ev.Clear):
-            rows.clear(handle.rows(first, job.end))
-            return SlotCheck.OK
-        slot = self._store.staging.slot(job.slot)
-        return rows.unpack(handle.rows(first, first + job.tokens), job.heads, slot, job.stamp)
-
-    def _prepare(self, job: ev.Job) -> DeviceJob:
-        assert self._store is not None
-        assert isinstance(job.handle, ReceiveHandle)
-        handle, device = job.handle, self._store.device
-        pages, first = handle.pages.on(device), job.first_token - handle.opened.first_token
-        if isinstance(job, ev.Clear):
-            what = device.job(pages, first, job.end - job.first_token)
-            return DeviceJob(handle.gate, device.start_clear, what)
-        what = device.job(pages, first, job.tokens, job.heads, job.slot, job.stamp)
-        return DeviceJob(handle.gate, device.start_unpack, what)
-
-    def _event_of(self, jobs: Sequence[ev.Job], found: Any) -> ev.Copied:
-        numbers = tuple([job.job for job in jobs])
-        if found is None:
-            return ev.Copied(numbers, ev.Result.CLOSED)
-        if found == SlotCheck.OK:
-            return ev.Copied(numbers, ev.Result.DONE)
-        stale = found in (SlotCheck.STALE, SlotCheck.DIFFERS)
-        return ev.Copied(numbers, ev.Result.STALE if stale else ev.Result.ERROR, repr(found)[:300])
+            tokens = job.first_token - first, job.end - job.first_token
+            return Copy(Kind.CLEAR, *request, *tokens, self._store.rows.heads)
+        one, heads = job.announced, job.part.source.heads
+        tokens = job.first - first, one.count
+        return Copy(Kind.UNPACK, *request, *tokens, heads, job.slot, one.stamp)

@@ -36,7 +36,9 @@ PROTOTYPES: dict[str, list[Any]] = {
     "cuCtxSetCurrent": [_P],
     "cuStreamCreateWithPriority": [POINTER(_P), _U, c_int],
     "cuStreamQuery": [_P],
+    "cuThreadExchangeStreamCaptureMode": [POINTER(c_int)],
     "cuMemAlloc_v2": [POINTER(c_uint64), c_size_t],
+    "cuMemFree_v2": [c_uint64],
     "cuMemHostAlloc": [POINTER(_P), c_size_t, _U],
     "cuMemcpyHtoDAsync_v2": [c_uint64, _P, c_size_t, _P],
     "cuModuleLoadData": [POINTER(_P), _P],
@@ -52,6 +54,10 @@ PROTOTYPES: dict[str, list[Any]] = {
 
 class CudaError(RuntimeError):
     """A call of the driver failed. After most failures the context runs nothing any more."""
+
+
+class UnsafeError(CudaError):
+    """What was copied here would be wrong: nothing may be."""
 
 
 def is_over(work: Any) -> bool:
@@ -70,6 +76,12 @@ def libcuda() -> Any:
     for name, arguments in PROTOTYPES.items():
         getattr(library, name).argtypes = arguments
     return library
+
+
+def spare_captures(library: Any = None) -> None:
+    """Once in each thread: by default a thread that asks for an event ends, with an error, what
+    another one captures."""
+    (library or libcuda()).cuThreadExchangeStreamCaptureMode(byref(c_int(2)))  # relaxed
 
 
 class Driver:
@@ -141,16 +153,30 @@ class Driver:
 
     def needs_flush(self) -> bool:
         """Whether `flush` has to be called between the end of a NIC's write to this device and the
-        launch that reads it. CudaError where it would have to be, and cannot."""
+        launch that reads it. UnsafeError where it would have to be, and cannot."""
         if self._attribute(RDMA_ORDERING) >= TO_OWNER:
             return False
         can_flush = bool(self._attribute(RDMA_FLUSH_OPTIONS) & FLUSH_BY_HOST)
         if self._attribute(RDMA_SUPPORTED) and not can_flush:
-            raise CudaError("the device neither orders a NIC's writes nor lets the host flush them")
+            raise UnsafeError("the GPU neither orders a NIC's writes nor lets the host flush them")
         return can_flush
 
     def flush(self) -> None:
         self.call("cuFlushGPUDirectRDMAWrites", 0, TO_OWNER)
+
+
+class DeviceMemory:
+    """What torch.as_tensor takes, and keeps. Transports can register it, while that of torch's own
+    allocator may lie in expandable segments."""
+
+    def __init__(self, size: int, driver: Driver) -> None:
+        self._address, self._library = driver.get(c_uint64, "cuMemAlloc_v2", size), driver.library
+        data = {"shape": (size,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+        self.__cuda_array_interface__ = data
+
+    def __del__(self) -> None:
+        if hasattr(self, "_library"):
+            self._library.cuMemFree_v2(self._address)
 
 
 class Event:

@@ -11,21 +11,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_mixkv.draft.cuda import is_over
+from sglang_mixkv.draft.cuda import DeviceMemory, Driver, is_over, spare_captures
 from sglang_mixkv.draft.layout import HEADER, MASK, SEED, SlotCheck, weights
-
-if TYPE_CHECKING:
-    from sglang_mixkv.channel.data_plane import DataPlane
 
 Ints = NDArray[np.int64]
 
@@ -42,7 +39,7 @@ class DraftRows:
     pool, none twice, `heads` a range of global numbers, and `slot` is one of a Staging on the
     pool's device. ValueError where one of them lies outside, before a byte is touched. When a call
     returns, its bytes are there for any stream. Calls may come from several threads, for rows and
-    slots that differ.
+    slots that differ. `flush`: called before what a NIC wrote is unpacked, where that is needed.
     """
 
     def __init__(self, entries: Sequence[Tensor], heads: range, by_numpy: bool = True) -> None:
@@ -58,6 +55,7 @@ class DraftRows:
         self._pools = [self._array(pool.view(-1)) for pool in pools]
         self._word = WORDS[math.gcd(8, *self.head_bytes, *(pool.data_ptr() for pool in pools))]
         self.bytes_per_head = sum(self.head_bytes)
+        self.flush: Callable[[], None] | None = None
 
     def use_device(self) -> None:
         """Once in each thread that works on this rank's memory, before it does. A thread begins on
@@ -65,6 +63,8 @@ class DraftRows:
         of some 500 MiB, on the card of another rank."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            if not torch.version.hip:
+                spare_captures()
 
     def packed_bytes(self, tokens: int, heads: int) -> int:
         """What a reader has to read of a slot: the header and the padded payload."""
@@ -94,6 +94,8 @@ class DraftRows:
 
     def unpack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> SlotCheck:
         """Put a segment into these rows, where the slot holds the one of this stamp."""
+        if self.flush:
+            self.flush()
         with stream_of(self.device):
             memory, words = self._opened(slot, len(rows), len(heads))
             places, parts = self._parts(rows, heads, memory)
@@ -164,15 +166,18 @@ class DraftRows:
 
 class Staging:
     """`count` equal slots side by side, zeroed: memory to register once. `pool`: the
-    torch.cuda.MemPool that the drafter's KV lies in, if any."""
+    torch.cuda.MemPool that the drafter's KV lies in, if any, and that they have to lie in."""
 
     def __init__(self, count: int, slot_bytes: int, device: torch.device, pool: Any = None) -> None:
         if min(count, slot_bytes) < 1 or slot_bytes % HEADER:
             raise ValueError(f"{count} slots of {slot_bytes} bytes: not multiples of {HEADER}")
         self.count, self.slot_bytes, self.device = count, slot_bytes, device
-        place = torch.cuda.use_mem_pool(pool) if pool else nullcontext()
+        place, size = torch.cuda.use_mem_pool(pool) if pool else nullcontext(), count * slot_bytes
         with stream_of(device), torch.inference_mode(False), place:  # writable everywhere
-            self._memory = torch.zeros(count * slot_bytes, dtype=torch.uint8, device=device)
+            if device.type == "cuda" and not (pool or torch.version.hip):
+                self._memory = torch.as_tensor(DeviceMemory(size, Driver(device.index))).zero_()
+            else:
+                self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self.address, self.size = self._memory.data_ptr(), self._memory.numel()
         self._slots = [self._memory[n * slot_bytes :][:slot_bytes] for n in range(count)]
 
@@ -180,16 +185,6 @@ class Staging:
         if not 0 <= number < self.count:
             raise ValueError(f"slot {number} of {self.count}")
         return self._slots[number]
-
-
-class Store(NamedTuple):
-    """Where draft KV is on a rank with a drafter: its pool, and its slots, which `plane` has
-    registered. `device`: GpuRows of both, or None where a thread copies."""
-
-    rows: DraftRows
-    staging: Staging
-    plane: DataPlane
-    device: Any = None
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[None]:

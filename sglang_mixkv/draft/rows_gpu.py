@@ -1,17 +1,18 @@
-"""The drafter's KV rows on a GPU: batches of slots packed, verified and unpacked by kernels.
+"""The drafter's KV rows on a GPU: batches of slots packed, unpacked and verified by kernels.
 
 A batch may mix rooms, readers and ranges of heads. It is one upload of its jobs, 64 bytes each, and
 their page numbers, one or two launches (kernels.py) and one event:
 
     pack      _move gathers rows into slots and adds up their words in registers; _seal writes the
               headers
-    unpack    _verify adds up the words of each slot; _move compares stamp and sum, and scatters the
-              rows of those slots of which both are right
+    unpack    _move scatters the rows of slots with the right stamp, and adds up what it stores;
+              then ("settle") it compares stamp and sum, and writes zeros into the rows of those
+              slots of which one is wrong
     clear     _move writes zeros
 
-So a wrong slot writes nothing. One pass that scatters while it adds up would not read slots twice,
-the second time mostly from the L2 cache. But wrong rows would be in the pool until the room is
-cleared, and that they never reach SGLang would depend on the state machine.
+So a slot is read once, what was added up is what was stored, and behind the batch no row is left of
+a wrong slot: its rows are zeros. In between nothing reads them: the request has not begun. Should
+the second launch fail it is tried once more; a device that fails twice runs no kernel of SGLang's.
 
 All kernels are compiled, loaded and run once by the constructor. Nothing in a batch can make it
 compile later: cuda.py launches the loaded functions, with grids that depend on the batch and
@@ -33,6 +34,7 @@ alone, which a request or chunk needs once, calls numpy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import time
@@ -42,13 +44,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sglang_mixkv.draft.cuda import CudaError, Driver, Event
-from sglang_mixkv.draft.kernels import BLOCK, COLUMN, TOKENS, UNIT, WARPS, compiled
+from sglang_mixkv.draft.cuda import CudaError, Driver, Event, UnsafeError
+from sglang_mixkv.draft.kernels import COLUMN, TOKENS, UNIT, WARPS, compiled
 from sglang_mixkv.draft.layout import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows
 
 MOST = 64  # slots of a batch
 IN_FLIGHT = 2  # batches
+SETTLERS = 8  # programs that clear what a wrong slot has put into an entry
 OLDEST = 80  # the compute capability of the oldest GPU that the kernels are compiled for in tests
 JOB = struct.Struct("<6qQq")  # a line of jobs, as kernels.py reads it
 CHECKS = tuple(SlotCheck)
@@ -128,7 +131,7 @@ class GpuRows:
         self._num_pages = rows.num_rows // page_size
         units = [size // UNIT for size in rows.head_bytes]
         self._entries, self._widest, self._in_all = len(units), max(units), sum(units)
-        lines = struct.pack("<4q", 0, 0, 0, self._in_all)
+        lines = b""
         for number, (entry, unit) in enumerate(zip(rows.entries, units, strict=True)):
             address, before = entry.data_ptr() // UNIT, sum(units[:number])
             lines += struct.pack("<4q", address, unit * len(rows.heads), unit, before)
@@ -151,18 +154,21 @@ class GpuRows:
         return self.driver.load(kernel.asm["cubin"], about.name), about.shared
 
     def _warm_up(self) -> None:
-        """Run each kernel, which CUDA may load at its first launch only. No row is written."""
+        """Run each kernel, which CUDA may load at its first launch only. No row is changed."""
         pages, heads = self.pages([0]), self._heads[:1]
         for start, job, expected in (
             (self.start_pack, self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
-            (self.start_unpack, self.job(pages, 0, 1, heads, stamp=2), SlotCheck.STALE),
+            (self.start_unpack, self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
+            (self.start_unpack, self.job(pages, 0, 0, heads, stamp=2), SlotCheck.STALE),
             (self.start_clear, self.job(pages, 0, 0), SlotCheck.OK),
         ):
             ticket = start([job])
             while not ticket.done():
                 time.sleep(1e-4)
+            if ticket.error:
+                raise CudaError(ticket.error)
             if ticket.results != [expected]:
-                raise CudaError(f"expected {expected!r}, got {ticket.results} {ticket.error}")
+                raise UnsafeError(f"a kernel is wrong: expected {expected!r}, got {ticket.results}")
 
     most = MOST
 
@@ -204,8 +210,9 @@ class GpuRows:
         return self._start(jobs, "pack", "seal")
 
     def start_unpack(self, jobs: Sequence[Job]) -> Ticket:
-        """Put segments into their rows, no row twice, where slots hold what the jobs say."""
-        return self._start(jobs, "verify", "unpack")
+        """Put segments into their rows, no row twice, or zeros where a slot does not hold what its
+        job says."""
+        return self._start(jobs, "unpack", "settle")
 
     def start_clear(self, jobs: Sequence[Job]) -> Ticket:
         """Zeros in all heads of these rows."""
@@ -214,34 +221,36 @@ class GpuRows:
     def _start(self, jobs: Sequence[Job], *names: str) -> Ticket:
         if not self._free or not 0 < len(jobs) <= MOST:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
-        place, driver = self._free.pop(), self.driver
+        place, driver, name = self._free.pop(), self.driver, ""
         try:
             size, grids = place.write(jobs), self._grids(jobs)
             driver.bind()
-            if self._flushes and "verify" in names:
+            if self._flushes and "unpack" in names:
                 driver.flush()
             driver.upload(place.device, place.source, size)
             for name in names:
                 function, shared = self._kernels[name]
-                driver.launch(function, grids[name], 32 * WARPS, shared, place.parameters)
+                launch = function, grids[name], 32 * WARPS, shared, place.parameters
+                driver.launch(*launch)
             return Ticket(driver, place, len(jobs), self._free)
         except Exception:
+            if name == "settle":  # no row stays that nobody has judged
+                with contextlib.suppress(CudaError):
+                    driver.launch(*launch)
             driver.drain()
             self._free.append(place)
             raise
 
     def _grids(self, jobs: Sequence[Job]) -> dict[str, tuple[int, int, int]]:
-        """Of each kernel, for the largest job; programs of smaller ones find nothing to do."""
-        tiles = blocks = 1
+        """Of each kernel, for the largest job; programs of smaller ones find nothing to do, and so
+        do those that settle right slots."""
+        tiles = 1
         for job in jobs:
             columns = -(-2 * job.width * self._widest // COLUMN)
             tiles = max(tiles, -(-job.tokens // TOKENS) * columns)
-            blocks = max(blocks, -(-2 * job.tokens * job.width * self._in_all // BLOCK))
-        move, count = (tiles, self._entries, len(jobs)), len(jobs)
-        return {
-            "pack": move, "seal": (count, 1, 1),
-            "verify": (blocks, count, 1), "unpack": move, "clear": move,
-        }  # fmt: skip
+        move, seal = (tiles, self._entries, len(jobs)), (1, 1, len(jobs))
+        settle = (min(tiles, SETTLERS), *move[1:])
+        return {"pack": move, "seal": seal, "unpack": move, "settle": settle, "clear": move}
 
 
 def unfit(rows: DraftRows, staging: Any) -> str:
@@ -254,15 +263,20 @@ def unfit(rows: DraftRows, staging: Any) -> str:
     return ""
 
 
-def gpu_rows(rows: DraftRows, page_size: int, staging: Any) -> GpuRows | str:
-    """The kernels for this pool, or why it takes the way of rows.py."""
+def gpu_rows(rows: DraftRows, page_size: int, staging: Any, asked: str = "auto") -> GpuRows | str:
+    """The kernels for this pool, or why torch copies (rows.py). UnsafeError where neither may."""
     device = rows.device
     if device.type != "cuda" or torch.version.hip:
         return f"the pool is on {device}, which is no CUDA device"
     try:
-        driver = Driver(torch.cuda.current_device() if device.index is None else device.index)
+        driver = Driver(device.index)
+        rows.flush = driver.flush if driver.needs_flush() else None
+        if asked == "torch":
+            return "as SGLANG_MIXKV_GPU_COPIES says"
         if driver.capability < OLDEST:
             return f"compute capability {driver.capability / 10}: expected {OLDEST / 10} or later"
         return GpuRows(rows, page_size, staging, driver)
+    except UnsafeError:
+        raise
     except Exception as error:  # no libcuda, no ptxas, nowhere to keep what was compiled, ...
         return repr(error)[:300]

@@ -111,7 +111,7 @@ def _not_cut(got: str) -> MixKVError:
         "a draft KV pool with rows of [tokens, heads, head size] (NHD)",
         got,
         "heads would be cut at wrong offsets",
-        "Unset SGLANG_USE_HND_KVCACHE, or use another attention backend",
+        "Unset SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT",
     )
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_mixkv.engine import draft_pool
-from sglang_mixkv.refusals import STORAGE
+from sglang_mixkv.engine import draft_pool, storage
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -47,7 +47,8 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
         hidden = pool  # which is refused, since the pool inside has a part of the layers
     _thread.handed = Handed(hidden, queue.scheduler)
     if pool is not None:
-        queue.scheduler.attach_hicache_storage_wrapped = _attach_no_storage
+        stock = queue.scheduler.attach_hicache_storage_wrapped
+        queue.scheduler.attach_hicache_storage_wrapped = partial(storage.attach, stock)
     if hidden is not None:
         queue.draft_token_to_kv_pool = None
     try:
@@ -55,16 +56,6 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     finally:
         queue.draft_token_to_kv_pool = pool
         del _thread.handed
-
-
-def _attach_no_storage(_: Any) -> Any:
-    """In the place of the scheduler's own: `PUT /hicache/storage-backend` is answered as the start
-    with that flag would be. The scheduler binds what it does on requests after its queues."""
-    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
-
-    reason = f"[MIXKV-START-03] {STORAGE}"
-    logger.warning("%s; sglang-mixkv attaches no storage tier", reason)
-    return AttachHiCacheStorageReqOutput(success=False, message=reason)
 
 
 def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) -> Any:

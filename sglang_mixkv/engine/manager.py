@@ -17,13 +17,13 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv.channel.messages import draws
 from sglang_mixkv.decode import machine as decode_machine
-from sglang_mixkv.decode.events import server_of
+from sglang_mixkv.decode.transfer import server_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.engine import draft_pool
 from sglang_mixkv.engine.bootstrap import KEY, DraftBootstrapServer
 from sglang_mixkv.engine.notices import AbortedRequests
 from sglang_mixkv.engine.prefill_servers import PrefillServers
-from sglang_mixkv.engine.rank import RankContext
+from sglang_mixkv.engine.rank import RankContext, RankManager
 from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.sender import DraftSender, switch_off_early_sends
 from sglang_mixkv.prefill import machine as prefill_machine
@@ -33,18 +33,14 @@ from sglang_mixkv.series import ABORTED
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
-class DraftManager:
+class DraftManager(RankManager):
     """Mixed into CommonKVManager. Raises MixKVError, and the server does not start, for a drafter
     that cannot be cut, and where the channel cannot be made."""
 
     backend = ""
-    local: RankContext
-    prefill_channel: PrefillWorker | None = None
-    decode_channel: DecodeWorker | None = None
     servers: PrefillServers | None = None
     local_ip: str
     pp_rank: int | None
-    pp_size: int | None
     prefill_info_table: dict[str, Any]
     enable_deferred_decode_kv_release: bool
 

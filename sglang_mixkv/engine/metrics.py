@@ -86,6 +86,10 @@ class MetricsReporter(Reporter):
         self._record(name, "draft", amount=size)
         self._record("copy_seconds_total", amount=seconds)
 
+    def kernels(self, used: bool) -> None:
+        """Whether kernels copy, on a GPU."""
+        self._record("gpu_kernels", amount=used)
+
     def refused(self, error: MixKVError) -> None:
         """A request fails since its prefill server is refused."""
         self._record("peers_refused_total", error.reason)

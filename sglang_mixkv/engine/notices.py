@@ -18,18 +18,15 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.engine.names import in_thread
 from sglang_mixkv.engine.prefill_http import Ranks
-from sglang_mixkv.engine.rooms import newest
+from sglang_mixkv.engine.rooms import RoomUse, newest
 from sglang_mixkv.series import ABORTED
-
-if TYPE_CHECKING:
-    from sglang_mixkv.engine.sender import DraftSender
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -79,7 +76,7 @@ class AbortedRequests:
         self._manager = manager
         self._background = Background("mixkv-notify", BLOCKED_AT_ONCE)
 
-    def add(self, sender: DraftSender) -> None:
+    def add(self, sender: RoomUse) -> None:
         """A room that SGLang has concluded is left alone. After Success decode goes on with the
         request. After Failed decode was notified, or must not be, since NIXL could not say that its
         writes have ended (transfer_worker in nixl/conn.py)."""
@@ -96,7 +93,7 @@ class AbortedRequests:
         targets = {(one.endpoint, one.dst_port) for one in infos if not one.is_dummy}
         return targets if infos else None
 
-    async def _notify(self, sender: DraftSender, room: int, targets: Any) -> None:
+    async def _notify(self, sender: RoomUse, room: int, targets: Any) -> None:
         until = time.monotonic() + LATE_S
         while targets is None and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
@@ -105,7 +102,7 @@ class AbortedRequests:
         send, message = self._background.send, self._manager.send_kv_status_message  # logs errors
         await asyncio.gather(*(send(to, message, targets=[to], **fields) for to in targets or ()))
 
-    def _late(self, sender: DraftSender, room: int) -> Any:
+    def _late(self, sender: RoomUse, room: int) -> Any:
         """The targets of a room that was aborted before they came; () where nothing is left to do.
         SGLang's thread (bootstrap_thread) notes the prefix, and then the status, once all decode
         ranks have come: the room's tables are cleared then. Where its scheduler has not cleared the

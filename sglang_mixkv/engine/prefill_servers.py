@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
-from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
+from sglang_mixkv.decode.transfer import Peer
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.engine.names import Names

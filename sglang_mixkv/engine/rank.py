@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +22,35 @@ from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
+from sglang_mixkv.decode.worker import DecodeWorker
+from sglang_mixkv.draft.copier import Store
+from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import SPARE, DraftLayout
-from sglang_mixkv.draft.rows import Staging, Store
+from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
+from sglang_mixkv.prefill.worker import PrefillWorker
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+
+class RankManager:
+    """DraftManager (manager.py), as far as its senders and receivers know it."""
+
+    local: RankContext
+    prefill_channel: PrefillWorker | None = None
+    decode_channel: DecodeWorker | None = None
+    # SGLang's
+    failure_records: dict[int, str]
+    kv_args: Any
+    pp_size: int
+    record_failure: Callable[[int, str], None]
+    req_to_decode_prefix_len: dict[int, Any]
+    request_status: dict[int, Any]
+    transfer_infos: dict[int, Any]
 
 
 class RankContext:
@@ -66,11 +90,11 @@ class RankContext:
         plane.register(memory, staging.address + SPARE)  # of slot 0
         if rows.device.type != "cuda":
             return Store(rows, staging, plane)
-        from sglang_mixkv.draft.rows_gpu import gpu_rows
-
-        kernels = gpu_rows(rows, draft.page_size, staging)
-        self.copying = f"copied by torch ({kernels})" if isinstance(kernels, str) else "kernels"
-        return Store(rows, staging, plane, None if isinstance(kernels, str) else kernels)
+        kernels = kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)
+        used = not isinstance(kernels, str)
+        self.copying = "kernels" if used else f"copied by torch ({kernels})"
+        self.reporter.kernels(used)
+        return Store(rows, staging, plane, kernels if used else None)
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
         assert self.draft is not None
@@ -114,6 +138,25 @@ class RankContext:
             f"{whose} attention-TP rank {layout.rank} of {layout.tp}, draft heads {heads}, "
             f"data plane {plane.name} ({plane.why}), {self.copying}"
         )
+
+
+def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
+    """What copies draft KV on a GPU, or why torch does."""
+    from sglang_mixkv.draft.rows_gpu import gpu_rows
+
+    try:
+        found = gpu_rows(rows, page_size, staging, asked)
+    except UnsafeError as wrong:  # torch may not, either
+        found, asked = str(wrong), "kernels"
+    if isinstance(found, str):
+        error = refuse(
+            "MIXKV-START-07", "the plugin's kernels to copy draft KV", found,
+            "torch copies it, 13 to 30 times slower", "Mend that, or report it",
+        )  # fmt: skip
+        if asked == "kernels":
+            raise error
+        logger.warning("%s", error)
+    return found
 
 
 def rdma_devices(kv_args: Any) -> str:

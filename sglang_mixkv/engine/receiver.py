@@ -11,11 +11,15 @@ from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.engine.prefill_servers import PrefillServers
-from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.rank import RankManager, forward_event
 from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
+
+
+class _Manager(RankManager):
+    servers: PrefillServers
 
 
 class DraftReceiver(RoomUse):
@@ -26,13 +30,15 @@ class DraftReceiver(RoomUse):
     Failed where rows could not even be cleared. `init` fails requests to a refused server.
     """
 
+    kv_mgr: _Manager
     handle: ReceiveHandle | None = None
+    channel: DecodeWorker  # of a `handle`
     plan: Plan | None = None
     bootstrap_addr: str
     bootstrap_infos: Any
 
     def init(self, prefill_dp_rank: int) -> None:
-        servers: PrefillServers = self.kv_mgr.servers
+        servers = self.kv_mgr.servers
         if self.conclude_state is None and (reason := servers.refuse(self.bootstrap_addr, self)):
             self._fail(reason)
             return
@@ -62,27 +68,22 @@ class DraftReceiver(RoomUse):
             end = first + len(pages) * page_size
         event = forward_event(local.handed.scheduler)
         handle = ReceiveHandle(pages, page_size, event, self.bootstrap_addr)
-        self.kv_mgr.decode_channel.open(
-            handle,
-            bootstrap_room=self.bootstrap_room,
-            sources=plan.sources,
-            first_token=first,
-            end=end,
-            cold=plan.cold,
-            version=plan.version,
-            page_size=page_size,
-        )
-        self.handle = handle
+        channel = self.kv_mgr.decode_channel
+        assert channel is not None
+        channel.open(
+            handle, bootstrap_room=self.bootstrap_room, sources=plan.sources, first_token=first,
+            end=end, cold=plan.cold, version=plan.version, page_size=page_size,
+        )  # fmt: skip
+        self.channel, self.handle = channel, handle
 
     def poll(self) -> Any:
         status, handle = super().poll(), self.handle  # type: ignore[misc]
         if handle is None or status != KVPoll.Success:
             return status
-        channel: DecodeWorker = self.kv_mgr.decode_channel
-        channel.target_arrived(handle)
+        self.channel.target_arrived(handle)
         if handle.state is None:
-            if channel.is_lost(handle):
-                channel.clear_now(handle)
+            if self.channel.is_lost(handle):
+                self.channel.clear_now(handle)
             return KVPoll.Transferring
         if handle.state is ev.State.FAILED:
             self._fail(f"[MIXKV-SELF-01] draft rows could not be cleared: {handle.reason}")
@@ -96,7 +97,7 @@ class DraftReceiver(RoomUse):
             if self.conclude_state == KVPoll.Failed:
                 records = self.kv_mgr.failure_records
                 reason = records.get(self.bootstrap_room, "failed on another rank")
-            self.kv_mgr.decode_channel.close(self.handle, reason)
+            self.channel.close(self.handle, reason)
         super().clear()  # type: ignore[misc]
 
     def _fail(self, reason: str) -> None:

@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 from sglang_mixkv.decode.events import Note
+from sglang_mixkv.engine.rank import RankManager
 from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -100,12 +101,12 @@ class RoomUse:
     under way, has failed under a number that no request has, as has one of a number that cannot be
     sent: whatever SGLang does with it touches nothing of another one's."""
 
-    kv_mgr: Any  # a DraftManager (manager.py)
+    kv_mgr: RankManager
     bootstrap_room: int
     conclude_state: Any
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
+        self, mgr: RankManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
         problem = f"{type(bootstrap_room).__name__} outside of that"
         if is_free := _is_number(bootstrap_room):

@@ -14,6 +14,7 @@ _ARGS, _PD = f"{_SRT}server_args:ServerArgs.", f"{_SRT}disaggregation."
 _PREFILL, _DECODE = f"{_PD}prefill:PrefillBootstrapQueue.", f"{_PD}decode:DecodePreallocQueue."
 _TOKENIZER = f"{_SRT}managers.tokenizer_manager:TokenizerManager."
 _CONN, _CONTEXT, _POOL = f"{_PD}common.conn:", f"{_SRT}runtime_context:", f"{_SRT}mem_cache."
+_STORE = f"{_POOL}storage.mooncake_store.mooncake_store:MooncakeStore."
 _MANAGER, _SENDER, _RECEIVER, _SERVER = (
     f"{_CONN}CommonKV{kind}." for kind in ("Manager", "Sender", "Receiver", "BootstrapServer")
 )
@@ -54,8 +55,10 @@ _FUNCTIONS = {
     f"{_RECEIVER}ensure_abort_notified": "",  # prefill is notified of a request that fails
     f"{_SERVER}_setup_routes": "",  # GET /mixkv
     f"{_SERVER}_handle_route_put": "request",  # takes a rank's row out of its registration
-    # replaced on a scheduler with a drafter: no storage tier
+    # replaced on a scheduler with a drafter: no storage tier but Mooncake's store
     f"{_SRT}managers.scheduler:Scheduler.attach_hicache_storage_wrapped": "recv_req",
+    # how objects of a rank's heads are named in Mooncake's store
+    f"{_STORE}register_mem_pool_host": "-> engine.storage.around_register",
     f"{_SRT}arg_groups.resolution_hooks:register_resolution_hook": "name",  # checks at start
     f"{_SRT}arg_groups.overrides:resolved_view": "server_args",  # what flags became
     # RDMA devices of this GPU
@@ -114,6 +117,10 @@ _NAMES = {
     f"{_POOL}memory_pool:MLATokenToKVPoolFP4": "kv_scale_buffer",
     f"{_POOL}memory_pool:HybridLinearKVPool": "full_kv_pool",
     f"{_POOL}swa_memory_pool:SWAKVPool": "full_kv_pool",
+    # how objects are named in Mooncake's store, and what is attached later
+    _STORE: "mha_suffix storage_config",
+    f"{_POOL}hicache_storage:HiCacheStorageConfig": "tp_size",
+    f"{_SRT}managers.io_struct:AttachHiCacheStorageReqInput": "hicache_storage_backend",
     # numbers that are in use
     _TOKENIZER: "disaggregation_mode rid_to_state",
     f"{_SRT}managers.tokenizer_manager:ReqState": "obj",

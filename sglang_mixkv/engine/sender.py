@@ -9,7 +9,8 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.notices import AbortedRequests
+from sglang_mixkv.engine.rank import RankManager, forward_event
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
@@ -35,20 +36,26 @@ def switch_off_early_sends(backend: str) -> str:
     return f"; {EARLY_SENDS}=0, since SGLang's {backend} does not wait"
 
 
+class _Manager(RankManager):
+    aborted: AbortedRequests
+
+
 class DraftSender(RoomUse):
     """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init. Of
     SGLang's statuses only Success is changed, to Transferring, while draft KV is packed."""
 
+    kv_mgr: _Manager
     handle: SendHandle | None = None
+    channel: PrefillWorker  # of a `handle`
     _first = 0
     _early_send_wait_event: Any = None  # SGLang's scheduler sets it, and its send takes it away
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
         super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]
-        channel: PrefillWorker | None = self.kv_mgr.prefill_channel
+        channel = self.kv_mgr.prefill_channel
         if channel is not None and self.handle is None:
             self._pages, self._sent = num_kv_indices, 0
-            self.handle = channel.begin(self.bootstrap_room)
+            self.channel, self.handle = channel, channel.begin(self.bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
         """As stock; the first chunk begins behind it."""
@@ -62,27 +69,30 @@ class DraftSender(RoomUse):
         early = self._early_send_wait_event
         super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
         try:
-            self._hand_over(kv_indices, kwargs, early)
+            self._hand_over(self.handle, kv_indices, kwargs, early)
         except Exception:  # without a last chunk, decode starts the drafter cold
             logger.exception("[MIXKV-SELF-01] a chunk's draft KV is not sent; its drafter is cold")
 
-    def _hand_over(self, pages: Any, kwargs: dict[str, Any], early: Any) -> None:
-        events = [early, kwargs.get("indices_event")]
+    def _hand_over(
+        self, handle: SendHandle, pages: Any, kwargs: dict[str, Any], early: Any
+    ) -> None:
+        events, local = [early, kwargs.get("indices_event")], self.kv_mgr.local
         if self.kv_mgr.pp_size > 1:  # process_prefill_chunk sends while the forward may run
-            events.append(forward_event(self.kv_mgr.local.handed.scheduler))
-        page_size, count = self.kv_mgr.local.draft.page_size, kwargs.get("num_kv_tokens")
+            events.append(forward_event(local.handed.scheduler))
+        assert local.draft is not None
+        page_size, count = local.draft.page_size, kwargs.get("num_kv_tokens")
         count = len(pages) * page_size if count is None else count
         self._sent += len(pages)
         first, self._first = self._first, self._first + count
         chunk = Pages(pages, page_size, [e for e in events if e is not None])
         last = self._sent >= self._pages
-        self.kv_mgr.prefill_channel.add_chunk(self.handle, first, count, last, chunk)
+        self.channel.add_chunk(handle, first, count, last, chunk)
 
     def poll(self) -> Any:
         status = super().poll()  # type: ignore[misc]
         if self.handle is None or status != KVPoll.Success:
             return status
-        released = self.kv_mgr.prefill_channel.release(self.handle)
+        released = self.channel.release(self.handle)
         return status if released else KVPoll.Transferring
 
     def clear(self) -> None:
@@ -108,4 +118,4 @@ class DraftSender(RoomUse):
 
     def _end(self, reason: str) -> None:
         if self.handle is not None:
-            self.kv_mgr.prefill_channel.end(self.handle, reason)
+            self.channel.end(self.handle, reason)

@@ -1,4 +1,4 @@
-r"""A prefill rank's state machine: events in, actions out, time as an argument. No I/O.
+r"""A prefill rank's state machine: calls in, actions out, time as an argument. No I/O.
 
 A *room* is one request on this rank: one use of a room number by SGLang. A *part* is what one
 reader, a decode rank, gets of it. An OPEN may come before SGLang's sender; its part waits for the
@@ -17,18 +17,21 @@ on. Prefill never fails a request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.prefill import events as ev
-from sglang_mixkv.prefill.transfer import Packing, Part, Room, refusal
+from sglang_mixkv.prefill.transfer import Chunk, Packing, Part, Room, Segment, refusal
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
 """Parts of one connection, and of all. Each takes some 500 bytes. Readers can be invented without
 end by anybody with access to the port, so the connection counts."""
-STEP = 1.0  # a rank's clock advances by so much at most between two events
+STEP = 1.0  # a rank's clock advances by so much at most between two calls
 
 
 class Machine:
@@ -38,14 +41,9 @@ class Machine:
     """
 
     def __init__(
-        self,
-        instance: bytes,
-        heads: range,
-        segment_tokens: Callable[[int, int], int],
-        slots: SlotPool,
-        times: Times,
-        draw_stamp: Callable[[], int],
-    ) -> None:
+        self, instance: bytes, heads: range, segment_tokens: Callable[[int, int], int],
+        slots: SlotPool, times: Times, draw_stamp: Callable[[], int],
+    ) -> None:  # fmt: skip
         self._instance, self._heads, self._times = instance, heads, times
         self.slots = slots
         self._packing = Packing(segment_tokens, slots, draw_stamp)
@@ -57,58 +55,71 @@ class Machine:
         self._out: list[ev.Action] = []
         self._clock, self._seen = 0.0, float("inf")
 
-    def handle(self, event: ev.Event, now: float) -> None:
-        """The clock stands still while this process does: a slot's time without an ACK counts from
-        when its READY went out, and a stopped process sends it only when it goes on."""
+    def advance(self, now: float) -> None:
+        """Before each call of a method below. The clock stands still while this process does: a
+        slot's time without an ACK counts from when its READY went out, and a stopped process sends
+        it only when it goes on."""
         self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
-        _HANDLERS[type(event)](self, event)
 
     def actions(self) -> list[ev.Action]:
-        """In the order in which they must be done."""
+        """What calls since the last time have led to, in the order in which it must be done."""
         packing = self._packing
         for part, ready in packing.announce(self._clock) if packing.announcing else ():
             part.room.progress = self._clock
             self._out.append(ev.Send(part.connection, ready))
             if ready.last:
                 self._settle(part.room)
-        if packing.turns.owners and (jobs := packing.start()):
-            self._out.append(ev.Pack(jobs))
+        if packing.turns.owners and (segments := packing.start()):
+            self._out.append(ev.Pack(segments))
         actions, self._out = self._out, []
         return actions
 
     # -- SGLang's side
 
-    def _begin(self, event: ev.Begin) -> None:
-        stale = self._current.get(event.room)
+    def begin(self, use: ev.Use, number: int) -> None:
+        """SGLang made a sender for the room of this number. Settled follows for it, unless `end`
+        comes before."""
+        stale = self._current.get(number)
         if stale is not None:
-            self._fail_parts(stale, "aborted", "another request has its room number")
-        room = self._early.pop(event.room, None) or Room(event.room, self._clock)
-        room.use, room.progress = event.use, self._clock
-        self._current[event.room] = self._uses[event.use] = room
+            self._fail(stale.parts.values(), "aborted", "another request has its room number")
+        room = self._early.pop(number, None) or Room(number, self._clock)
+        room.use, room.progress = use, self._clock
+        self._current[number] = self._uses[use] = room
         self._settle(room)
 
-    def _chunk(self, event: ev.AddChunk | ev.ChunkWritten) -> None:
-        room = self._uses.get(event.use)
-        if room is None:
-            return
-        if isinstance(event, ev.AddChunk):
-            room.chunks.append(event)
-        if room.note_written(isinstance(event, ev.ChunkWritten)):
-            for part in room.parts.values():
-                self._packing.add(part)
+    def add_chunk(
+        self, use: ev.Use, first: int, count: int, last: bool, pages: Any = None,
+        pending: bool = False,
+    ) -> None:  # fmt: skip
+        """SGLang handed a chunk over: tokens [first, first + count) of the prompt, in `pages`.
 
-    def _target_sent(self, event: ev.TargetSent) -> None:
-        room = self._uses.get(event.use)
+        `pending`: their KV may not be written yet; `chunk_written` follows. `last`: no more come.
+        Chunks of one use follow each other in the prompt, and are written in their order.
+        """
+        if (room := self._uses.get(use)) is not None:
+            room.chunks.append(Chunk(use, first, count, last, pages, pending))
+            self._packing.add(room.note_written(pending=False))
+
+    def chunk_written(self, use: ev.Use) -> None:
+        """The first of the use's pending chunks is."""
+        if (room := self._uses.get(use)) is not None:
+            self._packing.add(room.note_written(pending=True))
+
+    def target_sent(self, use: ev.Use) -> None:
+        """SGLang's own transfer of the use has succeeded. From now on packing that makes no
+        progress is given up."""
+        room = self._uses.get(use)
         if room is not None and room.sent is None:
             room.sent = self._clock
             self._settle(room)
 
-    def _end(self, event: ev.End) -> None:
-        room = self._uses.pop(event.use, None)
+    def end(self, use: ev.Use, reason: str = "") -> None:
+        """SGLang is done with the sender, and its gate is closed. `reason`: why it failed."""
+        room = self._uses.pop(use, None)
         if room is None:
             return
-        self._fail_parts(room, "aborted", event.reason or "the sender was cleared")
+        self._fail(room.parts.values(), "aborted", reason or "the sender was cleared")
         for part in room.parts.values():
             self._forget(part)
         if self._current.get(room.number) is room:
@@ -116,10 +127,11 @@ class Machine:
 
     # -- readers
 
-    def _received(self, event: ev.Received) -> None:
-        match event.message:
+    def received(self, connection: ev.Connection, message: Open | Ack | Fail) -> None:
+        """A reader's message. `connection`: what a reply is addressed to."""
+        match message:
             case Open() as opened:
-                self._opened(event.connection, opened)
+                self._opened(connection, opened)
             case Ack(slots):
                 for slot in self.slots.acknowledge(slots, self._clock):
                     self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
@@ -127,10 +139,11 @@ class Machine:
                 if (part := self._parts.get(generation)) is not None:
                     self._over(part)
 
-    def _unsent(self, event: ev.Unsent) -> None:
-        if isinstance(event.message, Ready):
-            self.slots.acknowledge((one.slot, one.stamp) for one in event.message.segments)
-        if (part := self._parts.get(event.message.generation)) is not None:
+    def unsent(self, message: Ready | Fail) -> None:
+        """This message did not leave, and never will."""
+        if isinstance(message, Ready):
+            self.slots.acknowledge((one.slot, one.stamp) for one in message.segments)
+        if (part := self._parts.get(message.generation)) is not None:
             self._over(part)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
@@ -163,7 +176,7 @@ class Machine:
         room.readers, room.progress = max(room.readers, opened.readers), self._clock
         self._open[connection] += 1
         self.slots.sign(reader, self._clock)
-        self._packing.add(part)
+        self._packing.add((part,))
         self._settle(room)
 
     def _refuse(self, connection: ev.Connection, opened: Open, code: str, detail: str) -> None:
@@ -176,8 +189,9 @@ class Machine:
         if not self._open[part.connection]:
             del self._open[part.connection]
 
-    def _connection_lost(self, event: ev.ConnectionLost) -> None:
-        for part in [p for p in self._parts.values() if p.connection == event.connection]:
+    def connection_lost(self, connection: ev.Connection) -> None:
+        """Nothing can be sent over it any more. What was sent may have arrived."""
+        for part in [p for p in self._parts.values() if p.connection == connection]:
             self._over(part)
 
     # -- parts
@@ -189,14 +203,11 @@ class Machine:
             self._packing.drop(part)
             self._settle(part.room)
 
-    def _fail(self, part: Part, code: str, detail: str) -> None:
-        self._refuse(part.connection, part.opened, code, detail)
-        self._over(part)
-
-    def _fail_parts(self, room: Room, code: str, detail: str) -> None:
-        for part in room.parts.values():
+    def _fail(self, parts: Iterable[Part], code: str, detail: str) -> None:
+        for part in parts:
             if not part.ended:
-                self._fail(part, code, detail)
+                self._refuse(part.connection, part.opened, code, detail)
+                self._over(part)
 
     def _settle(self, room: Room, given_up: bool = False) -> None:
         if room.use is not None and not room.settled and (given_up or room.all_ended):
@@ -205,13 +216,16 @@ class Machine:
 
     # -- packing
 
-    def _packed(self, event: ev.Packed) -> None:
-        for part in self._packing.end(event):
-            self._fail(part, "pack", event.error)
+    def packed(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
+        """These segments of Pack actions have all ended so. If it is OK, their bytes are in the
+        slots."""
+        if failed := self._packing.end(segments, outcome):
+            self._fail(failed, "pack", repr(outcome)[:300])
 
     # -- time
 
-    def _tick(self, event: ev.Tick) -> None:
+    def tick(self) -> None:
+        """Time has passed. Needed at least ten times a second while a room is open."""
         for room in self._uses.values():
             if room.sent is None or room.settled:
                 continue
@@ -234,10 +248,18 @@ class Machine:
         if room.missing > 0:
             detail = f"room {room.number}: {room.missing} readers have not opened it"
             self._out.append(ev.Note("unopened", b"", detail))
-        self._fail_parts(room, "slow", "packing made no progress")
+        self._fail(room.parts.values(), "slow", "packing made no progress")
         self._settle(room, given_up=True)
 
-    # -- books
+    # -- actions that raised, and books
+
+    def undone(self, action: ev.Action, error: Exception) -> None:
+        """This action raised, and was not done."""
+        match action:
+            case ev.Pack(segments):
+                self.packed(segments, error)
+            case ev.Send(message=message):
+                self.unsent(message)
 
     def left(self) -> dict[str, int]:
         """What is left of requests, by name; empty on an idle rank."""
@@ -246,17 +268,3 @@ class Machine:
             "offered": self.slots.offered, "parts": len(self._parts),
         }  # fmt: skip
         return {name: count for name, count in found.items() if count}
-
-
-_HANDLERS: dict[type, Callable[..., None]] = {
-    ev.Begin: Machine._begin,
-    ev.AddChunk: Machine._chunk,
-    ev.ChunkWritten: Machine._chunk,
-    ev.TargetSent: Machine._target_sent,
-    ev.End: Machine._end,
-    ev.Received: Machine._received,
-    ev.ConnectionLost: Machine._connection_lost,
-    ev.Unsent: Machine._unsent,
-    ev.Packed: Machine._packed,
-    ev.Tick: Machine._tick,
-}

@@ -1,18 +1,38 @@
 """Room, Part and Segment of a prefill rank: a request, what each reader gets of it, in pieces that
-fit slots; and Packing, which chooses the segments that are packed next."""
+fit slots; and Packing, which chooses the segments that are packed next.
+
+A *use* is one sender of SGLang's, by whatever names it (in a server its SendHandle): room numbers
+come again, uses do not. A *connection* is how the socket names where a message came from.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
-from sglang_mixkv.prefill.events import AddChunk, Connection, Packed, PackJob, Use
+from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.layout import SlotCheck
 
+Use = Hashable
+Connection = bytes
 MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Tokens [first, first + count) of the prompt. `pages`: where they are (Pages in
+    draft/layout.py); opaque here. `pending`: their KV may not be written yet."""
+
+    use: Use
+    first: int
+    count: int
+    last: bool
+    pages: Any
+    pending: bool
 
 
 class Room:
@@ -26,19 +46,19 @@ class Room:
         self.use: Use | None = None
         self.parts: dict[bytes, Part] = {}  # by reader
         self.readers = 0
-        self.chunks: list[AddChunk] = []
+        self.chunks: list[Chunk] = []
         self.written = 0
         self.sent: float | None = None
         self.settled = False
 
-    def note_written(self, pending: bool) -> bool:
-        """Mark the next pending chunk as written, if one is, and all others that follow. Whether
-        there is more to pack."""
+    def note_written(self, pending: bool) -> Iterable[Part]:
+        """Mark the next pending chunk as written, if one is, and all others that follow. The parts
+        for which there is more to pack."""
         before = self.written
         self.written += pending
         while self.written < len(self.chunks) and not self.chunks[self.written].pending:
             self.written += 1
-        return self.written > before
+        return self.parts.values() if self.written > before else ()
 
     @property
     def missing(self) -> int:
@@ -56,10 +76,12 @@ class Room:
 
 
 class Segment(msgspec.Struct, eq=False, gc=False):
-    """Tokens of a chunk in a slot of this rank. `packed`: the bytes are there. The garbage
-    collector need not look at it: nothing that it refers to outlives it by a cycle through it."""
+    """`count` tokens of a chunk, from token `first` of the prompt on, in a slot of this rank.
+    `packed`: the bytes are there. The garbage collector need not look at it: nothing that it refers
+    to outlives it by a cycle through it."""
 
     part: Part
+    chunk: Chunk
     slot: int
     stamp: int
     first: int
@@ -79,7 +101,7 @@ class Part:
     def __init__(self, room: Room, opened: Open, connection: Connection, limit: int) -> None:
         self.room, self.opened, self.connection, self.limit = room, opened, connection, limit
         self.reader, self.wanted = opened.reader, opened.wanted
-        self.at: AddChunk | None = None
+        self.at: Chunk | None = None
         self.chunk, self.announced = 0, 0
         self.token = opened.first_token
         self.packing: deque[Segment] = deque()
@@ -108,17 +130,15 @@ class Part:
             self.chunk += 1
         return False
 
-    def cut(self, job: int, slot: int, stamp: int) -> tuple[Segment, PackJob]:
+    def cut(self, slot: int, stamp: int) -> Segment:
         """The next segment."""
         chunk, first = self.at, self.token
         assert chunk is not None
         count = min(chunk.first + chunk.count - first, self.limit)
-        segment = Segment(self, slot, stamp, first, count)
+        segment = Segment(self, chunk, slot, stamp, first, count)
         self.packing.append(segment)
         self.token += count
-        offset = first - chunk.first
-        pack = PackJob(job, chunk.use, chunk.pages, offset, count, self.wanted, slot, stamp)
-        return segment, pack
+        return segment
 
     def ready(self, most: int) -> Ready | None:
         """What can be announced now, `most` segments or fewer: those that are packed, up to the
@@ -147,52 +167,50 @@ class Packing:
     """
 
     def __init__(
-        self,
-        segment_tokens: Callable[[int, int], int],
-        slots: SlotPool,
+        self, segment_tokens: Callable[[int, int], int], slots: SlotPool,
         draw_stamp: Callable[[], int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._segment_tokens, self._slots, self._draw = segment_tokens, slots, draw_stamp
-        self._job, self._list = 0, list_of(slots.count)
+        self._list = list_of(slots.count)
         self.turns: RoundRobin[Part] = RoundRobin(self._list)
         self.announcing: dict[Part, None] = {}
-        self._jobs: dict[int, Segment] = {}
+        self._begun: set[Segment] = set()
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._begun)
 
     def limit(self, opened: Open) -> int:
         """How many tokens of what this reader wants fit a slot of either side."""
         return self._segment_tokens(len(opened.wanted), opened.slot_bytes)
 
-    def add(self, part: Part) -> None:
-        """The part has more to pack, or has reached its end."""
-        if part.advance():
-            self.turns.add(part.reader, part)
-        elif part.all_cut:
-            self.announcing[part] = None
-
-    def start(self) -> tuple[PackJob, ...]:
-        jobs = []
-        for part, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - len(self._jobs)):
-            self._job += 1
-            segment, job = part.cut(self._job, slot, self._draw())
-            self._jobs[self._job] = segment
-            jobs.append(job)
+    def add(self, parts: Iterable[Part]) -> None:
+        """They have more to pack, or have reached their end."""
+        for part in parts:
             if part.advance():
                 self.turns.add(part.reader, part)
-        return tuple(jobs)
+            elif part.all_cut:
+                self.announcing[part] = None
 
-    def end(self, event: Packed) -> list[Part]:
-        """The parts that failed jobs end. The slot of a segment that was not packed is free. Where
-        its gate was closed, the request's End follows."""
+    def start(self) -> tuple[Segment, ...]:
+        found = []
+        for part, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - len(self._begun)):
+            segment = part.cut(slot, self._draw())
+            self._begun.add(segment)
+            found.append(segment)
+            if part.advance():
+                self.turns.add(part.reader, part)
+        return tuple(found)
+
+    def end(self, segments: Sequence[Segment], outcome: Outcome) -> list[Part]:
+        """The parts that this ends, of segments that failed. The slot of one that was not packed is
+        free. Where its gate was closed, the request's end follows."""
         failed: dict[Part, None] = {}
-        for job in event.jobs:
-            segment = self._jobs.pop(job)
+        for segment in segments:
+            self._begun.remove(segment)
             part = segment.part
-            if part.over or event.error or event.closed:
+            if part.over or outcome is not SlotCheck.OK:
                 self._slots.free(segment.slot)
-                if event.error and not part.over:
+                if not (part.over or outcome is None):
                     failed[part] = None
             else:
                 segment.packed = True

@@ -1,8 +1,8 @@
 """A prefill rank's channel: what SGLang's scheduler calls, the thread that owns the socket, copies.
 
-The scheduler calls `begin`, `add_chunk`, `release` and `end`, which put an event on a queue;
-`release` also says whether SGLang's Success may be shown. The channel thread feeds the machine,
-sends what it says, starts copies and asks the events that chunks wait for.
+The scheduler calls `begin`, `add_chunk`, `release` and `end`, which have the channel thread call
+the machine; `release` also says whether SGLang's Success may be shown. The channel thread sends
+what the machine says, starts copies and asks the events that chunks wait for.
 """
 
 from __future__ import annotations
@@ -10,26 +10,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import zmq
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.copies import DeviceJob
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.loop import Worker
+from sglang_mixkv.channel.loop import Call, Worker
 from sglang_mixkv.channel.messages import Ack, Fail, Open
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import Poller, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
-
-if TYPE_CHECKING:
-    from sglang_mixkv.draft.rows import Store
+from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -49,12 +47,11 @@ class SendHandle:
         self.ended = False
 
 
-class PrefillWorker(Worker[ev.Event, ev.Action]):
+class PrefillWorker(Worker):
     """Its socket is bound at `host`, to `port` or, with 0, to any free one; peers read the slots of
     `store` over its data plane."""
 
     names = "mixkv-prefill", "mixkv-pack"
-    tick, undone, moves = ev.Tick(), staticmethod(ev.undone), ev.PackJob
     _machine: Machine
     _store: Store
 
@@ -68,7 +65,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         poller = Poller()
         poller.register(self._socket)
         super().__init__(machine, poller, reporter, times, store)
-        self._pending: deque[ev.AddChunk] = deque()
+        self._pending: deque[tuple[SendHandle, Pages]] = deque()  # chunks that may not be written
         self._lost: set[ev.Connection] = set()
         self._thread.start()
 
@@ -82,13 +79,17 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
 
     def begin(self, room: int) -> SendHandle:
         handle = SendHandle(room)
-        self._inlet.put(ev.Begin(handle, room), wake=False)  # its first chunk does
+        self._call(self._machine.begin, handle, room, wake=False)  # its first chunk does
         return handle
 
     def add_chunk(
         self, handle: SendHandle, first: int, count: int, last: bool, pages: Pages
     ) -> None:
-        self._inlet.put(ev.AddChunk(handle, first, count, last, pages, bool(pages.events)))
+        pending = bool(pages.events)
+        chunk = handle, first, count, last, pages, pending
+        self._call(self._machine.add_chunk, *chunk, wake=not pending)
+        if pending:
+            self._call(self._pending.append, (handle, pages))
 
     def release(self, handle: SendHandle) -> bool:
         """SGLang's own transfer has succeeded. Whether that may be reported: nothing reads the
@@ -97,7 +98,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         if handle.sent is None:
             handle.sent = time.monotonic()
             if not handle.settled:
-                self._inlet.put(ev.TargetSent(handle), wake=False)  # it starts a clock
+                self._call(self._machine.target_sent, handle, wake=False)  # it starts a clock
         if not handle.settled:
             overdue = time.monotonic() - handle.sent > self._slowest
             if not (self.broken or overdue):
@@ -116,31 +117,30 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             handle.ended = True
             handle.gate.close()
             hurry = bool(reason) or not handle.settled
-            self._inlet.put(ev.End(handle, reason), wake=hurry)
+            self._call(self._machine.end, handle, reason, wake=hurry)
 
     # -- the channel thread
 
     def _outstanding(self) -> bool:
         return bool(self._pending)
 
-    def _look(self, ready: list[Any]) -> Iterator[ev.Event]:
-        while self._pending and self._is_written(self._pending[0]):
+    def _look(self, ready: list[Any]) -> Iterator[Call]:
+        while self._pending and self._is_written(*self._pending[0]):
             # events are asked in the order of their chunks, which is the stream's
-            yield ev.ChunkWritten(self._pending.popleft().use)
+            yield self._machine.chunk_written, self._pending.popleft()[:1]
         if self._socket in ready:
             yield from self._received()
 
     @staticmethod
-    def _is_written(chunk: ev.AddChunk) -> bool:
+    def _is_written(handle: SendHandle, pages: Pages) -> bool:
         """Or nothing will be packed of it."""
-        assert isinstance(chunk.use, SendHandle)
         try:
-            return chunk.use.ended or all(map(is_over, chunk.pages.events))
+            return handle.ended or all(map(is_over, pages.events))
         except Exception as error:  # each of its packs fails, and so does the part
-            chunk.pages.error = error
+            pages.error = error
             return True
 
-    def _received(self) -> Iterator[ev.Event]:
+    def _received(self) -> Iterator[Call]:
         for _ in range(BATCH):
             try:
                 connection, frame = self._socket.recv(NOBLOCK), self._socket.recv(NOBLOCK)
@@ -153,20 +153,16 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
                 self._reporter(ev.Note("unreadable", b"", str(error)))
                 continue
             if isinstance(message, Open | Ack | Fail):
-                yield ev.Received(connection, message)
+                yield self._machine.received, (connection, message)
 
-    def _handle(self, event: ev.Event) -> None:
-        if isinstance(event, ev.AddChunk) and event.pending:
-            self._pending.append(event)
-        elif isinstance(event, ev.ConnectionLost):
-            self._lost.discard(event.connection)
-        self._machine.handle(event, time.monotonic())
+    def _copied(self) -> Iterator[Call]:
+        for ended in self._copies.ended():
+            yield self._machine.packed, ended
 
     def _do(self, action: ev.Action) -> None:
         match action:
-            case ev.Pack(jobs):
-                assert self._copies is not None
-                self._copies.start(jobs)
+            case ev.Pack(segments):
+                self._copies.start(list(map(_copy_of, segments)))
             case ev.Send():
                 self._send(action)
             case ev.Settled(SendHandle() as handle):
@@ -181,28 +177,17 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             self._socket.send(action.connection, NOBLOCK | SNDMORE)
             self._socket.send(frame, NOBLOCK)
         except zmq.ZMQError:  # no route to it any more, or it takes nothing
-            self._inlet.put(ev.Unsent(action.message))
+            self._call(self._machine.unsent, action.message)
             if action.connection not in self._lost:  # once for all answers that it does not take
                 self._lost.add(action.connection)
-                self._inlet.put(ev.ConnectionLost(action.connection))
+                self._call(self._machine.connection_lost, action.connection)
+                self._call(self._lost.discard, action.connection)
 
-    # -- copies
 
-    def _size_of(self, job: ev.PackJob) -> int:
-        return job.count * len(job.heads) * self._store.rows.bytes_per_head
-
-    def _run_on_host(self, job: ev.PackJob) -> SlotCheck:
-        rows, slot = job.pages.rows(job.offset, job.count), self._store.staging.slot(job.slot)
-        self._store.rows.pack(rows, job.heads, slot, job.stamp)
-        return SlotCheck.OK
-
-    def _prepare(self, job: ev.PackJob) -> DeviceJob:
-        assert isinstance(job.handle, SendHandle)
-        device, gate = self._store.device, job.handle.gate
-        pages = job.pages.on(device)
-        what = device.job(pages, job.offset, job.count, job.heads, job.slot, job.stamp)
-        return DeviceJob(gate, device.start_pack, what)
-
-    def _event_of(self, jobs: Sequence[ev.PackJob], found: Any) -> ev.Packed:
-        error = "" if found is None or found == SlotCheck.OK else repr(found)[:300]
-        return ev.Packed(tuple([job.job for job in jobs]), error, closed=found is None)
+def _copy_of(segment: Segment) -> Copy:
+    chunk, heads = segment.chunk, segment.part.wanted
+    assert isinstance(chunk.use, SendHandle)
+    return Copy(
+        Kind.PACK, segment, chunk.use.gate, chunk.pages, segment.first - chunk.first,
+        segment.count, heads, segment.slot, segment.stamp,
+    )  # fmt: skip

@@ -32,6 +32,7 @@ MOONCAKE = (
 )
 DEVICES_FLAG = "--disaggregation-ib-device"
 DEVICES = Path("/sys/class/infiniband")
+NVIDIA, PEERMEM = Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia_peermem")
 SEAMS_LIMIT_S = 300
 
 _SHOWN = re.compile(r"MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_|(CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME)$")
@@ -78,7 +79,7 @@ def versions() -> Iterator[Finding]:
     elif sglang not in SUPPORTED_SGLANG:
         advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=={newest}"
     elif not engines and version_of("nixl") == "none":
-        missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
+        missing = "neither Mooncake nor NIXL is installed: pip install sglang-mixkv[cuda]"
     yield Finding("versions", "sglang-mixkv", f"{__version__}, protocol {PROTOCOL[1]}")
     yield Finding("versions", "sglang", sglang, advice)
     yield Finding("versions", "mooncake", ", ".join(engines) or "none", missing)
@@ -146,6 +147,10 @@ def rdma(names: str) -> Iterator[Finding]:
     here = devices()
     for name, ports in (here or {"devices": "none"}).items():
         yield Finding("RDMA", name, ports)
+    if here and NVIDIA.exists():
+        has = ["nvidia_peermem"] * PEERMEM.exists() + ["dma-buf"] * (" Open " in NVIDIA.read_text())
+        advice = "expected nvidia_peermem to be loaded, or the driver's open kernel modules"
+        yield Finding("RDMA", "GPU memory", ", ".join(has) or "no way to it", "" if has else advice)
     wanted = filter(None, names.replace(" ", "").split(","))
     if wrong := [name for name in wanted if " ACTIVE " not in here.get(name, "")]:
         known = ", ".join(here) or "it has none"

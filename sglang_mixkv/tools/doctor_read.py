@@ -31,7 +31,7 @@ import numpy as np
 import zmq
 
 from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import Extent, Memory, Peer
+from sglang_mixkv.channel.data_plane import Memory, Peer
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
@@ -202,7 +202,7 @@ def _read_slots(side: Side, peer: Peer, offer: Offer) -> Result:
     for first in (0, READ):
         begin = time.monotonic()
         side.plane.start(first, peer, [
-            Extent(side.slot(first + n).data_ptr(), offer.address + n * offer.slot_bytes, size)
+            (side.slot(first + n).data_ptr(), offer.address + n * offer.slot_bytes, size)
             for n in range(READ)
         ])  # fmt: skip
         while not (ended := side.plane.ended()):

@@ -3,8 +3,10 @@
 Stock SGLang 0.5.23: beside an MLA target each decode rank gets the rows of one prefill rank as they
 lie there, which is right where both hold the same heads. Mooncake writes them at prefill's row
 length (send_kvcache), NIXL page by page (_prep_equal_tp_dlist). A target with KV heads is cut by
-heads, and its drafter at the same bytes (send_kvcache_slice). With --dcp-size, send_kvcache_dcp
-cuts by heads, but sends from one prefill rank, and not beside pure MLA.
+heads, and its drafter at the same bytes (send_kvcache_slice). With --dcp-size, Mooncake's
+send_kvcache_dcp cuts by heads, but sends from one prefill rank, and not beside pure MLA; NIXL's
+prefill compares decode's draft rows with its own (prepare_dcp_token_item_lens), and its thread
+ends where they differ.
 tests/protocol/test_stock.py runs these cases.
 """
 
@@ -108,6 +110,10 @@ def need_of(prefill: Server, decode: Server) -> Need:
         text = "SGLang cuts the drafter's rows where it cuts the target's, of another length"
         return Need(True, text, None)
     held, needed = (max(1, heads // tp) for tp in sizes)
+    is_nixl = decode.disaggregation_transfer_backend == "nixl"
+    if decode.dcp_size > 1 and is_nixl:
+        text = "over NIXL with --dcp-size SGLang's prefill ends its bootstrap thread at a drafter "
+        return Need(True, text + "that is cut otherwise on decode: requests hang", None)
     if decode.dcp_size > 1 and not decode.target.hybrid:
         return Need(True, "with --dcp-size SGLang cuts no heads beside this target", None)
     if decode.dcp_size > 1 and held >= needed:
@@ -115,7 +121,6 @@ def need_of(prefill: Server, decode: Server) -> Need:
     if decode.dcp_size > 1:
         text = f"of {needed} KV heads that a decode rank needs SGLang sends {held}"
         return Need(True, text, 1 - held / needed)
-    is_nixl = decode.disaggregation_transfer_backend == "nixl"
     text = f"a decode rank holds {needed} of the drafter's KV heads, and SGLang "
     if held < needed:
         right = held / needed / (decode.page_size or 1) if is_nixl else 0

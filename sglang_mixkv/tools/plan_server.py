@@ -17,7 +17,7 @@ from unittest.mock import patch
 import msgspec
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import ATTRIBUTE, Config, resolve
+from sglang_mixkv.config import ATTRIBUTE, Config, resolve, truth
 from sglang_mixkv.draft.facts import Target
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.window import window_of
@@ -127,17 +127,23 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
     if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
         stock, notes = (), [*notes, f"{role}: what SGLang checks on {args.device} was not checked"]
     view = resolving_view(server_args)
+    notes += _amd(role, view, line.environ)
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
     if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
         values["dp_size"] //= values["attn_dp_size"]
     parts = values["attn_dp_size"] * view.attn_cp_size
     target = _model(server_args, view, is_draft=False)
+    draft = _model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None
+    attention_tp = view.tp_size // parts if parts and not view.tp_size % parts else 0
+    if draft and draft.kv_heads and view.hicache_storage_backend == refusals.STORED:
+        notes.append(
+            f"{role}: with the plugin, its draft KV in Mooncake's store is found by servers of "
+            f"attention TP {attention_tp} alone; others compute such a prefix and store their own"
+        )
     return Server(
         **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=stock,
-        attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
-        target=target, stage=_stage(target, view),
-        draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
+        attention_tp=attention_tp, target=target, stage=_stage(target, view), draft=draft,
         refused=tuple(_refused(role, view, line.environ)), notes=tuple(notes),
     )  # fmt: skip
 
@@ -151,6 +157,16 @@ def _unread(role: str, line: plan_line.Line, args: argparse.Namespace) -> Iterat
             setattr(args, name, None)
             flag = f"--{name.replace('_', '-')}"
             yield f"{role}: {flag} {value} depends on the server's host and was not looked at"
+
+
+def _amd(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
+    """For AMD's GPUs, of which a line says no more than this; `torch` is that of this image."""
+    import torch
+
+    flags = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
+    named = {"aiter", "wave"} & {getattr(view, flag) for flag in flags}
+    if named or truth("SGLANG_USE_AITER", environ) or torch.version.hip:
+        yield f"{role}: no AMD GPU has run the plugin; torch would make its copies there, slowly"
 
 
 def _check_models(args: argparse.Namespace) -> None:

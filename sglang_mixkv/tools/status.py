@@ -249,6 +249,9 @@ def _of_servers(found: Iterable[Server]) -> Iterator[Wrong]:
 
 def _of_counts(since: Pages) -> Iterator[Wrong]:
     for name, page in since.items():
+        if not all(value for _, value in page.of("gpu_kernels")):
+            what = "torch copies draft KV on a GPU, 13 to 30 times slower than kernels"
+            yield Wrong(name, what, "Search its log for MIXKV-START-07")
         for reason, number in page.counts("peers_refused_total", "reason").items():
             what = f"{number} requests failed since a prefill server is refused ({reason})"
             yield Wrong(name, what, "Search decode's log for MIXKV-")

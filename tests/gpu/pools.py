@@ -1,7 +1,11 @@
-"""Draft pools of the drafters that are served, as SGLang lays them out, and requests in them."""
+"""Draft pools of the drafters that are served, as SGLang lays them out, requests in them, and what
+runs beside a measurement."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,3 +69,19 @@ def settle() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def beside(work: Callable[[], Any]) -> Iterator[None]:
+    """A thread that does this again and again."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()

@@ -125,7 +125,8 @@ def device(request: pytest.FixtureRequest) -> str:
     if found == "cuda" and (why := no_cuda()):
         pytest.skip(f"no CUDA device: {why}")
     for package in ("sglang", "sglang_router"):
-        pytest.importorskip(package, reason=f"no {package}: install the plugin with [sglang,demo]")
+        reason = f"no {package}: install the plugin with [sglang,demo]"
+        pytest.importorskip(package, reason=reason, exc_type=ImportError)
     return found
 
 
@@ -138,7 +139,8 @@ ON_CPU = pytest.param("cpu", CASES[0], id="cpu", marks=pytest.mark.full)
 def test_a_pair_is_as_good_as_the_single_server(
     device: str, case: Case, figures: Callable[..., None]
 ) -> None:
-    pytest.importorskip("nixl" if case.backend == "nixl" else "mooncake.engine")
+    engine = "nixl" if case.backend == "nixl" else "mooncake.engine"
+    pytest.importorskip(engine, exc_type=ImportError)  # also where it lacks a library
     expected = single_server(case.pair, case.both, device)
     servers = case.servers(device)
     with Fleet() as fleet:

@@ -5,6 +5,7 @@
     launches    beside a thread that launches kernels, as SGLang's scheduler does
     copy        a copy of as many bytes on the device, waited for
     device      what the GPU itself is busy with, by torch's profiler; device_copy: with that copy
+    share       device_copy / device: how near the copies come to one that does nothing else
 
 These are figures to look at; nothing is judged. On the CPU they show that this runs.
 """
@@ -14,10 +15,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,10 @@ from sglang_mixkv.draft.layout import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import Staging
 
 from .copies import WAYS, Request
-from .pools import DSPARK, EAGLE3, HEAD, SLOT, Drafter, pool, rows_of
+from .pools import DSPARK, EAGLE3, HEAD, SLOT, Drafter, beside, pool, rows_of
 
 COUNT, PAGE, TIMES = {"cuda": 48, "cpu": 2}, 64, 5
 BATCHES = {"Torch": (1,), "Kernels": (1, 8, 48)}
-
-
-@contextmanager
-def beside(work: Callable[[], Any]) -> Iterator[None]:
-    """A thread that does this again and again."""
-    stop = threading.Event()
-
-    def run() -> None:
-        while not stop.is_set():
-            work()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
 
 
 @pytest.mark.parametrize("all_heads", [True, False])
@@ -108,6 +91,7 @@ def test_copies_are_timed(
                 record["launches"] = us(work, 1)
             if device.type == "cuda":
                 record |= {"device": busy(work), "device_copy": busy(copy)}
+                record["share"] = record["device_copy"] / record["device"]
             figures(**record)
 
 

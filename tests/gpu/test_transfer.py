@@ -21,7 +21,6 @@ import pytest
 import torch
 from rig.threads import Decode, Prefill
 
-from sglang_mixkv.channel.data_plane import Extent
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows
 
@@ -76,7 +75,8 @@ def test_slots_are_read_by_another_process(
     device: torch.device, backend: str, dtype: str, pytestconfig: pytest.Config,
     figures: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    module = pytest.importorskip({"mooncake": "mooncake.engine", "nixl": "nixl._api"}[backend])
+    needed = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}[backend]
+    module = pytest.importorskip(needed, exc_type=ImportError)  # also where it lacks a library
     if device.type == "cuda" and not getattr(module, "SUPPORT_CUDA", True):
         pytest.skip("this Mooncake is built without CUDA")
     monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")
@@ -114,7 +114,7 @@ def test_slots_are_read_by_another_process(
             packing = there.recv()
             assert wrong_bytes(found, right) == 0
             peer, again = reader.plane.connect(facts.endpoint), time.perf_counter()
-            whole_slots = [Extent(staging.address, facts.base, length)]
+            whole_slots = [(staging.address, facts.base, length)]
             reader.plane.start("bare", peer, whole_slots)
             while not (ended := reader.plane.ended()):
                 time.sleep(0)

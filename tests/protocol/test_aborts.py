@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import threading
 import time
-from concurrent.futures import Future
 from dataclasses import replace
-from queue import SimpleQueue
-from threading import Event, Thread
-from types import SimpleNamespace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -24,12 +20,8 @@ from rig.rank import Rank, reason_of, send
 from rig.ring import Outcome, ranks_of, run
 from rig.special import Special
 from rig.stages import Stop, hold_in_decode, hold_in_prefill
-from rig.threads import wait_for
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.engine import notices, rooms
-from sglang_mixkv.engine.notices import AbortedRequests
-from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.series import ABORTED
 
 SHAPES = {
@@ -138,133 +130,3 @@ def test_decode_is_notified_whose_metadata_come_later(shape: str) -> None:
     for report in outcome.decode:
         assert report.status == ["failed", "success"]
         assert ABORTED in report.reasons[0]
-
-
-class Stock:
-    def abort(self) -> None:
-        self.kv_mgr.did.append("abort")  # type: ignore[attr-defined]
-
-
-class Sender(DraftSender, Stock):
-    """On a manager with two decode ranks, of which one takes no message."""
-
-    def __init__(self) -> None:
-        self.bootstrap_room, self.hung, self.sent = 7, Event(), SimpleQueue[str]()
-        ranks = {n: SimpleNamespace(endpoint=n, dst_port=1, is_dummy=False) for n in "ab"}
-        self.kv_mgr = SimpleNamespace(
-            request_status={7: KVPoll.Transferring}, enable_deferred_decode_kv_release=True,
-            send_kv_status_message=self.message, transfer_infos={7: ranks}, did=[],
-        )  # fmt: skip
-        self.kv_mgr.aborted = AbortedRequests(self.kv_mgr)
-
-    def message(self, targets: list[tuple[str, int]], **_: Any) -> None:
-        ((name, _),) = targets
-        if name == "a":
-            self.hung.wait()
-        self.sent.put(name)
-
-
-def test_an_abort_waits_for_no_decode_rank() -> None:
-    """SGLang's send blocks for 30 s where one is gone. Its messages take one thread, however many
-    there are."""
-    sender, before = Sender(), threading.active_count()
-    for count in range(1, 9):
-        sender.abort()
-        assert sender.kv_mgr.did == ["abort"] * count
-        assert sender.sent.get(timeout=10) == "b"
-    assert threading.active_count() <= before + 2
-    sender.hung.set()
-    assert [sender.sent.get(timeout=10) for _ in range(8)] == ["a"] * 8
-
-
-class Use:
-    """Of a number, by a sender that SGLang has aborted, or by the one behind it."""
-
-    def __init__(self) -> None:
-        self.bootstrap_room, self.cleared = 7, False
-
-    def clear(self) -> None:
-        self.cleared = True
-
-
-HERE, DUMMIES = (
-    {7: {"a": SimpleNamespace(endpoint="a", dst_port=1, is_dummy=False)}},
-    {7: {"a": SimpleNamespace(endpoint="a", dst_port=1, is_dummy=True)}},
-)
-NOTED = {"prefixes": {7: 0}, "status": {7: KVPoll.Failed}, "infos": HERE}
-
-
-@pytest.mark.parametrize(
-    ("newest", "tables", "targets", "is_left", "is_cleared"),
-    [
-        ("own", NOTED, {("a", 1)}, False, False),
-        ("none", NOTED, {("a", 1)}, True, True),
-        ("another", NOTED, (), True, False),
-        ("own", NOTED | {"infos": DUMMIES}, (), False, False),
-        ("own", NOTED | {"infos": {}}, (), False, False),
-        *((whose, NOTED | {"prefixes": {}}, None, True, False) for whose in ("own", "none")),
-        *((whose, NOTED | {"status": {}}, None, True, False) for whose in ("own", "none")),
-        ("another", NOTED | {"prefixes": {}}, (), True, False),
-    ],
-)
-def test_an_abort_before_metadata_touches_nothing_of_the_numbers_next_use(
-    newest: str, tables: Any, targets: Any, is_left: bool, is_cleared: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Metadata that come then are that one's. SGLang's thread notes the prefix, then the status."""
-    infos, prefixes, status = (dict(tables[name]) for name in ("infos", "prefixes", "status"))
-    sender, another = Use(), Use()
-    uses = {"own": {7: sender}, "none": {}, "another": {7: another}}[newest]
-    monkeypatch.setattr(rooms, "_uses", uses)
-    manager = SimpleNamespace(
-        transfer_infos=infos, req_to_decode_prefix_len=prefixes, request_status=status
-    )
-    before = dict(infos), dict(prefixes), dict(status)
-    assert AbortedRequests(manager)._late(sender, 7) == targets
-    assert (sender.cleared, another.cleared) == (is_cleared, False)
-    assert status == before[2]
-    assert (infos, prefixes) == (before[:2] if is_left else ({}, {}))
-
-
-def test_an_abort_ends_where_its_number_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "LOOK_S", 0.01)
-    sender = Sender()
-    tables = sender.kv_mgr
-    ranks, tables.transfer_infos = tables.transfer_infos, {}
-    tables.req_to_decode_prefix_len, another = {}, Use()
-    monkeypatch.setattr(rooms, "_uses", {7: sender})
-    sender.abort()
-    time.sleep(0.1)
-    rooms._uses[7] = another
-    tables.transfer_infos, tables.req_to_decode_prefix_len = dict(ranks), {7: 4}
-    assert wait_for(lambda: not tables.aborted._background.running)
-    assert sender.sent.empty()
-    assert (tables.transfer_infos, tables.req_to_decode_prefix_len) == (ranks, {7: 4})
-
-
-@pytest.mark.parametrize(("under_way", "is_sent"), [(-1, True), (0, False), (1, False)])
-def test_aborts_beyond_those_that_are_under_way_are_not_sent(under_way: int, is_sent: bool) -> None:
-    sender = Sender()
-    sender.hung.set()
-    running = {Future[Any]() for _ in range(notices.MAX_NOTICES + under_way)}
-    sender.kv_mgr.aborted._background.running |= running
-    sender.abort()
-    if is_sent:
-        assert {sender.sent.get(timeout=10) for _ in "ab"} == {"a", "b"}
-    assert sender.kv_mgr.did == ["abort"]
-    sender.kv_mgr.aborted._background.running -= running
-    assert wait_for(lambda: not sender.kv_mgr.aborted._background.running)
-    assert sender.sent.empty()
-
-
-@pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed])
-def test_nothing_is_sent_for_a_room_that_has_ended(status: Any) -> None:
-    sender = Sender()
-    sender.hung.set()
-    sender.kv_mgr.request_status[7] = status
-    sender.abort()
-    sender.kv_mgr.request_status[7] = KVPoll.Transferring
-    sender.abort()  # which is sent, and first
-    assert sender.kv_mgr.did == ["abort"] * 2
-    assert {sender.sent.get(timeout=10) for _ in range(2)} == {"a", "b"}
-    assert sender.sent.empty()

@@ -44,6 +44,11 @@ BEHAVIOURS = [
      "the host cache knows the drafter's pool"),
     ("sglang.srt.mem_cache.kv_cache_builder:maybe_register_hicache_draft", r"draft_plan",
      "a prefix that comes back from the host brings its draft KV"),
+    ("sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController"
+     ".should_backup", r'"mooncake" and transfer\.name in \(\s*PoolName\.DRAFT,.*MHATokenToKVPoolH',
+     "all ranks store a drafter's heads in Mooncake's store"),
+    ("sglang.srt.mem_cache.hicache_storage:SidecarPoolSpec", r"= PoolHitPolicy\.ALL_PAGES",
+     "a page without the drafter's object ends what is found in storage"),
     ("sglang.srt.managers.scheduler:Scheduler",
      r"self\.init_disaggregation\(\).*self\.init_request_dispatcher\(\).*"
      r"def init_request_dispatcher.*self\.attach_hicache_storage_wrapped",

@@ -31,7 +31,7 @@ from rig.planes import (
     over,
 )
 
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, decode
+from sglang_mixkv.channel.data_plane import DataPlane, Memory, decode
 
 LISTEN = "0A"  # in /proc/net/tcp
 ALL, WAITING = ("mooncake", "nixl", "nixl-tcp"), ("mooncake", "nixl-tcp")
@@ -177,7 +177,7 @@ def serve_reads(pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remo
     pipe.recv()
     for i in range(6):
         places = range(i * 4 * MIB, (i + 1) * 4 * MIB, MIB)
-        plane.start(i, peer, [Extent(address + at, remote + at, MIB) for at in places])
+        plane.start(i, peer, [(address + at, remote + at, MIB) for at in places])
     pipe.send("begun")
 
 

@@ -250,7 +250,8 @@ class Queue:
     """SGLang's, with this draft pool; `seen`: what `_init_kv_manager` saw and what was handed."""
 
     def __init__(self, pool: Any) -> None:
-        self.draft_token_to_kv_pool, self.scheduler, self.seen = pool, SimpleNamespace(), None
+        self.draft_token_to_kv_pool, self.seen = pool, None
+        self.scheduler = SimpleNamespace(attach_hicache_storage_wrapped=lambda _: "SGLang's")
 
     def init(self) -> None:
         self.seen = self.draft_token_to_kv_pool, handover.take()
@@ -321,15 +322,18 @@ def test_the_pool_is_back_where_sglang_fails() -> None:
     assert handover.take().pool is None
 
 
-def test_no_storage_is_attached_to_a_running_server_with_a_drafter() -> None:
+def test_storage_but_mooncakes_is_not_attached_to_a_running_server_with_a_drafter() -> None:
     """`PUT /hicache/storage-backend` is answered with the reason; without a drafter by SGLang."""
-    drafting, other = Queue(of_heads()), Queue(None)
-    for queue in (drafting, other):
-        handover.around_init(Queue.init, queue)
-    answer = drafting.scheduler.attach_hicache_storage_wrapped(object())
-    assert not answer.success
-    assert answer.message.startswith("[MIXKV-START-03] --hicache-storage-backend with a drafter")
-    assert vars(other.scheduler) == {}
+    answers = {}
+    for drafts, pool in (True, of_heads()), (False, None):
+        handover.around_init(Queue.init, queue := Queue(pool))
+        for name in ("file", "mooncake"):
+            asked = SimpleNamespace(hicache_storage_backend=name)
+            answers[name, drafts] = queue.scheduler.attach_hicache_storage_wrapped(asked)
+    refused = answers.pop(("file", True))
+    assert not refused.success
+    assert refused.message.startswith("[MIXKV-START-03] --hicache-storage-backend other than")
+    assert set(answers.values()) == {"SGLang's"}
 
 
 def test_not_opted_in_no_pool_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

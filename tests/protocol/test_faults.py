@@ -76,7 +76,10 @@ def thread_ends(rank: Rank) -> None:
         raise SystemExit
 
     channel = rank.manager.decode_channel or rank.manager.prefill_channel
-    setattr(channel, "_look" if rank.side == "decode" else "_handle", end)
+    if rank.side == "decode":
+        channel._look = end
+    else:
+        channel._machine.advance = end
 
 
 PACK = first("", "pack", no_memory, DraftRows)

@@ -25,8 +25,9 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
-from sglang_mixkv.decode.events import peer_of
+from sglang_mixkv.decode.transfer import peer_of
 from sglang_mixkv.draft import rows_gpu
+from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.facts import StagingFacts, Target
 from sglang_mixkv.draft.layout import HEADER, SPARE, DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
@@ -62,7 +63,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
         LAYOUT, DraftRows([torch.zeros(8, 2, 16, dtype=torch.uint8)] * 2, LAYOUT.heads), 4
     )
     monkeypatch.setattr(ranks, "check_once", lambda _: None)
-    monkeypatch.setattr(ranks, "reporter", lambda mode: SimpleNamespace(mode=mode))
+    monkeypatch.setattr(ranks, "reporter", lambda mode: SimpleNamespace(mode=mode, kernels=print))
     monkeypatch.setattr(ranks, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=3))
     monkeypatch.setattr(ranks, "sglang_version", lambda: "0.5.23")
     monkeypatch.setattr(ranks.handover, "take", lambda: ranks.handover.Handed(object(), None))
@@ -116,7 +117,7 @@ SETTINGS = {
 }  # fmt: skip
 ELSEWHERE = {
     "enabled": "plugin.py", "allow_untested_sglang": "engine/releases.py",
-    "on_draft_mismatch": "engine/prefill_servers.py",
+    "on_draft_mismatch": "engine/prefill_servers.py", "gpu_copies": "engine/rank.py, on a GPU",
 }  # fmt: skip
 
 
@@ -262,7 +263,7 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
     monkeypatch.setattr(rows_gpu, "gpu_rows", lambda *args: asked.append(args) or draft)
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: Draft(LAYOUT, rows, 4, "pool"))
     one, store, _ = rank_of(PLAIN)
-    assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made)]
+    assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made, "auto")]
     assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + SPARE)]
     assert store.device is (None if kernels == "why not" else draft)
     assert (store.rows, store.staging) == (rows, made)
@@ -440,6 +441,39 @@ def test_sglangs_class_is_handed_out_with_its_mixin_and_backend(backend: str, ki
     assert found.__bases__ == (MIXINS[kind], Theirs)
     assert (found.__name__, found.backend) == ("DraftTheirs", backend)
     assert found.__module__.startswith("sglang_mixkv.")
+
+
+REASON = "PermissionError(13, 'TRITON_CACHE_DIR')"
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "starts"),
+    [
+        ("auto", object(), True),
+        ("kernels", object(), True),
+        ("auto", REASON, True),
+        ("torch", REASON, True),
+        ("kernels", REASON, False),
+        ("auto", UnsafeError(REASON), False),
+        ("torch", UnsafeError(REASON), False),
+    ],
+)
+def test_nothing_takes_the_kernels_place_in_silence(
+    asked: str, found: Any, starts: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def gpu_rows(*what: Any) -> Any:
+        assert what == ("rows", 64, "staging", asked)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(rows_gpu, "gpu_rows", gpu_rows)
+    error = nullcontext() if starts else pytest.raises(MixKVError, match=r"MIXKV-START-07.*CACHE")
+    with error:
+        assert ranks.kernels_of("rows", 64, "staging", asked) is found
+    said = [(one.levelname, one.message) for one in caplog.records]
+    assert len(said) == (starts and found is REASON)
+    assert all(level == "WARNING" and "MIXKV-START-07" in text for level, text in said)
 
 
 class Stock:

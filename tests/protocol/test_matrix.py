@@ -264,6 +264,18 @@ def test_dcp_from_a_server_without_it(
     )  # fmt: skip
 
 
+@pytest.mark.transports(2)
+@pytest.mark.parametrize(("stages", "tp"), [(4, 4), (2, 8)])
+def test_dcp_from_stages_of_one_rank(stages: int, tp: int) -> None:
+    """Kimi-K3's shape, in small: a drafter of 16 heads. Over NIXL stock hangs (test_stock.py)."""
+    right(
+        Case(
+            1, tp, prefill_pp=stages, dcp=tp, hybrid=True, requests=DCP_REQUESTS,
+            target=Cache("mla", layers=2 * stages, k_bytes=24), draft=Cache("mha", heads=16),
+        )
+    )  # fmt: skip
+
+
 @few
 @pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4), (8, 4)])
 @pytest.mark.parametrize("heads", [1, 8])

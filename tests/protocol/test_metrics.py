@@ -13,7 +13,7 @@ from rig.model import Case, Request
 from rig.ring import Outcome, run
 from rig.special import Special
 
-from sglang_mixkv.engine import draft_pool, handover, metrics
+from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.series import COLD
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
@@ -54,30 +54,6 @@ def test_without_enable_metrics_no_series_is_made() -> None:
     outcome = measured(Case(1, 1, requests=REQUESTS), metrics=False)
     assert not any(report.counted for report in outcome.prefill + outcome.decode)
     assert not any(report.cold for report in outcome.decode)
-
-
-@pytest.mark.parametrize("dp_rank", [None, 0, 4])
-@pytest.mark.parametrize("more", [None, {"zone": 7}])
-def test_series_have_the_labels_of_sglangs_own(
-    more: Any, dp_rank: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of its rank; as text, since SGLang's are."""
-    from sglang.srt import runtime_context
-    from sglang.srt.arg_groups import overrides
-
-    args = SimpleNamespace(enable_metrics=True, served_model_name="m", extra_metric_labels=more)
-    parallel = SimpleNamespace(tp_rank=1, pp_rank=2, moe_ep_rank=3, dp_rank=dp_rank)
-    monkeypatch.setattr(runtime_context, "get_server_args", lambda: "as given")
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
-    monkeypatch.setattr(overrides, "resolved_view", {"as given": args}.__getitem__)
-    monkeypatch.setattr(metrics, "MetricsReporter", lambda *given: given)
-    expected = {"model_name": "m", "engine_type": "decode", "tp_rank": "1", "pp_rank": "2",
-                "moe_ep_rank": "3"}  # fmt: skip
-    expected |= {} if dp_rank is None else {"dp_rank": str(dp_rank)}
-    expected |= {"zone": "7"} if more else {}
-    assert metrics.reporter("decode") == ("decode", expected)
-    args.enable_metrics = False
-    assert metrics.reporter("prefill") == ("prefill", None)
 
 
 # ---------------------------------------------------------------- SGLang's queues

@@ -442,7 +442,8 @@ def test_what_a_queue_hands_over_is_its_threads_own() -> None:
     taken = list[Any]()
     inner = SimpleNamespace(k_buffer=[])
     queue = SimpleNamespace(
-        draft_token_to_kv_pool=SimpleNamespace(full_kv_pool=inner), scheduler=SimpleNamespace()
+        draft_token_to_kv_pool=SimpleNamespace(full_kv_pool=inner),
+        scheduler=SimpleNamespace(attach_hicache_storage_wrapped=None),
     )
 
     def builds(_: Any) -> str:

@@ -95,9 +95,9 @@ def test_rank_1_gets_the_card_too(
 
 
 def test_what_is_missing_is_chosen_otherwise_and_said() -> None:
-    lacking = {one_gpu.SHARED_ENV, one_gpu.NO_DUAL_GEMM_ENV, "--sampling-backend"}
+    lacking = {one_gpu.SHARED_ENV, one_gpu.NO_DUAL_GEMM_ENV}
     for cards, packages, chosen, reasons in (
-        (1, frozenset(), lacking, 4), (2, frozenset({"flashinfer", "cutlass"}), set(), 1),
+        (1, frozenset(), lacking, 3), (2, frozenset({"cutlass"}), set(), 1),
     ):  # fmt: skip
         made = one_gpu.setup(cards, packages)
         assert lacking & {*made.env, *made.flags} == chosen

@@ -236,9 +236,9 @@ def test_what_failed_never_ends_as_what_succeeded(mixin: type, state: Any, recor
     ended = MagicMock()
     use.kv_mgr = SimpleNamespace(
         failure_records={7 if record == "its own" else 8: record} if record else {},
-        decode_channel=SimpleNamespace(close=ended), prefill_channel=SimpleNamespace(end=ended),
     )  # fmt: skip
     use.bootstrap_room, use.conclude_state, use.handle = 7, state, object()
+    use.channel = SimpleNamespace(close=ended, end=ended)
     use.clear()
     ((handle, reason),) = [call.args for call in ended.call_args_list]
     assert handle is use.handle

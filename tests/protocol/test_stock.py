@@ -19,6 +19,9 @@ RIGHT: dict[str, Case] = {
     "heads replicated on both sides": stock(4, 2, draft=Cache("mha", heads=1)),
     "one head of two": stock(4, 2, draft=Cache("mha", heads=2)),
     "DCP at equal TP": stock(2, 2, dcp=2, requests=(Request(23, chunk_pages=1), Request(8))),
+    "DCP with a hybrid target, P < D": stock(
+        1, 2, dcp=2, hybrid=True, requests=(Request(23, chunk_pages=1), Request(8))
+    ),
     # Index keys are the same on every rank: they come from the one that sends the target.
     "DSA": stock(2, 2, **OF_DSA),
     "DSA with its MTP layer, stages": stock(
@@ -61,12 +64,18 @@ def test_context_parallelism_with_a_hybrid_target_is_wrong_without_an_error() ->
     assert all("draft entry" in wrong for wrong in outcome.wrong)
 
 
-@pytest.mark.full
-def test_context_parallelism_at_unequal_tp_ends_the_transfer_thread(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("backend", "hybrid"),
+    [pytest.param("mooncake", False, marks=pytest.mark.full), ("nixl", True),
+     pytest.param("nixl", False, marks=pytest.mark.full)],
+    indirect=["backend"],
+)  # fmt: skip
+def test_context_parallelism_at_unequal_tp_ends_prefills_thread(
+    monkeypatch: pytest.MonkeyPatch, hybrid: bool, backend: str
 ) -> None:
-    """Pure MLA, heads of unequal number: no request of this prefill rank is served any more."""
+    """No request of this prefill rank is served any more. With the plugin: test_matrix.py."""
     monkeypatch.setattr("rig.rank.LIMIT_S", 20)
-    outcome = run(stock(1, 2, dcp=2, requests=(Request(8),)))
+    outcome = run(stock(1, 2, dcp=2, hybrid=hybrid, requests=(Request(8),)))
     assert "success" not in outcome.statuses
-    assert any("has ended" in wrong for wrong in outcome.wrong)
+    if backend == "mooncake":
+        assert any("has ended" in wrong for wrong in outcome.wrong)

@@ -35,6 +35,9 @@ VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "patience": ({"0.1": 0.1, "6e1": 60.0}, ("0", "-1", "61", "nan", "inf", "1 s")),
     "port": ({"1024": 1024, "65000": 65000}, ("0", "1023", "65001", "tcp://10.0.0.1:80")),
     "data_plane": ({"mooncake": "mooncake", "nixl": "nixl"}, ("nixI", "NIXL", "mori")),
+    "gpu_copies": (
+        {"kernels": "kernels", "torch": "torch", "auto": "auto"}, ("triton", "Torch", "1"),
+    ),
     "nixl_params": (
         {"{}": {}, '{"num_threads": "4"}': {"num_threads": "4"}}, ("{", "[]", '{"a": 4}', "a=b"),
     ),
@@ -116,7 +119,7 @@ REFUSED = [
 ]  # fmt: skip
 WITH_A_DRAFTER = [
     ({"kv_canary": "log"}, "--kv-canary"),
-    ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
+    ({"hicache_storage_backend": "file"}, "--hicache-storage-backend other"),
     ({"enable_lmcache": True}, "--enable-lmcache"),
     ({"enable_flexkv": True}, "--enable-flexkv"),
     ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
@@ -145,6 +148,7 @@ SERVED = [
     *({"speculative_algorithm": name} for name in ("NEXTN", "STANDALONE", "DFLASH", "dspark")),
     {"dcp_size": 2, "disaggregation_enable_kv_checksum": True},
     *({"attn_cp_size": size} for size in (None, 0, 1)),
+    *({"hicache_storage_backend": name} for name in (None, "mooncake")),
     *({"kv_canary": canary} for canary in (None, "none")),
     {"decoupled_spec_role": "null"},
     {"radix_cache_backend": "lru"},
@@ -195,7 +199,7 @@ def test_every_field_of_the_record_is_there_in_another_process() -> None:
     given = {
         "enabled": True, "staging_mb": 3, "on_draft_mismatch": "cold", "patience": 0.5,
         "allow_untested_sglang": True, "port": 2000, "data_plane": "nixl",
-        "nixl_params": {"a": "b"},
+        "gpu_copies": "torch", "nixl_params": {"a": "b"},
     }  # fmt: skip
     assert set(given) == set(config.Config.__struct_fields__)
     for copied in (pickle.loads, copy.deepcopy):

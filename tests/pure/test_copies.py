@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob
+from sglang_mixkv.channel import gate as gate_module
 from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.draft.copier import Copy, GpuCopier, Kind
+from sglang_mixkv.draft.layout import SlotCheck
 
 
 class Batch:
@@ -24,16 +27,22 @@ class Batch:
     done = over
 
     @property
-    def results(self) -> list[str]:
-        return [f"{job} ok" for job in self.jobs]
+    def results(self) -> list[Any]:
+        """A job is found to be stale where its name says so."""
+        return [SlotCheck.STALE if "stale" in job else SlotCheck.OK for job in self.jobs]
 
 
 class Device:
+    """Of what the copier calls. A job is its name; "!": it cannot be prepared."""
+
     most = 3
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.fails = False
+        self.start_pack, self.start_unpack, self.start_clear = (
+            lambda jobs, kind=kind: self.start(kind, jobs) for kind in ("pack", "unpack", "clear")
+        )
 
     @property
     def can_start(self) -> bool:
@@ -45,27 +54,35 @@ class Device:
         self.batches.append(Batch(kind, jobs))
         return self.batches[-1]
 
+    def job(self, pages: str, first: int, tokens: int, *slot: Any) -> str:
+        if pages.endswith("!"):
+            raise ValueError("outside the pool")
+        return pages
+
 
 class Copies:
-    """`job`: its name, and the name of its request; "!": it cannot be prepared."""
+    """`start` takes names of jobs, which begin with that of their request."""
 
     def __init__(self) -> None:
         self.device, self.gates = Device(), {name: Gate() for name in "abc"}
-        self.copies = DeviceCopies(self.device, self.prepare)
-        self.starts = [
-            lambda jobs, kind=kind: self.device.start(kind, jobs) for kind in ("unpack", "clear")
-        ]
-
-    def prepare(self, job: str) -> DeviceJob:
-        if job.endswith("!"):
-            raise ValueError("outside the pool")
-        return DeviceJob(self.gates[job[0]], self.starts["clear" in job], job)
+        store: Any = SimpleNamespace(device=self.device, rows=SimpleNamespace(bytes_per_head=10))
+        self.moved: list[int] = []
+        self.copies = GpuCopier(store, lambda size, _: self.moved.append(size))
 
     def start(self, *jobs: str) -> None:
-        self.copies.start(jobs)
+        self.copies.start([self._copy(job) for job in jobs])
+
+    def _copy(self, job: str) -> Copy:
+        kind = Kind.CLEAR if "clear" in job else Kind.UNPACK
+        pages: Any = SimpleNamespace(on=lambda device: job)
+        return Copy(kind, job, self.gates[job[0]], pages, 0, 1, range(1))
 
     def ended(self) -> dict[str, Any]:
-        return {job: found for job, found, _ in self.copies.ended()}
+        """What was found. What did not run took no time; no gate knows of a batch that ended."""
+        found = self.copies.ended()
+        flying = [batch for batch in self.device.batches if not batch.over()]
+        assert all(batch in flying for gate in self.gates.values() for batch in gate._tickets)
+        return {job: result for jobs, result in found for job in jobs}
 
     @property
     def flying(self) -> list[tuple[str, list[str]]]:
@@ -80,14 +97,26 @@ def test_jobs_of_several_requests_are_one_batch_and_two_batches_fly() -> None:
     assert test.copies.polled
     test.device.batches[0].end.set()
     assert test.copies.done
-    assert test.ended() == {"a1": "a1 ok", "b1": "b1 ok", "a2": "a2 ok"}
+    assert test.ended() == dict.fromkeys(("a1", "b1", "a2"), SlotCheck.OK)
     assert test.flying[1] == ("unpack", ["c3"])
+    assert test.copies.polled, "nothing waits, but their ends wake nobody"
     for batch in test.device.batches:
         batch.end.set()
     assert set(test.ended()) == {"b2", "c1", "c2", "c3"}
     assert not test.copies.polled
     test.start("a1", "b clear", "c1")
     assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])], "a batch is of one kind"
+
+
+def test_what_is_made_ends_together_and_is_counted_unless_it_was_cleared() -> None:
+    test = Copies()
+    test.start("a1", "b1 stale", "c1")
+    test.start("a clear")
+    for batch in test.device.batches:
+        batch.end.set()
+    found = list(test.copies.ended())
+    assert found == [(["b1 stale"], SlotCheck.STALE), (["a1", "c1", "a clear"], SlotCheck.OK)]
+    assert test.moved == [2 * 10]
 
 
 def test_jobs_behind_a_closed_gate_are_skipped_and_the_others_start() -> None:
@@ -167,3 +196,24 @@ def test_a_gate_is_asked_while_a_batch_ends() -> None:
     assert gate.shut()
     forgotten[0].join(5)
     assert len(gate._tickets) == 1
+
+
+@pytest.mark.parametrize(("looks", "is_slow"), [(0, False), (1, False), (2, False), (3, True)])
+def test_a_gate_that_closes_looks_often_and_says_when_it_took_long(
+    looks: int, is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's scheduler waits meanwhile. On this clock each look takes one second."""
+    gate, slept = Gate(), list[float]()
+
+    class Ends(Batch):
+        def over(self) -> bool:
+            return len(slept) >= looks
+
+    start_behind([gate], lambda is_open: Ends("pack", []))
+    clock = SimpleNamespace(monotonic=lambda: 100 + len(slept), sleep=slept.append)
+    monkeypatch.setattr(gate_module, "time", clock)
+    monkeypatch.setattr(gate_module, "SLOW_S", 2)
+    gate.close()
+    assert len(slept) == looks
+    assert all(0 < seconds < 1e-3 for seconds in slept)
+    assert ["waited 3.0 s" in line for line in caplog.messages] == [True] * is_slow

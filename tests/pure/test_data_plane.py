@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,12 +19,20 @@ import pytest
 from rig.answers import silent
 
 from sglang_mixkv.channel import mooncake
-from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read
+from sglang_mixkv.channel.data_plane import (
+    DataPlane,
+    Endpoint,
+    Extent,
+    Memory,
+    Peer,
+    Read,
+    refused,
+)
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
 
 SIZE, LOCAL, REMOTE = 100, 1000, 5000
-TEN = Extent(LOCAL, REMOTE, 10)
+TEN = (LOCAL, REMOTE, 10)
 
 
 class Scripted(DataPlane):
@@ -62,14 +71,19 @@ def test_nothing_outside_either_memory_is_asked_of_a_backend() -> None:
     plane = Scripted()
     peer = plane.connect(plane.there)
     plane.posted.clear()
-    for at, there, length in ((0, 91, 10), (0, 100, 1), (0, -1, 10), (91, 0, 10), (-5, 0, 10),
-                              (0, 0, 0)):  # fmt: skip
-        wrong = Extent(LOCAL + at, REMOTE + there, length)
+    for at, there, length in ((0, 91, 10), (0, 100, 1), (0, -1, 10), (91, 0, 10), (-1, 0, 10),
+                              (100, 0, 1), (0, 0, 101), (0, 0, 0), (5, 5, -1)):  # fmt: skip
+        wrong = (LOCAL + at, REMOTE + there, length)
         for extents in ([wrong], [TEN, wrong], [wrong, TEN]):
             ((tag, error),) = plane.read(peer, *extents)
             assert (tag, "outside" in error) == ("it", True)
     assert plane.posted == []
-    assert plane.read(peer, Extent(LOCAL, REMOTE, SIZE)) == [("it", "")]
+    for at, there, length in ((0, 0, SIZE), (0, 0, 1), (99, 99, 1), (90, 0, 10), (0, 90, 10)):
+        right = (LOCAL + at, REMOTE + there, length)
+        assert plane.read(peer, right, TEN) == [("it", "")]
+    unregistered = Scripted()
+    unregistered._memory = None
+    assert unregistered.read(peer, TEN) == [("it", "outside the registered memory")]
 
 
 def test_a_peer_is_released_once_behind_its_last_read() -> None:
@@ -85,6 +99,58 @@ def test_a_peer_is_released_once_behind_its_last_read() -> None:
     assert plane.ended() == [("it", "")] * 2
     plane.forget(peer)
     assert plane.dropped == [peer]
+
+
+def test_what_a_backend_holds_of_a_read_is_released_before_its_peer() -> None:
+    """NIXL frees a transfer with its handle, and removes no agent before."""
+
+    class Handle:
+        """Of a transfer in the backend."""
+
+    class Holding(Scripted):
+        def _post(self, read: Read, extents: Any) -> None:
+            read.handle = Handle()
+            held.append(weakref.ref(read.handle))
+
+        def _drop(self, peer: Peer) -> None:
+            is_held.append(held[-1]() is not None)
+
+    held, is_held, plane = list[Any](), list[bool](), Holding()
+    peer = plane.connect(plane.there)
+    plane.end = False
+    assert plane.read(peer, TEN) == []
+    plane.forget(peer)
+    plane.end = True
+    assert (plane.ended(), is_held) == ([("it", "")], [False])
+
+
+def test_a_peer_that_cannot_be_opened_is_not_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = Scripted()
+
+    def refuses(peer: Peer) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(plane, "_open", refuses)
+    with pytest.raises(ConnectionError, match="scripted: no route"):
+        plane.connect(plane.there)
+    assert (plane.posted, len(plane.dropped)) == ([], 1)
+
+
+def test_a_read_that_cannot_be_begun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = Scripted()
+    peer = plane.connect(plane.there)
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "_post", lambda *_: no_memory())
+        ((tag, error),) = plane.read(peer, TEN)
+    assert (tag, "no batch" in error, peer.reads, plane.busy) == ("it", True, 0, False)
+    assert plane.read(peer, TEN) == [("it", "")]
+
+
+def test_a_backend_that_cannot_be_made_is_an_error_with_all_four_parts() -> None:
+    assert str(refused("an engine starts", "none")) == (
+        "[MIXKV-START-06] expected that an engine starts beside SGLang's; got none. Otherwise "
+        "draft KV cannot be read. See the transport's messages above."
+    )
 
 
 def test_a_peer_that_does_not_answer_is_asked_once_at_a_time() -> None:
@@ -118,7 +184,7 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
     )
     peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
     plane._names = {peer.endpoint: "its name"}
-    plane.start("it", peer, [Extent(0, 0, 10), Extent(20, 20, 10), Extent(40, 40, 10)])
+    plane.start("it", peer, [(0, 0, 10), (20, 20, 10), (40, 40, 10)])
     assert [plane.ended(), plane.ended()] == [[], []]
     ((tag, error),) = plane.ended()
     assert tag == "it"

@@ -9,8 +9,6 @@ from rig.driven import TOKENS, Decode, Prefill
 
 from sglang_mixkv.channel.slots import SLOTS
 from sglang_mixkv.decode.breaker import STRIKES
-from sglang_mixkv.decode.events import ReadEnded
-from sglang_mixkv.prefill.events import End
 
 RANKS = (8, 19, 64, 128)
 LIVING = tuple(b"living%02d" % n for n in range(12))
@@ -30,7 +28,8 @@ def serve(rank: Prefill, readers: tuple[bytes, ...], first: int) -> list[int]:
     for room in rooms:
         rank.request(room, 20 * TOKENS)
     rank.wait(1.2)
-    rank.do(*map(End, rooms))
+    for room in rooms:
+        rank.do(rank.machine.end, room)
     return [room for room in rooms if rank.sent.get(room) != 20 * TOKENS]
 
 
@@ -185,7 +184,7 @@ def test_a_peer_with_an_overdue_read_gets_no_slot_until_it_has_ended(patience: f
     rank.wait(rank.times.read * 0.02)
     assert not given(3)
     first, second = rank.reading
-    rank.do(ReadEnded(second.read, "late"))
+    rank.do(rank.machine.read_ended, second, "late")
     assert not given(4), "the other one is overdue"
     rank.reading = [first]
     rank.end_reads("late")
@@ -219,5 +218,5 @@ def test_a_read_that_fails_is_no_sign_of_life(error: str) -> None:
         rank.open(generation, peer)
         rank.ready(generation, 1, peer)
         rank.wait(0.01)
-    rank.do(ReadEnded(rank.reading[1].read, error))
+    rank.do(rank.machine.read_ended, rank.reading[1], error)
     assert set(rank.slots._signs[True]) == (set() if error else {b"second"})

@@ -170,6 +170,29 @@ def test_a_device_that_is_named_has_to_be_active(host: Any, state: str, wrong: s
     assert "with an active port" in named.problem
 
 
+@pytest.mark.parametrize(
+    ("version", "module", "value"),
+    [
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06", False, "dma-buf"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06", True, "nvidia_peermem"),
+        ("NVIDIA UNIX Open Kernel Module", True, "nvidia_peermem, dma-buf"),
+        ("NVIDIA UNIX x86_64 Kernel Module", False, "no way to it"),
+    ],
+)
+def test_what_lets_a_nic_reach_gpu_memory(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, module: bool,
+    value: str,
+) -> None:  # fmt: skip
+    host(UP)
+    assert len([*doctor.rdma("")]) == 1, "there is no GPU"
+    (tmp_path / "version").write_text(version)
+    monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(doctor, "PEERMEM", tmp_path / ("version" if module else "none"))
+    _, found = doctor.rdma("")
+    assert (found.name, found.value) == ("GPU memory", value)
+    assert bool(found.problem) == (value == "no way to it")
+
+
 # ---------------------------------------------------------------- the command
 
 

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -200,6 +200,23 @@ def test_entries_of_another_layout_are_refused(wrong: str) -> None:
         DraftRows(entries, range(4) if wrong == "strides" else range(2))
 
 
+@pytest.mark.parametrize(
+    ("widths", "skipped", "word"),
+    [
+        ([16, 8], 0, torch.int64), ([16, 12], 0, torch.int32), ([6], 0, torch.int16),
+        ([8, 7], 0, torch.uint8), ([7], 0, torch.uint8), ([16], 4, torch.int32),
+        ([16], 2, torch.int16), ([16], 1, torch.uint8),
+    ],
+)  # fmt: skip
+def test_a_gpu_copies_the_widest_words_that_all_heads_consist_of(
+    widths: list[int], skipped: int, word: torch.dtype
+) -> None:
+    """And begin at. A byte at a time it would take several times as long."""
+    memory = [torch.zeros(4 * width + 8, dtype=torch.uint8) for width in widths]
+    entries = [m[skipped:][: 4 * w].view(2, 2, w) for m, w in zip(memory, widths, strict=True)]
+    assert DraftRows(entries, range(2), by_numpy=False)._word == word
+
+
 # ---------------------------------------------------------------- where the memory is
 
 
@@ -214,6 +231,10 @@ def test_staging_is_equal_slots_side_by_side() -> None:
     for number in (-1, 3):
         with pytest.raises(ValueError, match="slot"):
             staging.slot(number)
+    for count, size in ((0, 64), (-1, 64), (1, 0), (-1, -64), (1, 63), (2, 96)):
+        with pytest.raises(ValueError, match=f"{count} slots of {size} bytes"):
+            Staging(count, size, CPU)
+    assert [Staging(count, 64, CPU).size for count in (1, 2)] == [64, 128]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -249,13 +270,51 @@ def test_staging_lies_in_the_pool_that_the_kv_lies_in(monkeypatch: pytest.Monkey
     seen.use.assert_called_once_with("pool")
 
 
+def test_other_staging_on_a_gpu_is_none_of_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may lie in segments that a transport cannot register. On HIP it is."""
+    made = list[Any]()
+
+    def memory(size: int, driver: int) -> Any:
+        made.append((driver, np.ones(size, np.uint8)))
+        return made[-1][1]
+
+    monkeypatch.setattr(rows_module, "stream_of", lambda _: nullcontext())
+    monkeypatch.setattr(rows_module, "Driver", lambda index: index)
+    monkeypatch.setattr(rows_module, "DeviceMemory", memory)
+    staging = Staging(2, 64, torch.device("cuda", 3))
+    ((driver, where),) = made
+    assert (driver, len(where), where.any()) == (3, 128, False)
+    assert (staging.address, staging.size) == (where.ctypes.data, 128)
+    zeros = mock.Mock(return_value=torch.ones(128))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch, "zeros", zeros)
+    Staging(2, 64, torch.device("cuda", 3))
+    assert len(made) == zeros.call_count == 1
+
+
+def test_what_a_nic_wrote_is_flushed_before_it_is_unpacked() -> None:
+    """Where the GPU does not order it. The flush may find the slot's bytes still on their way."""
+    rows = DraftRows([torch.zeros(4, 1, 8, dtype=torch.uint8)], range(1))
+    source, slot = (
+        DraftRows([torch.ones(4, 1, 8, dtype=torch.uint8)], range(1)),
+        Staging(1, 128, CPU),
+    )
+    arrived = torch.zeros(128, dtype=torch.uint8)
+    source.pack(np.arange(4), range(1), arrived, 7)
+    rows.flush = lambda: slot.slot(0).copy_(arrived)
+    assert rows.unpack(np.arange(4), range(1), slot.slot(0), 7) is SlotCheck.OK
+    assert rows.entries[0].all()
+
+
 def test_a_thread_takes_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it works on device 0, which is another rank's."""
     taken = list[object]()
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(rows_module, "spare_captures", lambda: taken.append("spares captures"))
     rows = DraftRows([torch.zeros(1, 1, 8, dtype=torch.uint8)], range(1))
     rows.use_device()
     assert taken == []
+    assert isinstance(rows._pools[0], np.ndarray), "torch takes twice as long in host memory"
     rows.device = torch.device("cuda", 3)
     rows.use_device()
-    assert taken == [rows.device]
+    assert taken == [rows.device, "spares captures"]

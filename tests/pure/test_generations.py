@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
+import pytest
 import torch
 from rig.threads import Decode
 
+from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import decode, encode, fail
 from sglang_mixkv.channel.times import Times
 
@@ -29,3 +32,15 @@ def test_generations_rise_and_no_two_ranks_share_one() -> None:
         assert decode(encode(fail(1, drawn[-1], "closed", ""))).generation == drawn[-1]
         highs |= {generation >> 32 for generation in drawn}
     assert len(highs) == RANKS * USES
+
+
+@pytest.mark.parametrize(("drawn", "first"), [(1, 0), ((1 << 63) - 1, (1 << 30) - 1)])
+def test_they_begin_in_the_lower_half(
+    drawn: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 31 bits, so that they rise for years."""
+    monkeypatch.setattr(messages, "draws", lambda: itertools.repeat(drawn))
+    rank = Decode(Times())
+    found = [rank.channel._new_generation() for _ in range(3)]
+    rank.close()
+    assert found == [(first + n) << 32 | drawn & 0xFFFFFFFF for n in range(3)]

@@ -28,7 +28,10 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "refusals.py": (set(), {"config"}),
     "series.py": (set(), {"errors"}),
     "draft/": ({"msgspec", "numpy"}, {"channel.messages", "draft", "errors"}),
-    "draft/rows.py": ({"numpy", "torch"}, {"channel.data_plane", "draft.cuda", "draft.layout"}),
+    "draft/copier.py": (
+        set(), {"channel.data_plane", "channel.gate", "draft.layout", "draft.rows"}
+    ),
+    "draft/rows.py": ({"numpy", "torch"}, {"draft.cuda", "draft.layout"}),
     "draft/cuda.py": (set(), set()),
     "draft/kernels.py": ({"triton"}, {"draft.layout"}),
     "draft/rows_gpu.py": ({"numpy", "torch"}, {"draft"}),

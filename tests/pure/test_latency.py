@@ -20,13 +20,16 @@ import pytest
 import torch
 from rig.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
-from sglang_mixkv.channel import copies, loop
-from sglang_mixkv.channel.copies import HostCopies
+from sglang_mixkv.channel import data_plane, loop
+from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.sockets import Inlet
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as decode_events
+from sglang_mixkv.decode import links
+from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill import events as prefill_events
+from sglang_mixkv.prefill import worker as prefill_worker
 
 LOST_S = 8.0  # far from a tick, and from what takes milliseconds
 AT_ONCE_S = 0.03  # the best of some tries, on a machine that is busy
@@ -43,6 +46,14 @@ def slow_tick(monkeypatch: pytest.MonkeyPatch) -> None:
 def channel(slow_tick: None) -> Iterator[Channel]:
     with Channel(Times(20)) as one:
         yield one
+        assert max(side.notes.ticks for side in (one.prefill, one.decode)) <= 1
+
+
+def test_looks_are_as_often_and_as_long_as_was_measured() -> None:
+    """The machines need the first ten times a second."""
+    assert (loop.TICK, copier.AT_ONCE) == (0.1, 256 << 10)
+    assert (prefill_worker.BATCH, links.BATCH, links.CONNECT_S) == (64, 64, 5.0)
+    assert (data_plane.CONNECT_S, data_plane.POLL_S, data_plane.RETRY_S) == (10.0, 1e-3, 1e-2)
 
 
 def decided(channel: Channel, handle: Any) -> tuple[str, str]:
@@ -83,7 +94,7 @@ def test_the_end_of_a_large_copy_is_noticed_at_once(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     """Which its thread makes, so that the channel's sleeps meanwhile."""
-    monkeypatch.setattr(copies, "AT_ONCE", 0)
+    monkeypatch.setattr(copier, "AT_ONCE", 0)
     copy, go = {"prefill": "pack", "decode": "unpack"}[side], threading.Semaphore(0)
     rows = getattr(channel, side).rows
     real, under_way = getattr(rows, copy), threading.Event()
@@ -110,13 +121,12 @@ def test_a_copy_has_ended_when_its_thread_wakes_the_other() -> None:
     seen, woken = list[list[Any]](), threading.Event()
 
     def wake() -> None:
-        seen.append([job for job, _, _ in host.done])
+        seen.append([copy.job for copy, _, _ in host.done])
         woken.set()
 
-    host = HostCopies(
-        "copies", lambda job: (job, 0, 0.0), lambda _: copies.AT_ONCE + 1, wake, lambda: None
-    )
-    host.start(["a"])
+    store: Any = mock.Mock(**{"rows.bytes_per_head": copier.AT_ONCE + 1})
+    host = copier.HostCopier(store, mock.Mock(), "copies", wake)
+    host.start([copier.Copy(copier.Kind.CLEAR, "a", Gate(), mock.Mock(), 0, 1, range(1))])
     assert woken.wait(LOST_S)
     assert seen == [["a"]]
     host._work.put(None)
@@ -124,6 +134,44 @@ def test_a_copy_has_ended_when_its_thread_wakes_the_other() -> None:
 
 
 # ---------------------------------------------------------------- what comes meanwhile
+
+
+@pytest.mark.parametrize("is_decided", [False, True])
+@pytest.mark.parametrize("reason", ["", "aborted"])
+def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, is_decided: bool, reason: str
+) -> None:
+    """To wake a thread costs it 10 us. The rest comes with the next event, or the next tick: what
+    starts a clock, and the end of a request of which nothing is under way."""
+    prefill, decode = channel.prefill.channel, channel.decode.channel
+    woken, made = list[threading.Thread](), list[Any]()
+
+    def wakes(call: Callable[..., Any], *given: Any) -> bool:
+        woken.clear()
+        made.append(call(*given))
+        return threading.main_thread() in woken
+
+    for inlet in (prefill._inlet, decode._inlet):
+        real = inlet.wake
+
+        def wake(real: Callable[[], None] = real) -> None:
+            woken.append(threading.current_thread())
+            real()
+
+        monkeypatch.setattr(inlet, "wake", wake)
+    assert not wakes(prefill.begin, 1)
+    assert wakes(channel.open, 1, TOKENS)
+    sent, room = made
+    if is_decided:
+        pages = channel.prefill.pages(TOKENS)
+        assert wakes(prefill.add_chunk, sent, 0, TOKENS, True, pages)
+        assert decided(channel, room) == ("warm", "")
+        assert wait_for(lambda: sent.settled, LOST_S)
+    assert not wakes(prefill.release, sent)
+    assert not wakes(decode.target_arrived, room)
+    for call, one in ((prefill.end, sent), (decode.close, room)):
+        assert wakes(call, one, reason) == (bool(reason) or not is_decided)
+        assert not wakes(call, one, "once more")
 
 
 def test_an_event_that_is_put_while_others_are_taken_leaves_a_wake_up() -> None:
@@ -166,7 +214,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
     """A send takes note of what came, and its file is not readable any more, also where it fails.
     On prefill an OPEN comes before a READY leaves, on decode a READY before an ACK. (What does not
     leave on decode: test_links.py.)"""
-    monkeypatch.setattr(copies, "AT_ONCE", 0)  # it is sent in a look that no message began
+    monkeypatch.setattr(copier, "AT_ONCE", 0)  # it is sent in a look that no message began
     worker: Any = getattr(channel, side).channel
     peer = channel.prefill.instance
     send = worker._do
@@ -397,17 +445,24 @@ def test_pages_of_which_nobody_knows_are_read_in_neither_way() -> None:
             read()
 
 
-def test_a_request_that_ends_before_its_chunk_has_an_answer_holds_nothing_back(
-    channel: Channel,
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_request_that_ends_before_its_event_has_an_answer_holds_nothing_back(
+    channel: Channel, side: str
 ) -> None:
-    prefill, chunk = channel.prefill, Answers(CAPTURING)
-    sent = prefill.send(1, TOKENS, events=(chunk,))
-    assert chunk.is_asked()
-    prefill.channel.end(sent, "aborted")
-    assert wait_for(lambda: not prefill.channel._outstanding(), LOST_S)
-    asked = chunk.asked
+    event, worker = Answers(CAPTURING), getattr(channel, side).channel
+    if side == "prefill":
+        sent = channel.prefill.send(1, TOKENS, events=(event,))
+    else:
+        room = channel.open(1, TOKENS, event=event)
+    assert event.is_asked()
+    if side == "prefill":
+        worker.end(sent, "aborted")
+    else:
+        worker.close(room, "aborted")
+    assert wait_for(lambda: not worker._outstanding(), LOST_S)
+    asked = event.asked
     assert channel.request(2) == ("warm", "")
-    assert chunk.asked == asked
+    assert event.asked == asked
 
 
 def test_what_torch_says_of_a_capture_is_known() -> None:
@@ -433,13 +488,12 @@ def test_what_torch_says_of_a_capture_is_known() -> None:
 def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) -> None:
     with Channel() as one:
         worker: Any = one.decode.channel
-        order, wait, handle, do = list[str](), worker._poller.wait, worker._handle, worker._do
+        order, wait, tick, do = list[str](), worker._poller.wait, worker._machine.tick, worker._do
 
-        def handled(event: Any) -> None:
-            handle(event)
-            if isinstance(event, decode_events.Tick):
-                order.append("tick")
-                worker._machine._out.append(decode_events.Note("doubled", b"", ""))
+        def ticks() -> None:
+            tick()
+            order.append("tick")
+            worker._machine._out.append(decode_events.Note("doubled", b"", ""))
 
         def done(action: Any) -> None:
             do(action)
@@ -449,7 +503,7 @@ def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) 
             order.append("sleep")
             return wait(*args)
 
-        monkeypatch.setattr(worker, "_handle", handled)
+        monkeypatch.setattr(worker._machine, "tick", ticks)
         monkeypatch.setattr(worker, "_do", done)
         monkeypatch.setattr(worker._poller, "wait", slept)
         assert wait_for(lambda: order.count("tick") > 2)
@@ -469,6 +523,7 @@ def test_an_idle_rank_sleeps_and_does_not_poll(side: str) -> None:
 
 
 def test_what_was_moved_is_counted_and_what_was_zeroed_is_not() -> None:
+    began = time.monotonic()
     with Channel() as one:
         assert one.request(1) == ("warm", "")
         moved = [side.notes.bytes for side in (one.prefill, one.decode)]
@@ -476,4 +531,5 @@ def test_what_was_moved_is_counted_and_what_was_zeroed_is_not() -> None:
         one.decode.plane.broken = 1
         assert one.request(2)[0] == "cold"
         assert one.decode.notes.bytes <= 2 * moved[1] - 1
-        assert one.decode.notes.copying > 0
+        for side in (one.prefill, one.decode):
+            assert 0 < side.notes.copying < time.monotonic() - began

@@ -96,11 +96,15 @@ def test_what_came_before_a_socket_was_registered_is_read() -> None:
         router = context.socket(zmq.ROUTER)
         dealer.connect(f"tcp://{HOST}:{router.bind_to_random_port(f'tcp://{HOST}')}")
         dealer.send(b"here")
-        router.send_multipart([router.recv_multipart()[0], b"there"])
+        router.send_multipart([name := router.recv_multipart()[0], b"there"])
         assert dealer.poll(SOON_MS)  # which makes its FD silent
         poller = Poller()
         poller.register(dealer)
         assert poller.poll(SOON_MS) == [dealer]
+        assert dealer.recv() == b"there"
+        assert not dealer.poll(0)  # so that the next message signals
+        router.send_multipart([name, b"there"])
+        assert select.select([dealer.fileno()], [], [], SOON_MS / 1000)[0]
         poller.unregister(dealer)
         assert poller.poll(0) == []
         router.close()
@@ -347,6 +351,21 @@ def test_a_read_is_one_of_the_memory_that_its_end_names(dialed: Dialed) -> None:
     these.add(moving)
     these._store.staging = SimpleNamespace(address=0, slot_bytes=0)  # type: ignore[union-attr]
     plane.start = lambda tag, peer, _: started.append((tag[2], peer))  # type: ignore[attr-defined]
-    assert these.read(ev.StartRead(1, link.peer, (), 4))
+    assert these.read(ev.StartRead(link.peer, [], 0.0, 1.0))
     ((named, read),) = started
     assert named == read
+
+
+def test_without_a_drafter_or_a_staging_buffer_nothing_is_read(
+    ranks: Ranks, dialed: Dialed
+) -> None:
+    """On this rank, or on that of the peer; nor from one that is gone."""
+    without, (these, _, dial, _) = ranks.links, dialed
+    these.add(link := dial())
+    for one, peer, staging in (
+        (without, PEER, None), (without, PEER, SimpleNamespace(base=0, slot_bytes=64)),
+        (these, PEER, None), (these, b"gone", None),
+    ):  # fmt: skip
+        (link if one is these else one._links[PEER]).row.staging = staging  # type: ignore[misc]
+        assert not one.read(ev.StartRead(1, peer, (), 4))
+    assert (without.reading, list(without.ended())) == (False, [])

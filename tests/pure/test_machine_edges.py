@@ -20,7 +20,6 @@ from sglang_mixkv.channel.slots import (
     slot_bytes,
 )
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode.breaker import Numbers
 from sglang_mixkv.prefill import machine
 from sglang_mixkv.prefill.transfer import refusal
@@ -83,8 +82,9 @@ def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, 
 def test_what_a_fail_of_either_side_says() -> None:
     rank = Prefill()
     rank.open(5, generation=77)
-    rank.do(machine.ev.Begin("use", 5), machine.ev.AddChunk("use", 0, 10, last=False))
-    rank.do(machine.ev.End("use", "gone"))
+    rank.tell(rank.machine.begin, "use", 5)
+    rank.do(rank.machine.add_chunk, "use", 0, 10, last=False)
+    rank.do(rank.machine.end, "use", "gone")
     assert rank.failed == [(READER, Fail(5, 77, "aborted", "gone"))]
     assert (READER, "aborted") in rank.notes
     other = Decode()
@@ -100,10 +100,10 @@ def test_a_forward_that_cannot_be_asked_about_is_a_reason_of_this_rank() -> None
     rank = Decode()
     rank.open(1, pending=True)
     rank.ready(1, 4, last=True)
-    rank.do(dev.ForwardDone(1, "lost context"))
+    rank.do(rank.machine.forward_done, 1, "lost context")
     assert ("cold_unpack", "lost context") in rank.details
     assert 1 not in rank.verdicts
-    rank.do(dev.ForwardDone(1))
+    rank.do(rank.machine.forward_done, 1)
     assert rank.verdicts[1] == ("cold", "unpack")
     assert rank.strikes() == 0
 
@@ -189,7 +189,7 @@ def test_a_room_is_cold_at_its_deadline(took: float) -> None:
     assert due == pytest.approx(AT + took + min(max(3 * took, 0.3), 1.0))
     for now, cold in ((due - 1e-3, False), (due, True)):
         rank.now = now
-        rank.do(dev.Tick())
+        rank.do(rank.machine.tick)
         assert (1 in rank.verdicts) is cold
 
 
@@ -198,11 +198,11 @@ class Held(Prefill):
 
     def __init__(self) -> None:
         super().__init__()
-        self.jobs: list[int] = []
+        self.jobs: list[Any] = []
 
     def meet(self, action: Any) -> None:
         if isinstance(action, machine.ev.Pack):
-            self.jobs += [job.job for job in action.jobs]
+            self.jobs += action.segments
         else:
             super().meet(action)
 
@@ -213,11 +213,11 @@ def test_slots_of_segments_that_wait_for_an_earlier_one_are_free_with_their_part
     rank.open(1)
     rank.begin(1, 1, 5 * TOKENS)
     first, *others = rank.jobs
-    rank.do(machine.ev.Packed(tuple(others)))
+    rank.do(rank.machine.packed, tuple(others))
     assert rank.slots.free_slots == SLOTS - 5
-    rank.do(machine.ev.ConnectionLost(READER))
+    rank.do(rank.machine.connection_lost, READER)
     assert rank.slots.free_slots == SLOTS - 1
-    rank.do(machine.ev.Packed((first,)))
+    rank.do(rank.machine.packed, (first,))
     assert rank.slots.free_slots == SLOTS
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +14,12 @@ from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready,
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, quota_of, share_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import transfer as decode_transfer
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.prefill import machine as prefill_module
+from sglang_mixkv.prefill import transfer as prefill_transfer
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
 
 PREFILL, READER, OTHER = b"prefill_", b"reader_0", b"reader_1"
@@ -25,17 +27,22 @@ ROOM, TIMES = 7, Times()
 
 
 class Driven:
-    """A machine that is asked for actions after each event. Copies are listed one by one."""
+    """A machine that is asked for actions after each call. Copies are listed one by one."""
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
         self.left = machine.left
 
-    def handle(self, event: Any, now: float) -> list[Any]:
-        self.machine.handle(event, now)
+    def handle(self, now: float, method: Callable[..., None], *args: Any, **more: Any) -> list[Any]:
+        self.machine.advance(now)
+        method(*args, **more)
         found = []
         for action in self.machine.actions():
-            found += action.jobs if isinstance(action, pev.Pack | dev.Copy) else (action,)
+            match action:
+                case pev.Pack(jobs) | dev.Copy(jobs):
+                    found += jobs
+                case _:
+                    found.append(action)
         return found
 
 
@@ -47,9 +54,9 @@ def prefill(slots: int = 8) -> Driven:
 
 def opened(
     generation: int, reader: bytes = READER, readers: int = 1, room: int = ROOM
-) -> pev.Received:
+) -> tuple[bytes, Open]:
     message = Open(3, room, generation, PREFILL, reader, readers, (0, 4), 0, 1 << 20)
-    return pev.Received(b"connection" + reader, message)
+    return b"connection" + reader, message
 
 
 def of(kind: type, actions: list[Any]) -> list[Any]:
@@ -59,25 +66,25 @@ def of(kind: type, actions: list[Any]) -> list[Any]:
 def test_a_generation_names_one_part() -> None:
     """Readers draw theirs apart; the second of two that are equal is not served."""
     rooms = prefill()
-    rooms.handle(pev.Begin(0, ROOM), 0.0)
-    rooms.handle(opened(10, READER, readers=2), 0.0)
-    rooms.handle(opened(10, OTHER, readers=2), 0.0)
+    rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
+    rooms.handle(0.0, rooms.machine.received, *opened(10, READER, readers=2))
+    rooms.handle(0.0, rooms.machine.received, *opened(10, OTHER, readers=2))
     assert set(rooms.machine._uses[0].parts) == {READER}
-    rooms.handle(pev.End(0), 0.1)
+    rooms.handle(0.1, rooms.machine.end, 0)
     assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
 
 
 def test_a_slot_rests_while_its_rank_does() -> None:
     """A stopped process sends its READY when it goes on: time that it stood still is no time."""
     rooms = prefill()
-    rooms.handle(pev.Begin(0, ROOM), 0.0)
-    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
-    (pack,) = of(pev.PackJob, rooms.handle(opened(10), 0.0))
-    rooms.handle(pev.Packed((pack.job,)), 0.0)
-    rooms.handle(pev.Tick(), 1000.0)
+    rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
+    rooms.handle(0.0, rooms.machine.add_chunk, 0, 0, 8, last=True)
+    (pack,) = of(prefill_transfer.Segment, rooms.handle(0.0, rooms.machine.received, *opened(10)))
+    rooms.handle(0.0, rooms.machine.packed, (pack,))
+    rooms.handle(1000.0, rooms.machine.tick)
     assert rooms.left()["offered"] == 1
     for second in range(1001, 1061):
-        rooms.handle(pev.Tick(), second)
+        rooms.handle(second, rooms.machine.tick)
     assert "offered" not in rooms.left()
 
 
@@ -85,37 +92,36 @@ def decode() -> Driven:
     return Driven(DecodeMachine(READER, SlotPool(8, TIMES), 1 << 20, TIMES))
 
 
-def room(generation: int = 10, number: int | None = None, **more: Any) -> dev.OpenRoom:
+def room(generation: int = 10, number: int | None = None, **more: Any) -> dev.Opened:
     source = dev.Source(PREFILL, range(4), 1, slots=8, segment_tokens=10)
     number = generation if number is None else number
-    return dev.OpenRoom(generation, number, (source,), 0, 16, **more)
+    return dev.Opened(generation, number, (source,), 0, 16, **more)
 
 
-def ready(segment: int = 0, generation: int = 10, count: int = 8) -> dev.Received:
+def ready(segment: int = 0, generation: int = 10, count: int = 8) -> Ready:
     announced = Announced(segment, 99, count)
-    message = Ready(ROOM, generation, segment, 8 * segment, (announced,), segment == 1)
-    return dev.Received(PREFILL, message)
+    return Ready(ROOM, generation, segment, 8 * segment, (announced,), segment == 1)
 
 
 def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
     """`slot_aside` is its own: whatever this rank does with a slot ends by the smaller patience."""
     half = replace(room(), sources=(replace(room().sources[0], patience=0.5),))
     rooms = decode()
-    rooms.handle(half, 0.0)
-    rooms.handle(dev.Tick(), TIMES.stall / 2)
+    rooms.handle(0.0, rooms.machine.open, half)
+    rooms.handle(TIMES.stall / 2, rooms.machine.tick)
     assert rooms.machine._rooms[10].wants
-    rooms.handle(dev.Tick(), TIMES.stall + 0.1)
+    rooms.handle(TIMES.stall + 0.1, rooms.machine.tick)
     assert rooms.machine._rooms[10].cold == "stalled"
     for slots, limit, reason in ((8, TIMES.read / 2, "read"), (0, TIMES.unread / 2, "slots")):
         rooms = decode()
         for _ in range(8 if not slots else 0):
             rooms.machine.slots._free.popleft()
-        rooms.handle(half, 0.0)
-        rooms.handle(ready(), 0.0)
+        rooms.handle(0.0, rooms.machine.open, half)
+        rooms.handle(0.0, rooms.machine.ready, PREFILL, ready())
         for tick in range(1, 101):
-            rooms.handle(dev.Tick(), tick * (limit - 0.01) / 100)
+            rooms.handle(tick * (limit - 0.01) / 100, rooms.machine.tick)
         assert rooms.machine._rooms[10].wants
-        rooms.handle(dev.Tick(), limit)
+        rooms.handle(limit, rooms.machine.tick)
         assert rooms.machine._rooms[10].cold == reason
 
 
@@ -126,8 +132,9 @@ def announce(segment: int, token: int, *segments: tuple[int, int], last: bool = 
 
 
 EARLY = announce(0, 0, (0, 8), last=True)
-RIGHT = [(1, announce(0, 0, (7, 10), (0, 6), last=True)), (9, EARLY)]
-WRONG = {
+WHOLE = announce(0, 0, (7, 10), (0, 6), last=True)
+RIGHT: list[tuple[int | None, Ready]] = [(None, WHOLE), (1, WHOLE), (9, EARLY)]
+WRONG: dict[str, tuple[Any, ...]] = {
     "a segment is left out": (1, announce(1, 0, (0, 8))),
     "tokens are left out": (1, announce(0, 1, (0, 8))),
     "more tokens than fit a slot": (1, announce(0, 0, (0, 11))),
@@ -135,16 +142,19 @@ WRONG = {
     "rows behind the room's": (1, announce(0, 0, (0, 8), (1, 9), last=True)),
     "nothing": (1, announce(0, 0)),
     "an end before the last page": (8, EARLY),
+    "an end before the last token": (None, announce(0, 0, (0, 10), (1, 5), last=True)),
     "an end without a row": (16, announce(0, 0, last=True)),
     "more behind the end": (9, EARLY, announce(1, 8, (1, 1))),
 }
 
 
 @pytest.mark.parametrize(("page_size", "message"), RIGHT)
-def test_what_a_prefill_rank_sends_is_read(page_size: int, message: Ready) -> None:
+def test_what_a_prefill_rank_sends_is_read(page_size: int | None, message: Ready) -> None:
+    """A page has one token unless the room says otherwise."""
     rooms = decode()
-    rooms.handle(room(page_size=page_size), 0.0)
-    assert of(dev.StartRead, rooms.handle(dev.Received(PREFILL, message), 0.0))
+    opened = room(**{"page_size": page_size} if page_size else {})
+    rooms.handle(0.0, rooms.machine.open, opened)
+    assert of(dev.StartRead, rooms.handle(0.0, rooms.machine.ready, PREFILL, message))
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -152,9 +162,10 @@ def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> 
     """Rows behind a prompt that seems to end early would be another request's, in a warm room."""
     page_size, *messages = WRONG[case]
     rooms = decode()
-    rooms.handle(room(page_size=page_size), 0.0)
+    opened = room(**{"page_size": page_size} if page_size else {})
+    rooms.handle(0.0, rooms.machine.open, opened)
     for message in messages:
-        actions = rooms.handle(dev.Received(PREFILL, message), 0.0)
+        actions = rooms.handle(0.0, rooms.machine.ready, PREFILL, message)
     assert rooms.machine._rooms[10].cold == "protocol"
     assert not of(dev.StartRead, actions)
     acks = [send.message for send in of(dev.Send, actions) if isinstance(send.message, Ack)]
@@ -164,18 +175,18 @@ def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> 
 
 def test_a_fail_of_a_code_that_is_not_known_is_one_all_the_same() -> None:
     rooms = decode()
-    rooms.handle(room(), 0.0)
-    rooms.handle(dev.Received(PREFILL, fail(ROOM, 10, "zzz", "no reason")), 0.0)
+    rooms.handle(0.0, rooms.machine.open, room())
+    rooms.handle(0.0, rooms.machine.failed, PREFILL, fail(ROOM, 10, "zzz", "no reason"))
     assert rooms.machine._rooms[10].cold == "prefill_other"
 
 
 def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
-    rooms = decode().machine
+    rooms = decode()
     slots = [(slot, slot + 1) for slot in range(2 * MAX_LIST)]
     for first in (0, MAX_LIST):
         announced = tuple(Announced(*one, 1) for one in slots[first : first + MAX_LIST])
-        rooms.handle(dev.Received(PREFILL, Ready(ROOM, 10, 0, 0, announced, last=False)), 0.0)
-    acks = [send.message.slots for send in of(dev.Send, rooms.actions())]
+        rooms.machine.ready(PREFILL, Ready(ROOM, 10, 0, 0, announced, last=False))
+    acks = [send.message.slots for send in of(dev.Send, rooms.machine.actions())]
     assert max(map(len, acks)) <= MAX_LIST
     assert [one for ack in acks for one in ack] == slots
 
@@ -184,36 +195,38 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     """Nor for it. Its last segment is announced and waits to be read."""
     rooms = decode()
     for generation in range(STRIKES):
-        rooms.handle(room(generation), 0.0)
-        rooms.handle(dev.PeerLost(PREFILL), 0.0)
+        rooms.handle(0.0, rooms.machine.open, room(generation))
+        rooms.handle(0.0, rooms.machine.peer_lost, PREFILL)
     assert rooms.machine.breaker.open_peers() == [PREFILL]
     rooms = decode()
     for generation in range(STRIKES):
-        rooms.handle(room(generation), 0.0)
-        (read,) = of(dev.StartRead, rooms.handle(ready(0, generation), 0.0))
-        rooms.handle(dev.ReadEnded(read.read, "failed"), 0.0)
+        rooms.handle(0.0, rooms.machine.open, room(generation))
+        (read,) = of(
+            dev.StartRead, rooms.handle(0.0, rooms.machine.ready, PREFILL, ready(0, generation))
+        )
+        rooms.handle(0.0, rooms.machine.read_ended, read, "failed")
     assert rooms.machine.breaker.open_peers() == [PREFILL]
     rooms = decode()
     for generation in range(2 * STRIKES):
-        rooms.handle(room(generation), 0.0)
+        rooms.handle(0.0, rooms.machine.open, room(generation))
         for segment in range(2 * (generation == STRIKES)):
-            rooms.handle(ready(segment, generation), 0.0)
-        actions = rooms.handle(dev.PeerLost(PREFILL, gone=True), 0.0)
+            rooms.handle(0.0, rooms.machine.ready, PREFILL, ready(segment, generation))
+        actions = rooms.handle(0.0, rooms.machine.peer_lost, PREFILL, gone=True)
         assert [note.what for note in of(dev.Note, actions)] == ["cold_lost"]
     assert not rooms.machine.breaker._states
-    rooms.handle(room(100), 0.0)
-    rooms.handle(dev.PeerLost(PREFILL), 0.0)
+    rooms.handle(0.0, rooms.machine.open, room(100))
+    rooms.handle(0.0, rooms.machine.peer_lost, PREFILL)
     assert rooms.machine.breaker._states
-    rooms.handle(dev.PeerLost(PREFILL, gone=True), 0.0)
+    rooms.handle(0.0, rooms.machine.peer_lost, PREFILL, gone=True)
     assert not rooms.machine.breaker._states
 
 
 def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:
-    rooms.handle(room(generation), now)
-    rooms.handle(dev.TargetArrived(generation), now)
+    rooms.handle(now, rooms.machine.open, room(generation))
+    rooms.handle(now, rooms.machine.target_arrived, generation)
     now += TIMES.longest_wait
-    rooms.handle(dev.Tick(), now)
-    rooms.handle(dev.CloseRoom(generation), now)
+    rooms.handle(now, rooms.machine.tick)
+    rooms.handle(now, rooms.machine.close, generation)
     return now
 
 
@@ -222,32 +235,32 @@ def test_a_warm_room_without_rows_says_nothing_of_its_peer() -> None:
     rooms, now = decode(), 0.0
     for generation in (1, 2, 3):
         now = wait_in_vain(rooms, generation, now)
-        rooms.handle(replace(room(10 + generation), first_token=16), now)
+        rooms.handle(now, rooms.machine.open, replace(room(10 + generation), first_token=16))
         last = Ready(ROOM, 10 + generation, 0, 16, (), True)
-        actions = rooms.handle(dev.Received(PREFILL, last), now)
+        actions = rooms.handle(now, rooms.machine.ready, PREFILL, last)
         assert generation == 3 or of(dev.Verdict, actions)[0].state is dev.State.WARM
-        rooms.handle(dev.CloseRoom(10 + generation), now)
+        rooms.handle(now, rooms.machine.close, 10 + generation)
     assert rooms.machine.breaker.open_peers() == [PREFILL]
-    (send,) = of(dev.Send, rooms.handle(room(20), now + 1.0))
+    (send,) = of(dev.Send, rooms.handle(now + 1.0, rooms.machine.open, room(20)))
     assert send.message.wanted == range(4), "a probe"
-    (send,) = of(dev.Send, rooms.handle(room(21), now + 1.0))
+    (send,) = of(dev.Send, rooms.handle(now + 1.0, rooms.machine.open, room(21)))
     assert not send.message.wanted, "cold at once"
-    rooms.handle(dev.CloseRoom(20), now + 1.0)  # its client has hung up
-    (send,) = of(dev.Send, rooms.handle(room(22), now + 1.0))
+    rooms.handle(now + 1.0, rooms.machine.close, 20)  # its client has hung up
+    (send,) = of(dev.Send, rooms.handle(now + 1.0, rooms.machine.open, room(22)))
     assert send.message.wanted == range(4), "the next probe"
 
 
 def test_segments_of_one_message_are_read_and_acknowledged_together() -> None:
     rooms = Driven(DecodeMachine(READER, SlotPool(16, TIMES), 1 << 20, TIMES))
     source = dev.Source(PREFILL, range(4), 1, slots=16, segment_tokens=10)
-    rooms.handle(dev.OpenRoom(10, ROOM, (source,), 0, 32), 0.0)
+    rooms.handle(0.0, rooms.machine.open, dev.Opened(10, ROOM, (source,), 0, 32))
     announced = tuple(Announced(slot, 90 + slot, 8) for slot in range(4))
     message = Ready(ROOM, 10, 0, 0, announced, last=True)
-    reads = of(dev.StartRead, rooms.handle(dev.Received(PREFILL, message), 0.1))
-    assert [len(read.ranges) for read in reads] == [2, 2], "half of its quota of four"
-    actions = rooms.handle(dev.ReadEnded(reads[1].read), 0.2)
+    reads = of(dev.StartRead, rooms.handle(0.1, rooms.machine.ready, PREFILL, message))
+    assert [len(read.segments) for read in reads] == [2, 2], "half of its quota of four"
+    actions = rooms.handle(0.2, rooms.machine.read_ended, reads[1])
     assert dev.Send(PREFILL, Ack(((2, 92), (3, 93)))) in actions
-    assert [copy.first_token for copy in of(dev.Unpack, actions)] == [16, 24]
+    assert [segment.first for segment in of(decode_transfer.Segment, actions)] == [16, 24]
 
 
 @pytest.mark.parametrize(("limit", "refused"), [("MAX_OPEN", "c"), ("MAX_ALL", "cd")])
@@ -261,16 +274,16 @@ def test_invented_readers_are_bounded(
     for connection in "cd":
         for number in range(20 if connection == "c" else 1):
             generation = 100 * ord(connection) + number
-            message = opened(generation, b"open%04d" % number, room=generation).message
-            found = rooms.handle(pev.Received(connection.encode(), message), 0.0)
+            _, message = opened(generation, b"open%04d" % number, room=generation)
+            found = rooms.handle(0.0, rooms.machine.received, connection.encode(), message)
             codes.setdefault(connection, []).extend(a.message.code for a in of(pev.Send, found))
             gone = fail(generation, generation, "closed", "")
-            rooms.handle(pev.Received(connection.encode(), gone), 0.0)
+            rooms.handle(0.0, rooms.machine.received, connection.encode(), gone)
     assert codes["c"] == ["full"] * 12
     assert codes["d"] == ["full"] * ("d" in refused)
     assert wrong_books(rooms.machine) == []
     for second in range(1, 602):
-        rooms.handle(pev.Tick(), float(second))
+        rooms.handle(float(second), rooms.machine.tick)
     assert (rooms.left(), rooms.machine._open) == ({}, {})
 
 
@@ -278,11 +291,11 @@ def test_invented_readers_are_bounded(
 def test_a_number_is_fetched_again_behind_a_warm_request_alone(warm: bool, later: float) -> None:
     """The OPEN of another one may have been lost, and prefill take the next for it."""
     rooms = decode()
-    rooms.handle(replace(room(10, ROOM), first_token=16), 0.0)
+    rooms.handle(0.0, rooms.machine.open, replace(room(10, ROOM), first_token=16))
     if warm:
-        rooms.handle(dev.Received(PREFILL, Ready(ROOM, 10, 0, 16, (), True)), 0.0)
-    rooms.handle(dev.CloseRoom(10, "" if warm else "failed"), 0.1)
-    (send,) = of(dev.Send, rooms.handle(room(11, ROOM), later))
+        rooms.handle(0.0, rooms.machine.ready, PREFILL, Ready(ROOM, 10, 0, 16, (), True))
+    rooms.handle(0.1, rooms.machine.close, 10, "" if warm else "failed")
+    (send,) = of(dev.Send, rooms.handle(later, rooms.machine.open, room(11, ROOM)))
     assert send.message.wanted == (range(4) if warm or later > 600 else range(0))
 
 
@@ -290,7 +303,7 @@ def test_a_number_is_fetched_again_behind_a_warm_request_alone(warm: bool, later
 
 
 def orders(*lines: str) -> Iterator[tuple[str, ...]]:
-    """All ways to merge these sequences of events."""
+    """All ways to merge these sequences of calls."""
     if not any(lines):
         yield ()
     for n, line in enumerate(lines):
@@ -314,19 +327,19 @@ def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
             use, generation = ("b", 1) if event in "bcteo" else ("B", 2)
             match event.lower():
                 case "b":
-                    rank.do(pev.Begin(use, ROOM))
+                    rank.do(rank.machine.begin, use, ROOM)
                 case "c":
-                    rank.do(pev.AddChunk(use, 0, 16, last=True, pages=use))
+                    rank.do(rank.machine.add_chunk, use, 0, 16, last=True, pages=use)
                 case "t":
-                    rank.do(pev.TargetSent(use))
+                    rank.do(rank.machine.target_sent, use)
                 case "e":
-                    rank.do(pev.End(use))
+                    rank.do(rank.machine.end, use)
                 case "o":
                     rank.open(ROOM, generation=generation)
         assert rank.pages.get(2) == {"B"}, order
         assert rank.pages.get(1, {"b"}) == {"b"}, order
         assert "B" in rank.settled, order
-        rank.do(pev.End("B"))
+        rank.do(rank.machine.end, "B")
         rank.until(601.0, 1.0)
         assert (rank.machine.left(), rank.books) == ({}, []), order
     assert count > 2
@@ -338,12 +351,12 @@ def test_an_open_behind_a_use_that_was_given_up_is_the_next_ones(given_up: bool)
     rank = Prefill()
     rank.open(ROOM, OTHER, 1, readers=2)
     rank.begin("b", ROOM, 16, "b")
-    rank.do(pev.TargetSent("b"))
+    rank.do(rank.machine.target_sent, "b")
     rank.wait(1.001 if given_up else 0.999)
     assert ("b" in rank.settled) == given_up
     rank.open(ROOM, READER, 2, readers=2)
     assert rank.pages.get(2) == (None if given_up else {"b"})
-    rank.do(pev.End("b"))
+    rank.do(rank.machine.end, "b")
     rank.begin("B", ROOM, 16, "B")
     assert rank.pages.get(2) == ({"B"} if given_up else {"b"})
 
@@ -377,21 +390,21 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     assert len(stamps) == rank.slots.offered == 8
     first = tuple(Announced(*slot, 10) for _, slot in rank.unread[:4])
     ready = Ready(1, 1, 0, 0, first, last=True)
-    event = pev.undone(pev.Send(READER, ready), "MemoryError")
     for _ in range(2):
-        rank.do(event)
+        rank.do(rank.machine.undone, pev.Send(READER, ready), MemoryError())
         assert rank.slots.offered == 4
         assert not rank.slots._signs[True], "its reader has read nothing"
     rank.open(3)
     rank.begin(3, 3, 400)
-    rank.do(pev.undone(pev.Send(READER, fail(3, 3, "slow", "")), "MemoryError"))
+    rank.do(rank.machine.undone, pev.Send(READER, fail(3, 3, "slow", "")), MemoryError())
     sent = rank.sent[3]
     rank.acknowledge()
     assert rank.sent[3] == sent < 400
     rank.open(4)
     rank.begin(4, 4, 40)
     assert rank.sent[4] == 40
-    assert dev.undone(dev.Send(PREFILL, Ack(())), "MemoryError") is None
+    other = decode()
+    assert other.handle(0.0, other.machine.undone, dev.Send(PREFILL, Ack(())), MemoryError()) == []
 
 
 @pytest.mark.parametrize(
@@ -402,24 +415,25 @@ def test_an_open_that_the_current_use_does_not_wait_for_is_the_next_ones(
 ) -> None:
     """Its reader has opened that, or all have. Packing has not ended."""
     rank = Prefill()
-    rank.do(pev.Begin("b", ROOM))
+    rank.do(rank.machine.begin, "b", ROOM)
     rank.open(ROOM, READER, 1, readers=readers)
     rank.open(ROOM, second, 2, readers=readers)
-    rank.do(pev.AddChunk("b", 0, 16, last=True, pages="b"))
+    rank.do(rank.machine.add_chunk, "b", 0, 16, last=True, pages="b")
     assert 2 not in rank.pages
     assert (1 in rank.pages) == (second == OTHER)
     rank.begin("B", ROOM, 16, "B")
     assert rank.pages[2] == {"B"}
-    rank.do(pev.End("b"), pev.End("B"))
+    rank.tell(rank.machine.end, "b")
+    rank.do(rank.machine.end, "B")
     assert (rank.machine.left(), rank.books) == ({}, [])
 
 
 def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
     """Whose reader need not wait."""
     rank = Prefill()
-    rank.do(pev.Begin("b", ROOM))
+    rank.do(rank.machine.begin, "b", ROOM)
     rank.open(ROOM, READER, 1)
-    rank.do(pev.Begin("B", ROOM))
+    rank.do(rank.machine.begin, "B", ROOM)
     assert rank.fails == {1: "aborted"}
     assert rank.settled == {"b": 0.0}
 
@@ -432,5 +446,5 @@ def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
     assert (rank.machine.left(), rank.books) == ({"waiting": 1, "parts": 1}, [])
     rank.begin("b", ROOM, 16, "b")
     assert rank.pages == {3: {"b"}}
-    rank.do(pev.End("b"))
+    rank.do(rank.machine.end, "b")
     assert (rank.machine.left(), rank.books) == ({}, [])

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,30 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
     page = generate_latest(one.registry).decode()
     for known in (s for s in SERIES if side in s.sides for _ in s.known):
         assert f"{series.PREFIX}{known.name}{{" in page, "it is there before it is counted"
+
+
+@pytest.mark.parametrize(
+    ("dp_rank", "extra", "more"),
+    [
+        (None, None, {}), (0, None, {"dp_rank": "0"}),
+        (5, {"pod": "a", "tp_rank": 9}, {"dp_rank": "5", "pod": "a", "tp_rank": "9"}),
+    ],
+)  # fmt: skip
+def test_the_labels_are_those_of_sglangs_own_series(
+    dp_rank: int | None, extra: Any, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As text, since SGLang's are. None where its metrics are off."""
+    args = SimpleNamespace(enable_metrics=True, served_model_name="m", extra_metric_labels=extra)
+    ranks = SimpleNamespace(tp_rank=1, pp_rank=2, moe_ep_rank=3, dp_rank=dp_rank)
+    context = SimpleNamespace(get_parallel=lambda: ranks, get_server_args=lambda: "of the process")
+    view = SimpleNamespace(resolved_view={"of the process": args}.__getitem__)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.overrides", view)
+    own = {"model_name": "m", "engine_type": "decode"}
+    own |= {"tp_rank": "1", "pp_rank": "2", "moe_ep_rank": "3"}
+    assert metrics._labels("decode") == own | more
+    args.enable_metrics = False
+    assert metrics._labels("decode") is None
 
 
 def test_a_rank_without_metrics_counts_nothing_and_keeps_nothing() -> None:

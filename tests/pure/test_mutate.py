@@ -44,7 +44,7 @@ operators = [
     "Nothing", "NumberReplacer",
     "ReplaceComparisonOperator_Lt_LtE", "ReplaceComparisonOperator_Lt_GtE",
 ]
-skip = { functions = [], calls = [], keywords = [] }
+skip = { functions = [], calls = [] }
 [[part]]
 files = ["sglang_mixkv/*.py"]
 tests = ["tests/test_small.py"]
@@ -74,7 +74,7 @@ class One:
                 del self.four  # another
                 raise ValueError
             elif self.four in args: return
-            while three(1, self.four, *args, five=5, **kwargs):
+            while three(1, self.four, *args, name=5, **kwargs):
 
                 self.four += 1; three(max(1, self.four))
         finally:
@@ -89,7 +89,7 @@ class One:
 def test_what_the_tools_own_operators_make_is_python(tmp_path: Path) -> None:
     """What is none would be killed by the first test, whatever that looks at."""
     (tmp_path / "blocks.py").write_text(BLOCKS)
-    skip = {"functions": [], "calls": [], "keywords": ["five"]}
+    skip = {"functions": [], "calls": [], "keywords": []}
     found = mutants(tmp_path, "blocks.py", {"operators": list(OWN), "skip": skip})
     counts = Counter(one.operator for one in found)
     assert counts == {"Delete": 7, "Negate": 3, "Arguments": 4, "Nothing": 1}
@@ -180,3 +180,23 @@ def test_a_run_that_is_ended_leaves_nothing_behind(checkout: Path) -> None:
 def test_tests_that_fail_anyway_are_an_error(checkout: Path) -> None:
     (checkout / "tests" / "test_small.py").write_text("def test_nothing():\n    assert False\n")
     assert "fail without a mutant" in "".join(start(checkout).communicate(timeout=60)[0])
+
+
+SKIP = {"functions": [], "calls": []}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("max(a, b)", []), ("zip(a, strict=True)", []), ("f(a, name=b)", []),
+        ("f(a, b)", ["f(b, a)"]), ("f(a, c=b)", ["f(a)"]), ("f(min(a, math.gcd(b, c)))", []),
+        ("f(a, **b)", ["f(a)"]), ("if TYPE_CHECKING:\n    import a", []),
+        ("if a:\n    import b", ["if not (a):"]),
+    ],
+)  # fmt: skip
+def test_what_nothing_depends_on_is_left(tmp_path: Path, code: str, found: list[str]) -> None:
+    """Types, arguments in any order, and those that only say or check something."""
+    (tmp_path / "small.py").write_text(f"{code}\n")
+    config = {"operators": ["Arguments", "Negate"], "skip": SKIP}
+    made = mutants(tmp_path, "small.py", config)
+    assert [one.change(tmp_path)[1] for one in made] == found

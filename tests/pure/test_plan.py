@@ -27,7 +27,7 @@ from sglang_mixkv.draft.facts import Target
 from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
-from sglang_mixkv.tools import plan_line
+from sglang_mixkv.tools import plan_line, plan_server
 from sglang_mixkv.tools.plan_pair import SCHEMA, Fleet, Plan, contacted, make_plan, need_of
 from sglang_mixkv.tools.plan_server import Model, Server, read
 
@@ -109,6 +109,26 @@ def test_whether_it_is_needed_beside_a_target_with_kv_heads(
     is_needed = reason == "of another length"
     assert answer.startswith("You need the plugin" if is_needed else "You do not need the plugin")
     assert reason in " ".join(answer.split())
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+@pytest.mark.parametrize("sizes", [(1, 4), (1, 16), (2, 8), (4, 2), (4, 4)])
+def test_whether_it_is_needed_with_dcp(sizes: tuple[int, int], backend: str, hybrid: bool) -> None:
+    """As test_stock.py sees it."""
+    target = replace(MLA, hybrid=hybrid)
+    changes = {"target": target, "disaggregation_transfer_backend": backend}
+    prefill, decode = pair(*sizes, 16, **changes)
+    theirs, ours = sizes
+    need = need_of(prefill, replace(decode, dcp_size=2))
+    if theirs == ours:
+        expected, share = False, 0.0
+    elif backend == "nixl" or not hybrid:
+        expected, share = True, None
+    else:
+        expected, share = theirs > ours, max(0, 1 - ours / theirs)
+    assert (need.needed, need.wrong_share) == (expected, share), need
+    assert ("hang" in need.reason) == (expected and backend == "nixl")
 
 
 # ---------------------------------------------------------------- figures
@@ -267,6 +287,24 @@ def test_a_line_is_resolved_for_a_gpu_on_which_it_starts(
     found = read("decode", flags(more), gpu=gpu)
     assert (found.gpu, not found.stock) == (kind, starts), found.stock
     assert get_platform().device_sm not in (90, 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_amd"),
+    [(f"SGLANG_USE_AITER=1 x {flags()}", True), (f"SGLANG_USE_AITER=0 x {flags()}", False),
+     (flags("--attention-backend aiter"), True), (flags("--decode-attention-backend wave"), True)],
+)  # fmt: skip
+def test_a_line_for_amd_gpus(monkeypatch: pytest.MonkeyPatch, line: str, is_amd: bool) -> None:
+    """Or any line in an image for them."""
+    monkeypatch.setenv("SGLANG_USE_AITER", "1")  # of this shell: it does not count
+    found = read("decode", line)
+    assert [note.startswith("decode: no AMD GPU") for note in found.notes] == [True] * is_amd
+    with monkeypatch.context() as image:
+        image.setattr("torch.version.hip", "6.4")
+        view = SimpleNamespace(
+            attention_backend=None, prefill_attention_backend=None, decode_attention_backend=None
+        )
+        assert [*plan_server._amd("decode", view, {})]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_of_what_a_server_says_512_bytes_are_shown() -> None:
     "body", [b"", b"[]", b"{}", b'{"rows":[{}]}', b'{"rows":[1]}', b"[" * 100_000],
 )  # fmt: skip
 def test_what_are_no_rows_is_refused(body: bytes) -> None:
-    with pytest.raises(MixKVError, match="MIXKV-PAIR-02"):
+    with pytest.raises(MixKVError, match=r"\[MIXKV-PAIR-02\] its facts cannot be read: "):
         read_rows(body)
 
 
@@ -190,6 +190,7 @@ def test_where_a_server_does_not_say_them_no_rank_is_known(
 
 def test_a_server_of_as_many_ranks_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefill_http.MAX_RANKS == 4096
+    assert (prefill_http.ASK_S, prefill_http.MAX_BODY) == (5.0, 4 << 20)
     monkeypatch.setattr(prefill_http, "MAX_RANKS", 6)
     for counts, known in (((1, 2, 3, 1), 6), ((1, 7, 1, 1), 0)):
         with serving(a_server_of(*counts)) as address:

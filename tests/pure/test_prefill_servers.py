@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
 import pytest
 from rig.answers import many, serving, silent
 from rig.servers import PORT, TOKENS, Site, answer_of, publishing, row_of
@@ -23,6 +24,7 @@ from rig.threads import Prefill, wait_for
 
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.config import Config
 from sglang_mixkv.decode import links
 from sglang_mixkv.engine import names, notices, prefill_http, prefill_servers
 from sglang_mixkv.engine.names import Names
@@ -46,6 +48,13 @@ def prefill() -> Iterator[Prefill]:
     one = Prefill(Times())
     yield one
     one.close()
+
+
+def test_servers_are_asked_as_often_and_as_many_as_was_meant() -> None:
+    """SGLang looks once a second, and gives a request up after 15 s."""
+    assert (prefill_servers.ASKED_AT_ONCE, prefill_servers.CONNECTED_AT_ONCE) == (1024, 1024)
+    assert (prefill_servers.CHECK_S, prefill_servers.SOON_S) == (1.0, 0.05)
+    assert (prefill_servers.AGAIN_S, prefill_servers.KNOWN_S) == (5.0, 60.0)
 
 
 # ---------------------------------------------------------------- servers that are silent
@@ -319,7 +328,8 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
         raise RuntimeError("Page size mismatch")
 
     with serving(answer) as address:
-        for _ in range(3):
+        for number in range(3):
+            assert number == 0 or site.servers.ensure(address), "SGLang asks a second later"
             refuse_one()
         assert len(asked) == 1
         site.servers.forget(address)
@@ -360,6 +370,26 @@ def test_a_server_ends_nothing_of_another(
     other.close()
 
 
+@pytest.mark.parametrize("asked", ["refuse", "cold"])
+def test_a_server_of_another_drafter_is_refused_unless_an_operator_wants_its_requests(
+    site: Site, prefill: Prefill, asked: Any
+) -> None:
+    """They are cold then, and it is connected to as others are."""
+    site.manager.local.config = Config(on_draft_mismatch=asked)
+    own = row_of(prefill)
+    facts = msgspec.structs.replace(own.draft.facts, architecture="Another")
+    other = row_of(prefill, draft=msgspec.structs.replace(own.draft, facts=facts))
+    with publishing(other) as address:
+        assert site.is_ready(address)
+        if asked == "refuse":
+            assert "Another" in str(site.servers.refuse(address, None))
+        else:
+            assert site.servers.refuse(address, None) is None
+            infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT}]
+            assert site.servers.plan(address, infos).cold
+            assert site.held()["sockets"] == 1
+
+
 # ---------------------------------------------------------------- what stays behind
 
 
@@ -393,21 +423,27 @@ def test_nothing_is_left_of_servers_that_are_gone(site: Site) -> None:
 def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialling, go, dial = threading.Event(), threading.Event(), site.decode.channel.dial
+    """And its other ranks are not connected to any more."""
+    dialling, go, dial, dialled = (
+        threading.Event(), threading.Event(), site.decode.channel.dial, list[Any]()
+    )  # fmt: skip
 
     def slow(*args: Any) -> Any:
-        link = dial(*args)
+        dialled.append(link := dial(*args))
         dialling.set()
         go.wait()
         return link
 
     monkeypatch.setattr(site.decode.channel, "dial", slow)
-    with publishing(row_of(prefill)) as address:
+    other = row_of(prefill, instance=draw_instance(), rank_port=PORT + 1)
+    with publishing(row_of(prefill), other) as address:
         assert not site.servers.ensure(address)
         assert wait_for(lambda: site.servers.ensure(address) or dialling.is_set())
         site.servers.forget(address)
         go.set()
-        assert wait_for(lambda: not any(site.held().values()))
+        assert wait_for(lambda: not site.servers._background.running)
+        assert not any(site.held().values())
+        assert len(dialled) == 1
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
 
@@ -458,13 +494,25 @@ class Late:
 
 
 def test_a_server_that_becomes_ready_while_a_request_looks_stays(
-    site: Site, prefill: Prefill
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's table has it, and nothing is connected to a second time."""
+    looks, real = threading.Event(), prefill_servers.fetch
+
+    async def fetch(*args: Any) -> Any:
+        while not looks.is_set():
+            await asyncio.sleep(0.01)
+        return await real(*args)
+
+    def is_ready() -> bool:
+        looks.set()
+        return address in site.table
+
+    monkeypatch.setattr(prefill_servers, "fetch", fetch)
     with publishing(row_of(prefill)) as address:
         assert not site.servers.ensure(address)
         lock = site.servers._lock
-        site.servers._lock = Late(lock, lambda: address in site.table)
+        site.servers._lock = Late(lock, is_ready)
         assert site.servers.ensure(address)
         site.servers._lock = lock
         assert site.request(address, prefill) == "warm"
@@ -523,6 +571,20 @@ def test_a_bootstrap_server_that_goes_away_alone_costs_what_sglang_gives_up(
     assert not site.servers.ensure(address)
     with publishing(row_of(prefill), port=int(address.rpartition(":")[2])):
         assert site.is_ready(address)
+        assert site.request(address, prefill) == "warm"
+
+
+def test_a_server_that_is_given_up_and_asked_for_at_once_is_looked_after_once(
+    site: Site, prefill: Prefill
+) -> None:
+    """By the task of its new connection: the former one's has not looked since."""
+    with publishing(row_of(prefill)) as address:
+        for _ in range(3):
+            assert site.is_ready(address)
+            site.table.pop(address)
+            assert not site.servers.ensure(address)
+        assert site.is_ready(address)
+        assert wait_for(lambda: len(site.servers._background.running) == 1, 5)
         assert site.request(address, prefill) == "warm"
 
 

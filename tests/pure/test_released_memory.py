@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from rig.threads import SEGMENT, Channel, Decode, Prefill, wait_for
 
-from sglang_mixkv.channel import copies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.draft import copier
 
 HOLD_S = 0.2  # for what has to be waited for; who did not wait has taken the pool away by then
 LIMIT_S = 60
@@ -136,7 +136,7 @@ CASES: dict[str, Callable[[Channel, bool], Prefill | Decode]] = {
 
 
 def body(case: str, gates: bool) -> None:
-    copies.AT_ONCE = 0  # threads copy, so that some copies are queued
+    copier.AT_ONCE = 0  # threads copy, so that some copies are queued
     faulthandler.disable()  # a death is expected of some
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not gates:

@@ -19,6 +19,8 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton", reason="Triton is not installed: no kernel is tested")
 
+from rig.fake_cuda import FakeCuda  # noqa: E402
+
 from sglang_mixkv.draft import cuda, rows_gpu  # noqa: E402
 from sglang_mixkv.draft import rows as rows_module  # noqa: E402
 from sglang_mixkv.draft.kernels import compiled  # noqa: E402
@@ -44,7 +46,7 @@ def test_batches_are_right_in_tritons_interpreter(examples: int) -> None:
 def test_kernels_copy_16_bytes_at_a_time_and_spill_nothing(capability: int, page_size: int) -> None:
     wide = r"%s\.global[a-z.]*\.(?:v2\.b64|v4\.b32)"
     expected = {
-        "pack": (4, 4), "unpack": (4, 4), "verify": (4, 0), "clear": (0, 4), "seal": (0, 0),
+        "pack": (4, 4), "unpack": (4, 4), "settle": (0, 4), "clear": (0, 4), "seal": (0, 0),
     }  # fmt: skip
     for name, kernel in compiled(capability, page_size).items():
         ptx = kernel.asm["ptx"]
@@ -61,7 +63,8 @@ def test_kernels_compile_without_a_c_compiler(tmp_path: Path) -> None:
     path = os.pathsep.join(sys.path)
     env = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "CC": "false"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.stdout.split() == ["pack", "seal", "verify", "unpack", "clear"], done.stderr[-2000:]
+    names = ["pack", "unpack", "seal", "settle", "clear"]
+    assert done.stdout.split() == names, done.stderr[-2000:]
 
 
 def test_prototypes_are_those_of_cuda_h() -> None:
@@ -70,9 +73,8 @@ def test_prototypes_are_those_of_cuda_h() -> None:
     declared = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.S)
     integers = ("int", "CUresult", "CUdevice", "CUdevice_attribute")
     kinds: dict[str, Any] = dict.fromkeys(integers, ctypes.c_int)
-    kinds |= dict.fromkeys(
-        re.findall(r"enum \w+\s*\{[^}]*\}\s*(CUflush\w+);", declared), ctypes.c_int
-    )
+    enums = re.findall(r"enum \w+\s*\{[^}]*\}\s*(CUflush\w+|CUstreamCaptureMode);", declared)
+    kinds |= dict.fromkeys(enums, ctypes.c_int)
     kinds |= dict.fromkeys(re.findall(r"typedef struct \w+ \*(CU\w+);", declared), ctypes.c_void_p)
     kinds |= {"unsigned int": ctypes.c_uint, "size_t": ctypes.c_size_t, "char *": ctypes.c_char_p}
     kinds |= {"CUdeviceptr": ctypes.c_uint64, "void *": ctypes.c_void_p}
@@ -163,29 +165,58 @@ def test_a_pool_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> 
     assert "libcuda.so.1" in rows_gpu.gpu_rows(rows, 1, staging)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert "no CUDA device" in rows_gpu.gpu_rows(rows, 1, staging)
-    old = SimpleNamespace(capability=75)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(rows_gpu, "Driver", lambda index: old)
+    old = SimpleNamespace(capability=75, needs_flush=lambda: False)
+    rows.device = torch.device("cuda", 3)
+    monkeypatch.setattr(rows_gpu, "Driver", {3: old}.__getitem__)
     assert "expected 8.0 or later" in rows_gpu.gpu_rows(rows, 1, staging)
+    old.capability = 90
+    monkeypatch.setattr(rows_gpu, "GpuRows", lambda *made: made)
+    assert rows_gpu.gpu_rows(rows, 1, staging) == (rows, 1, staging, old)
+    assert "SGLANG_MIXKV_GPU_COPIES" in rows_gpu.gpu_rows(rows, 1, staging, "torch")
+
+
+@pytest.mark.parametrize("asked", ["auto", "torch", "kernels"])
+def test_what_is_wrong_either_way_comes_out(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    """A GPU that needs a flush, which torch's way makes too, and one that cannot."""
+    rows = DraftRows([pool()], range(2))
+    rows.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for attributes in (
+        {cuda.RDMA_ORDERING: 0},
+        {cuda.RDMA_ORDERING: 0, cuda.RDMA_FLUSH_OPTIONS: 2},
+    ):
+        driver = FakeCuda(attributes={**attributes, cuda.MAJOR: 7}).driver()
+        monkeypatch.setattr(rows_gpu, "Driver", lambda index, driver=driver: driver)
+        if len(attributes) == 1:
+            assert isinstance(rows_gpu.gpu_rows(rows, 1, Staging(1, 4096, CPU), asked), str)
+            assert rows.flush == driver.flush
+        else:
+            with pytest.raises(cuda.UnsafeError, match="neither orders"):
+                rows_gpu.gpu_rows(rows, 1, Staging(1, 4096, CPU), asked)
+
+
+def test_memory_of_the_device_is_given_back_with_its_last_holder() -> None:
+    device = FakeCuda()
+    driver = device.driver()
+    one = cuda.DeviceMemory(4096, driver)
+    about = one.__cuda_array_interface__
+    assert (about["shape"], about["typestr"], about["data"][1]) == ((4096,), "|u1", False)
+    assert 0 <= about["data"][0] - device._memory[0].data_ptr() < 64
+    del one
+    assert device._memory == []
+    device.fails = "cuMemAlloc_v2"
+    with pytest.raises(cuda.CudaError, match="cuMemAlloc_v2"):
+        cuda.DeviceMemory(4096, driver)
+
+
+def test_a_thread_that_asks_ends_no_capture_of_another() -> None:
+    device = FakeCuda()
+    cuda.spare_captures(device)
+    assert device.calls == {"cuThreadExchangeStreamCaptureMode": 1}
 
 
 # ---------------------------------------------------------------- events
-
-
-@pytest.mark.parametrize("index", [None, 3])
-def test_the_kernels_are_the_pools_devices(
-    monkeypatch: pytest.MonkeyPatch, index: int | None
-) -> None:
-    """Its number may be left out: it is the thread's own then."""
-    rows, seen = DraftRows([pool()], range(2)), list[Any]()
-    rows.device = torch.device("cuda") if index is None else torch.device("cuda", index)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(
-        rows_gpu, "Driver", lambda at: seen.append(at) or SimpleNamespace(capability=75)
-    )
-    rows_gpu.gpu_rows(rows, 1, Staging(1, 4096, CPU))
-    assert seen == [5 if index is None else index]
 
 
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"

@@ -182,6 +182,16 @@ def test_gauges_follow_slots_and_breakers() -> None:
 # ---------------------------------------------------------------- finished requests
 
 
+@pytest.mark.parametrize("side", [PREFILL, DECODE])
+def test_what_copies_on_a_gpu_is_there_once_it_is_known(side: str) -> None:
+    """A rank without a GPU has none of it."""
+    one, name = Rank(side), "mixkv_gpu_kernels{"
+    assert name not in generate_latest(one._registry).decode()
+    for used in (False, True):
+        one.kernels(used)
+        assert f'{name}tp_rank="0"}} {used:.1f}' in generate_latest(one._registry).decode()
+
+
 def test_accept_length_by_state() -> None:
     """Of requests that have ended, or are gone."""
     one = Rank()

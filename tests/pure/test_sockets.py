@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -75,9 +76,45 @@ def test_it_looks_less_often_when_nothing_comes(
         inlet.take([inlet.fileno()])
     poller.wait(30, False)
     assert asked == [sockets.LOOK_MS, sockets.EAGER_MS, sockets.LOOK_MS, 30_000]
+    assert (sockets.EAGER, sockets.EAGER_MS, sockets.LOOK_MS) == (0.008, 0.2, 1)
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "is_dozed"), [(0, False), (0.2, True), (0.999, True), (1, False), (2, False)]
+)
+def test_it_sleeps_for_less_than_a_millisecond_by_ppoll_alone(
+    timeout_ms: float, is_dozed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """epoll_wait would sleep for a whole one; it does the rest, and only that."""
+    poller, dozed, slept = Poller(), list[float](), list[float]()
+    monkeypatch.setattr(poller, "_doze", dozed.append)
+    epoll = SimpleNamespace(poll=lambda seconds: slept.append(seconds) or [])
+    monkeypatch.setattr(poller, "_epoll", epoll)
+    assert poller.poll(timeout_ms) == []
+    assert dozed == [timeout_ms] * is_dozed
+    assert slept == [0 if is_dozed else timeout_ms / 1000]
 
 
 HOST, FORK = "127.0.0.1", mp.get_context("fork")
+
+
+@pytest.mark.parametrize(("host", "is_v6"), [(HOST, 0), (f"tcp://{HOST}:1", 1), ("::1", 1)])
+@pytest.mark.parametrize("patience", [0.1, 1.0, 60.0])
+def test_a_socket_keeps_the_times_of_the_protocol(host: str, is_v6: int, patience: float) -> None:
+    """docs/protocol.md has them."""
+    context = new_context()
+    made = new_socket(context, zmq.DEALER, host, Times(patience))
+    found = {name: made.getsockopt(getattr(zmq, name)) for name in OPTIONS}
+    assert found == OPTIONS | {"TCP_MAXRT": int(5000 * patience), "IPV6": is_v6}
+    assert context.get(zmq.MAX_SOCKETS) == 16384
+    context.destroy(linger=0)
+
+
+OPTIONS = {
+    "TYPE": zmq.DEALER, "LINGER": 0, "MAXMSGSIZE": 4096, "TCP_MAXRT": 5000, "IPV6": 0,
+    "TCP_KEEPALIVE": 1, "TCP_KEEPALIVE_IDLE": 2, "TCP_KEEPALIVE_INTVL": 2,
+    "CONNECT_TIMEOUT": 2000, "RECONNECT_IVL": 100, "RECONNECT_IVL_MAX": 2000,
+}  # fmt: skip
 
 
 @pytest.fixture

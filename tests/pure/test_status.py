@@ -135,6 +135,13 @@ def test_what_an_operator_is_told(text: str, expected: str) -> None:
     assert words(re.sub(r" [1-5]\n|64\n$", " 0\n", text) + page()) == []
 
 
+def test_copies_by_torch_on_one_rank_of_two() -> None:
+    ranks = [line("gpu_kernels", used, tp_rank=used) for used in (0, 1)]
+    (found,) = words(page(ranks=2) + "".join(ranks))
+    assert re.search("torch copies draft KV on a GPU.*MIXKV-START-07", found)
+    assert words(page() + ranks[1]) == []
+
+
 # ---------------------------------------------------------------- the command
 
 

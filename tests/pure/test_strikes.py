@@ -11,6 +11,7 @@ from sglang_mixkv.channel.messages import Open, Ready
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode.breaker import LONGEST_WAIT, STRIKES
 from sglang_mixkv.decode.machine import PREFILL_CODES
+from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.series import COLD
 
 OTHER = b"other___"
@@ -27,7 +28,7 @@ def half(rank: Decode) -> None:
     wait(rank)
 
 
-def result(found: dev.Result) -> Callable[[Decode], None]:
+def result(found: SlotCheck) -> Callable[[Decode], None]:
     def act(rank: Decode) -> None:
         rank.result = found
         rank.ready(1)
@@ -43,7 +44,7 @@ def no_slot(rank: Decode) -> None:
 
 def stopped(rank: Decode) -> None:
     rank.now += 5.1
-    rank.do(dev.Tick())
+    rank.do(rank.machine.tick)
 
 
 def hangs(rank: Decode) -> None:
@@ -58,14 +59,12 @@ def breaks(rank: Decode) -> None:
 
 
 def lost(**more: object) -> Callable[[Decode], None]:
-    return lambda rank: rank.do(dev.PeerLost(PREFILL, **more))
+    return lambda rank: rank.do(rank.machine.peer_lost, PREFILL, **more)
 
 
 def undone(rank: Decode) -> None:
     to, message = next(one for one in rank.sends if isinstance(one[1], Open))
-    event = dev.undone(dev.Send(to, message), "OverflowError")
-    assert event is not None
-    rank.do(event)
+    rank.do(rank.machine.undone, dev.Send(to, message), OverflowError())
 
 
 COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
@@ -73,7 +72,7 @@ COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
     ("lost", lost(), {PREFILL}), ("lost", lost(gone=True), set()),
     ("read", hangs, {PREFILL}), ("read", breaks, {PREFILL}),
     ("slots", no_slot, set()), ("stalled", stopped, set()), ("unsent", undone, set()),
-    ("stale", result(dev.Result.STALE), set()), ("unpack", result(dev.Result.ERROR), set()),
+    ("stale", result(SlotCheck.STALE), set()), ("unpack", result(SlotCheck.ERROR), set()),
     ("protocol", lambda rank: rank.ready(1, 5), set()),
     *(
         ("prefill_" + code, lambda rank, code=code: rank.fail(1, code), set())
@@ -146,7 +145,7 @@ def test_a_peer_that_is_gone_ends_what_waits_for_it_and_nothing_else() -> None:
         rank.open(generation, PREFILL, OTHER)
     rank.ready(0, 4, last=True)
     rank.open(99, OTHER)
-    rank.do(dev.PeerLost(PREFILL, gone=True))
+    rank.do(rank.machine.peer_lost, PREFILL, gone=True)
     found = [rank.verdicts[n] for n in range(2 * STRIKES)]
     assert found == [("cold", "lost")] * len(found)
     assert (PREFILL, "breaker_opened") not in rank.notes
@@ -262,7 +261,7 @@ def test_a_probe_that_ends_without_a_verdict_lets_another_one_try(how: str) -> N
     rank.wait(1.0)
     if how == "no rows":
         rank.open(10, segments=4, first_token=40)
-        rank.do(dev.Received(PREFILL, Ready(10, 10, 0, 40, (), True)))
+        rank.do(rank.machine.ready, PREFILL, Ready(10, 10, 0, 40, (), True))
         assert rank.verdicts[10] == ("warm", "")
     else:
         assert asked(rank, 10)

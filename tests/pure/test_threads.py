@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,19 +15,25 @@ import zmq
 from rig.threads import (
     CANARY,
     HEADS,
+    HOST,
+    PAGE,
     SEGMENT,
     SLOTS,
+    TOKEN_BYTES,
     Channel,
     Decode,
     Event,
     Prefill,
+    _Side,
     wait_for,
 )
 
-from sglang_mixkv.channel import copies
+from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.draft.layout import SlotCheck
-from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.decode.breaker import STRIKES
+from sglang_mixkv.draft import copier
+from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.draft.rows import DraftRows, Staging
 
 TOKENS = 20  # three segments
 PATIENCE = 3  # a busy machine of two cores
@@ -34,7 +42,7 @@ PATIENCE = 3  # a busy machine of two cores
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
     """Copies are made by their threads."""
-    monkeypatch.setattr(copies, "AT_ONCE", 0)
+    monkeypatch.setattr(copier, "AT_ONCE", 0)
     with Channel() as one:
         yield one
 
@@ -73,6 +81,16 @@ def test_a_link_in_the_place_of_another_ends_that(channel: Channel) -> None:
     assert wait_for(lambda: not channel.decode.plane._peers)
 
 
+def test_a_read_from_a_peer_that_is_gone_by_then_ends_at_once(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel.decode.channel._links, "read", lambda action: False)
+    assert channel.request(1) == ("cold", "read")
+    assert channel.decode.notes.details == ["the prefill rank is gone"]
+    monkeypatch.undo()
+    assert channel.request(2) == ("warm", "")
+
+
 def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) -> None:
     """It reads a byte into this rank's own memory, whatever that holds."""
     decode, other = channel.decode, Prefill(channel.times)
@@ -92,7 +110,110 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
     assert channel.request(2) == ("warm", "")
 
 
+# ---------------------------------------------------------------- copies on a device
+
+
+class OnDevice:
+    """GpuRows, as far as the channel uses them: numpy copies at once, two jobs a batch."""
+
+    most, can_start = 2, True
+
+    def __init__(self, rows: DraftRows, staging: Staging) -> None:
+        self.rows, self.staging = rows, staging
+
+    def pages(self, numbers: Any) -> Pages:
+        return Pages(np.asarray(numbers), PAGE)
+
+    def job(
+        self, pages: Pages, first: int, tokens: int, heads: range | None = None, slot: int = 0,
+        stamp: int = 0,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        rows = pages.rows(first, tokens)
+        return (rows,) if heads is None else (rows, heads, self.staging.slot(slot), stamp)
+
+    def _start(self, copy: Callable[..., SlotCheck | None], jobs: Sequence[Any]) -> Any:
+        results = [copy(*job) or SlotCheck.OK for job in jobs]
+        return type("Ticket", (), {"results": results, "done": lambda: True, "over": lambda: True})
+
+    def start_pack(self, jobs: Sequence[Any]) -> Any:
+        return self._start(self.rows.pack, jobs)
+
+    def start_unpack(self, jobs: Sequence[Any]) -> Any:
+        return self._start(self.rows.unpack, jobs)
+
+    def start_clear(self, jobs: Sequence[Any]) -> Any:
+        return self._start(self.rows.clear, jobs)
+
+
+def test_a_device_copies_what_threads_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rooms at once, the last one behind a prefix; and it clears."""
+    monkeypatch.setattr(_Side, "device", OnDevice)
+    with Channel() as channel:
+        rooms = [(1, 1, 0), (2, 20, 0), (3, 64, 8)]
+        handles = [channel.open(number, tokens, first=first) for number, tokens, first in rooms]
+        sent = [channel.prefill.send(number, tokens, first) for number, tokens, first in rooms]
+        for one, handle in zip(sent, handles, strict=True):
+            assert channel.state(handle) == ("warm", "")
+            assert channel.same(handle)
+            channel.end(one, handle)
+        sides = channel.prefill, channel.decode
+        assert [side.notes.bytes for side in sides] == [85 * TOKEN_BYTES] * 2
+        channel.decode.plane.damage = [64]
+        assert channel.request(4) == ("cold", "stale")
+        assert channel.at_rest()
+
+
 # ---------------------------------------------------------------- who is gone
+
+
+def test_a_peer_that_comes_back_after_it_was_given_up_is_asked_at_once(channel: Channel) -> None:
+    """Its breaker was open: what was known of it is known of nobody."""
+    decode = channel.decode
+    decode.plane.broken = 10**6
+    for room in range(STRIKES):
+        assert channel.request(room) == ("cold", "read")
+    decode.plane.broken = 0
+    assert channel.request(STRIKES) == ("cold", "breaker")
+    decode.channel.drop(channel.prefill.instance)
+    assert wait_for(lambda: not decode.channel.knows(channel.prefill.instance))
+    channel.connect(channel.prefill)
+    assert channel.request(STRIKES + 1) == ("warm", "")
+
+
+def test_a_rank_that_was_restarted_is_dropped_and_forgotten(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another instance listens at its address. Others are asked as before."""
+    decode, forgotten = channel.decode, list[bytes]()
+    monkeypatch.setattr(decode.channel, "_forget_peer", forgotten.append)
+    former = SimpleNamespace(**vars(channel.prefill.row) | {"instance": draw_instance()})
+    peer = decode.reach(former)
+    handle = decode.open(1, TOKENS, peer)
+    assert channel.state(handle) == ("cold", "prefill_restarted")
+    assert wait_for(lambda: forgotten == [peer])
+    assert wait_for(lambda: not decode.channel.knows(peer))
+    decode.channel.close(handle)
+    assert channel.request(2) == ("warm", "")
+
+
+@pytest.mark.parametrize("host", [HOST, "::1"])
+def test_a_rank_listens_at_the_port_that_it_is_given(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+    with Channel() as channel:
+        for asked in (port, 0):
+            one = Prefill(channel.times, port=asked, host=host)
+            address, _, found = one.channel.address.rpartition(":")
+            assert address == ("tcp://[::1]" if ":" in host else f"tcp://{HOST}")
+            assert int(found) == asked or not asked
+            peer = channel.decode.reach(one.row)
+            sent, handle = one.send(7, TOKENS), channel.decode.open(7, TOKENS, peer)
+            assert channel.state(handle) == ("warm", "")
+            one.channel.end(sent)
+            channel.decode.channel.close(handle)
+            one.close()
 
 
 @pytest.mark.parametrize("vanish", [False, True])
@@ -214,16 +335,26 @@ def ending(*_: Any) -> None:
     raise SystemExit
 
 
+def failing(*_: Any) -> None:
+    raise RuntimeError("x" * 1000)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("end", ["channel", "copies"])
+@pytest.mark.parametrize("end", ["channel", "copies", "machine"])
 def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, end: str
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An operator is told where its end was an error."""
     worker = channel.decode.channel
-    owner, name = (worker, "_look") if end == "channel" else (worker._copies, "_copy")
-    monkeypatch.setattr(owner, name, ending)
+    owner, name = {
+        "channel": (worker, "_look"), "copies": (worker._copies, "_copy"),
+        "machine": (worker._machine, "actions"),
+    }[end]  # fmt: skip
+    monkeypatch.setattr(owner, name, failing if end == "machine" else ending)
     handle, _ = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
     assert wait_for(lambda: worker.broken)
+    assert any("the channel ends" in line for line in caplog.messages) == (end == "machine")
+    assert worker.check()[0] == "a thread of the draft channel has ended"
     assert handle.state is None
     worker.clear_now(handle)
     assert channel.state(handle) == ("cold", "broken")
@@ -244,23 +375,61 @@ def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> N
     worker.close(handle)
 
 
+def test_a_room_whose_rows_cannot_be_cleared_fails(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be another request's, whoever should have cleared them."""
+    worker = channel.decode.channel
+    monkeypatch.setattr(channel.decode.rows, "clear", failing)
+    handles = channel.open(1, SEGMENT), channel.open(2, SEGMENT)
+    worker.clear_now(handles[0])
+    worker.drop(channel.prefill.instance)
+    for handle in handles:
+        state, reason = channel.state(handle)
+        assert (state, "xxx" in reason) == ("failed", True)
+        worker.close(handle)
+
+
+@pytest.mark.parametrize("what", ["pack", "start", "unpack", "forward", "send", "read", "copy"])
+def test_the_text_of_an_error_is_cut(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """One of CUDA's or of a library's may be of any length, and goes into a message and a line."""
+    forward, prefill, decode = Event(), channel.prefill, channel.decode
+    forward.done = True
+    owner, name = {
+        "pack": (prefill.rows, what), "start": (prefill.channel._copies, what),
+        "unpack": (decode.rows, what), "copy": (decode.channel._copies, "start"),
+        "send": (decode.channel._links, what), "read": (decode.channel._links, what),
+        "forward": (forward, "query"),
+    }[what]  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        handle, sent = channel.open(1, TOKENS, event=forward), prefill.send(1, TOKENS)
+        assert wait_for(lambda: decode.notes.details)
+        patch.setattr(forward, "query", lambda: True)
+        assert channel.state(handle)[0] == ("failed" if what == "copy" else "cold")
+    assert set(decode.notes.details) == {repr(RuntimeError("x" * 1000))[:300]}
+    channel.end(sent, handle)
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_event_or_a_look_that_raises_ends_no_channel(
+def test_a_call_or_a_look_that_raises_ends_no_channel(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
-    worker, once = getattr(channel, side).channel, ["_look", "_handle"]
+    worker, once = getattr(channel, side).channel, ["_look", "tick"]
 
     def raising_once(name: str, real: Any) -> Any:
-        def call(argument: Any) -> Any:
+        def call(*args: Any) -> Any:
             if name in once:
                 once.remove(name)
                 raise MemoryError("no memory")
-            return real(argument)
+            return real(*args)
 
         return call
 
-    for name in list(once):
-        monkeypatch.setattr(worker, name, raising_once(name, getattr(worker, name)))
+    for owner, name in ((worker, "_look"), (worker._machine, "tick")):
+        monkeypatch.setattr(owner, name, raising_once(name, getattr(owner, name)))
     assert wait_for(lambda: not once)
     assert channel.request(1) == ("warm", "")
     assert not worker.broken
@@ -280,7 +449,10 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
 
 
 @pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
-def test_the_scheduler_decides_once_the_channel_had_its_time(patience: float) -> None:
+def test_the_scheduler_decides_once_the_channel_had_its_time(
+    patience: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so once, however often SGLang polls."""
     with Channel(Times(patience)) as channel:
         slowest = channel.times.last_resort
         prefill, decode = channel.prefill.channel, channel.decode.channel
@@ -288,4 +460,6 @@ def test_the_scheduler_decides_once_the_channel_had_its_time(patience: float) ->
         for since, late in ((0.9 * slowest, False), (1.1 * slowest, True)):
             sent.sent = handle.arrived = time.monotonic() - since
             assert (decode.is_lost(handle), prefill.release(sent)) == (late, late)
+        assert prefill.release(sent)
+        assert len([line for line in caplog.messages if "neither packed" in line]) == 1
         channel.end(sent, handle)

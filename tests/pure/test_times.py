@@ -9,8 +9,7 @@ import pytest
 from rig.driven import PREFILL, READER, TOKENS, Decode, Prefill
 
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as dev
-from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.draft.layout import SlotCheck
 
 PATIENCE = (0.1, 1.0, 3.0)
 BEFORE, AT = -1e-6, 1e-9  # the clock's numbers are rounded
@@ -97,7 +96,7 @@ def test_each_segment_that_is_announced_or_in_place_is_progress(patience: float)
     for job in list(rank.held_copies):
         rank.wait(0.29 * patience)
         assert rank.wants(1)
-        rank.do(dev.Copied((job.job,), dev.Result.DONE))
+        rank.do(rank.machine.copied, (job,), SlotCheck.OK)
     assert rank.verdicts[1] == ("warm", "")
 
 
@@ -133,7 +132,7 @@ def test_prefills_slot_is_done_with_by_the_smaller_patience(ours: float, theirs:
             rank.ready(1)
             if waits == "stop":
                 rank.now = limit + when * 10
-                rank.do(dev.Tick())
+                rank.do(rank.machine.tick)
             else:
                 rank.until(limit + when, 0.1 * min(ours, theirs) / ours)
             assert rank.wants(1) == (when == BEFORE), (waits, when)
@@ -182,7 +181,7 @@ def test_packing_that_goes_on_is_not_given_up(what: str, sent_at: float, patienc
     rank = slow(patience, readers=99)
     limit = rank.times.packing
     rank.until(sent_at * patience)
-    rank.do(pev.TargetSent(1))
+    rank.do(rank.machine.target_sent, 1)
     for number in range(20):
         rank.wait(limit + 10 * BEFORE)
         assert rank.fails == {}, number
@@ -201,7 +200,7 @@ def test_a_request_that_nobody_opens_waits_as_long_as_packing_may(patience: floa
         rank = Prefill(patience=patience)
         rank.begin(1, 1, 8)
         rank.wait(7.0)
-        rank.do(pev.TargetSent(1))
+        rank.do(rank.machine.target_sent, 1)
         limit = rank.now + rank.times.packing
         rank.until(limit + (opens or BEFORE))
         assert bool(rank.settled) == (opens == AT)
@@ -216,7 +215,7 @@ def test_a_request_that_nobody_opens_waits_as_long_as_packing_may(patience: floa
 ENDS = {
     "all is packed": lambda rank: rank.acknowledge(),
     "its reader wants no more": lambda rank: rank.close(1),
-    "its reader is gone": lambda rank: rank.do(pev.ConnectionLost(READER)),
+    "its reader is gone": lambda rank: rank.do(rank.machine.connection_lost, READER),
     "its last READY does not leave": lambda rank: (
         rank.unreachable.add(READER), rank.acknowledge(),
     ),
@@ -229,12 +228,12 @@ def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bo
     """Whether the target was sent before or is later; nor for reading."""
     rank = slow(1.0, tokens=8 * TOKENS)
     if sent_first:
-        rank.do(pev.TargetSent(1))
+        rank.do(rank.machine.target_sent, 1)
     rank.wait(0.5)
     assert not rank.settled
     ENDS[how](rank)
     assert rank.settled == {1: 0.5}
-    rank.do(pev.TargetSent(1))
+    rank.do(rank.machine.target_sent, 1)
     assert len(rank.settled) == 1
     assert rank.slots.offered == len(rank.unread)
     assert rank.books == []

@@ -44,8 +44,8 @@ def _prefill(machine: Any) -> Iterator[str]:
 def _decode(machine: Any) -> Iterator[str]:
     segments = machine._segments
     held = sum(len(room.of_stage(Stage.HELD)) for room in machine._rooms.values())
-    copying = sum(isinstance(one, Segment) for one in segments._copying.values())
-    reading = sum(len(read.segments) for read in segments._reads.values())
+    copying = sum(isinstance(one, Segment) for one in segments._copying)
+    reading = sum(len(read.segments) for read in segments._reads)
     yield from _used(machine.slots, reading + copying + held)
 
 

@@ -3,6 +3,7 @@ the clock. Copies end when they are asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -13,6 +14,9 @@ from sglang_mixkv.channel.slots import SLOTS, SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode.machine import Machine as DecodeMachine
+from sglang_mixkv.decode.segments import Job
+from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
 
@@ -29,9 +33,17 @@ class _Side:
         self.notes: list[tuple[bytes, str]] = []
         self.details: list[tuple[str, str]] = []
 
-    def do(self, *events: Any) -> None:
-        for event in events:
-            self.machine.handle(event, self.now)
+    def tell(self, method: Callable[..., None], *args: Any, **more: Any) -> None:
+        """Call the machine, and leave for later what it asks for."""
+        self.machine.advance(self.now)
+        method(*args, **more)
+
+    def do(self, method: Callable[..., None], *args: Any, **more: Any) -> None:
+        """Call the machine, and do what it asks for."""
+        self.tell(method, *args, **more)
+        self.act()
+
+    def act(self) -> None:
         while actions := self.machine.actions():
             for action in actions:
                 self.meet(action)
@@ -41,13 +53,12 @@ class _Side:
 
     def until(self, when: float, step: float = 0.1) -> None:
         """Tick up to then, and at it."""
-        tick: Any = dev.Tick() if isinstance(self.machine, DecodeMachine) else pev.Tick()
         step *= self.times.patience
         while self.now + step < when:
             self.now += step
-            self.do(tick)
+            self.do(self.machine.tick)
         self.now = when
-        self.do(tick)
+        self.do(self.machine.tick)
 
     def wait(self, seconds: float) -> None:
         self.until(self.now + seconds)
@@ -78,11 +89,12 @@ class Prefill(_Side):
 
     def meet(self, action: Any) -> None:
         match action:
-            case pev.Pack(jobs):
-                self._packed.update((job.stamp, job.pages) for job in jobs)
-                self.do(pev.Packed(tuple(job.job for job in jobs)))
+            case pev.Pack(segments):
+                self._packed.update((one.stamp, one.chunk.pages) for one in segments)
+                self.do(self.machine.packed, segments)
             case pev.Send(connection) if connection in self.unreachable:
-                self.do(pev.Unsent(action.message), pev.ConnectionLost(connection))
+                self.tell(self.machine.unsent, action.message)
+                self.do(self.machine.connection_lost, connection)
             case pev.Send(connection, Fail(_, generation, code) as message):
                 self.fails[generation] = code
                 self.failed.append((connection, message))
@@ -103,12 +115,12 @@ class Prefill(_Side):
         if connection in self.slow:
             self.unread += [(connection, slot) for slot in slots]
         else:
-            self.do(pev.Received(connection, Ack(slots)))
+            self.do(self.machine.received, connection, Ack(slots))
 
     def acknowledge(self, slots: int = 1 << 20) -> None:
         taken, self.unread = self.unread[:slots], self.unread[slots:]
         for connection, slot in taken:
-            self.do(pev.Received(connection, Ack((slot,))))
+            self.do(self.machine.received, connection, Ack((slot,)))
 
     def message(
         self, room: int, reader: bytes = READER, generation: int = 0, readers: int = 1
@@ -120,18 +132,21 @@ class Prefill(_Side):
         self, room: int, reader: bytes = READER, generation: int = 0, readers: int = 1
     ) -> None:
         """The reader is its own connection."""
-        self.do(pev.Received(reader, self.message(room, reader, generation, readers)))
+        message = self.message(room, reader, generation, readers)
+        self.do(self.machine.received, reader, message)
 
     def close(self, room: int, reader: bytes = READER, generation: int = 0) -> None:
-        self.do(pev.Received(reader, fail(room, generation or room, "closed", "")))
+        message = fail(room, generation or room, "closed", "")
+        self.do(self.machine.received, reader, message)
 
     def begin(self, use: Any, room: int, tokens: int, pages: Any = None) -> None:
-        self.do(pev.Begin(use, room), pev.AddChunk(use, 0, tokens, True, pages))
+        self.tell(self.machine.begin, use, room)
+        self.do(self.machine.add_chunk, use, 0, tokens, True, pages)
 
     def request(self, room: int, tokens: int) -> None:
         """One whose target is sent."""
         self.begin(room, room, tokens)
-        self.do(pev.TargetSent(room))
+        self.do(self.machine.target_sent, room)
 
 
 class Decode(_Side):
@@ -147,22 +162,22 @@ class Decode(_Side):
         self.when: dict[int, float] = {}
         self.sends: list[tuple[bytes, Any]] = []
         self.forgotten: list[bytes] = []
-        self.result = dev.Result.DONE
-        self.held_copies: list[dev.Job] | None = None
+        self.result: Outcome = SlotCheck.OK
+        self.held_copies: list[Job] | None = None
         self._announced: dict[tuple[int, bytes], int] = {}
 
     def meet(self, action: Any) -> None:
         match action:
             case dev.StartRead(peer=peer) if peer in self.hung:
                 self.reading.append(action)
-            case dev.StartRead(read, peer):
-                self.do(dev.ReadEnded(read, "broken" if peer in self.broken else ""))
+            case dev.StartRead(peer):
+                self.do(self.machine.read_ended, action, "broken" if peer in self.broken else "")
             case dev.Copy(jobs) if self.held_copies is not None:
                 self.held_copies += jobs
             case dev.Copy(jobs):
                 for job in jobs:
-                    result = dev.Result.DONE if isinstance(job, dev.Clear) else self.result
-                    self.do(dev.Copied((job.job,), result))
+                    result = SlotCheck.OK if isinstance(job, dev.Clear) else self.result
+                    self.do(self.machine.copied, (job,), result)
             case dev.Verdict(handle, state, reason):
                 self.verdicts[handle] = state.value, reason
                 self.when[handle] = self.now
@@ -176,7 +191,9 @@ class Decode(_Side):
 
     def end_reads(self, error: str = "") -> None:
         reading, self.reading = self.reading, []
-        self.do(*(dev.ReadEnded(read.read, error) for read in reading))
+        for read in reading:
+            self.tell(self.machine.read_ended, read, error)
+        self.act()
 
     def open(
         self, generation: int, *peers: bytes, segments: int = 4, patience: float = 99, **more: Any
@@ -187,7 +204,7 @@ class Decode(_Side):
         )
         number, end = more.pop("number", generation), segments * TOKENS
         more = {"first_token": 0, "end": end, "handle": generation, **more}
-        self.do(dev.OpenRoom(generation, number, sources, **more))
+        self.do(self.machine.open, dev.Opened(generation, number, sources, **more))
 
     def ready(
         self, generation: int, segments: int = 1, peer: bytes = PREFILL, last: bool = False
@@ -199,16 +216,18 @@ class Decode(_Side):
             Announced(n, generation << 20 | 1 + n, TOKENS) for n in range(first, first + segments)
         )
         message = Ready(generation, generation, first, first * TOKENS, announced, last)
-        self.do(dev.Received(peer, message))
+        self.do(self.machine.ready, peer, message)
 
     def fail(self, generation: int, code: str, peer: bytes = PREFILL) -> None:
-        self.do(dev.Received(peer, fail(generation, generation, code, "")))
+        self.do(self.machine.failed, peer, fail(generation, generation, code, ""))
 
     def arrive(self, generation: int) -> None:
-        self.do(dev.TargetArrived(generation))
+        self.do(self.machine.target_arrived, generation)
 
     def close(self, *generations: int, reason: str = "") -> None:
-        self.do(*(dev.CloseRoom(generation, reason) for generation in generations))
+        for generation in generations:
+            self.tell(self.machine.close, generation, reason)
+        self.act()
 
     def wants(self, generation: int) -> bool:
         return bool(self.machine._rooms[generation].wants)

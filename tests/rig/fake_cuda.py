@@ -40,7 +40,7 @@ NAMES = CAPTURES | {
 ASKING = ("cuEventQuery", "cuStreamQuery")
 UNBOUND = {
     "cuInit", "cuGetErrorName", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain",
-    "cuCtxSetCurrent", "cuEventQuery",
+    "cuCtxSetCurrent", "cuEventQuery", "cuThreadExchangeStreamCaptureMode",
 }  # fmt: skip
 """Functions that need no current context, by their lists of errors in CUDA's manual."""
 ORDERED = {cuda.RDMA_SUPPORTED: 1, cuda.RDMA_FLUSH_OPTIONS: 1, cuda.RDMA_ORDERING: 100}
@@ -157,6 +157,13 @@ class FakeCuda:
     def _cuMemAlloc_v2(self, address: Any, size: int) -> None:
         self._memory.append(torch.full((size + 64,), 0xEE, dtype=torch.uint8))
         address[0] = -(-self._memory[-1].data_ptr() // 64) * 64
+
+    def _cuMemFree_v2(self, address: int) -> None:
+        (one,) = (m for m in self._memory if 0 <= address - m.data_ptr() < 64)
+        self._memory = [memory for memory in self._memory if memory is not one]
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
+        assert mode[0] == 2, "CU_STREAM_CAPTURE_MODE_RELAXED"
 
     def _cuMemHostAlloc(self, address: Any, size: int, flags: int) -> None:
         assert flags == 3

@@ -23,7 +23,7 @@ import pytest
 from rig.forks import STRETCH, die_with_parent, in_fork
 
 from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer
+from sglang_mixkv.channel.data_plane import DataPlane, Memory, Peer
 from sglang_mixkv.channel.nixl import Nixl
 from sglang_mixkv.errors import MixKVError
 
@@ -128,7 +128,7 @@ class Reader:
         here, there, tag = self.address, self.peers[of].address, len(self.started)
         self.started.append((of, extents))
         began = time.monotonic()
-        self.plane.start(tag, peer, [Extent(here + to, there + at, n) for to, at, n in extents])
+        self.plane.start(tag, peer, [(here + to, there + at, n) for to, at, n in extents])
         assert time.monotonic() - began < PATIENCE_S, "start has blocked"
         return tag
 

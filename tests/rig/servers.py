@@ -13,7 +13,7 @@ import msgspec
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
-from sglang_mixkv.decode.events import server_of
+from sglang_mixkv.decode.transfer import server_of
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
@@ -69,7 +69,7 @@ class Site:
         self.servers.check(server_of(peer))
 
     def is_ready(self, address: str) -> bool:
-        return wait_for(lambda: self.servers.ensure(address)) and address in self.table
+        return wait_for(lambda: self.servers.ensure(address)) and bool(self.table.get(address))
 
     def peer(self, address: str) -> bytes:
         """The one rank of a server that is ready."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_mixkv.channel.messages import Open, Ready
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.draft.copier import Copy, Kind
 
 STAGES = "opened", "packed", "ready", "reading", "read", "copying"
 REACHED_S, HELD_S = 30, 20
@@ -52,9 +53,9 @@ def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> 
     copies, send = channel._copies, channel._send
     pack = copies._copy
 
-    def packs(job: Any) -> Any:
-        packed = pack(job)
-        stop.at("packed", lambda: is_met(job.handle.room))
+    def packs(copy: Copy) -> Any:
+        packed = pack(copy)
+        stop.at("packed", lambda: is_met(copy.job.part.opened.room))
         return packed
 
     def sends(action: Any) -> None:
@@ -68,7 +69,8 @@ def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> 
 def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> None:
     """`is_met`: whether rooms at a peer meet the fault."""
     links, copies = channel._links, channel._copies
-    send, read, handle, copy = links.send, links.read, channel._handle, copies and copies._copy
+    send, read, copy = links.send, links.read, copies and copies._copy
+    ended = channel._machine.read_ended
 
     def sends(peer: bytes, message: Any) -> bool:
         has_left: bool = send(peer, message)
@@ -80,17 +82,16 @@ def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) ->
         stop.at("reading", lambda: is_met(action.peer))
         return read(action)
 
-    def handles(event: Any) -> None:
-        if isinstance(event, ev.ReadEnded) and not event.error:
-            stop.at("read", lambda: is_met(channel._machine._segments._reads[event.read].peer))
-        handle(event)
+    def ends(action: ev.StartRead, error: str = "") -> None:
+        if not error:
+            stop.at("read", lambda: is_met(action.peer))
+        ended(action, error)
 
-    def copied(job: Any) -> Any:
-        if isinstance(job, ev.Unpack):
-            sources = {source.heads: source.peer for source in job.handle.opened.sources}
-            stop.at("copying", lambda: is_met(sources[job.heads]))
-        return copy(job)
+    def copied(one: Copy) -> Any:
+        if one.kind is Kind.UNPACK:
+            stop.at("copying", lambda: is_met(one.job.peer))
+        return copy(one)
 
-    links.send, links.read, channel._handle = sends, reads, handles
+    links.send, links.read, channel._machine.read_ended = sends, reads, ends
     if copies is not None:
         copies._copy = copied

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.copies import DeviceCopies, HostCopies
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
+from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, SPARE, Pages
-from sglang_mixkv.draft.rows import DraftRows, Staging, Store
+from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
@@ -78,7 +78,7 @@ class Reads(DataPlane):
         read.handle = extents
 
     def _check(self, read: Read) -> str | None:
-        probes = read.handle[0].length == 1
+        probes = read.handle[0][2] == 1
         if self.held and not probes:
             return None
         if self.broken and not probes:
@@ -95,13 +95,16 @@ class Reads(DataPlane):
 
 
 class Reporter:
-    """`bytes`, `copying`: of all copies, and seconds."""
+    """`seen`, `details`: of all notes. `bytes`, `copying`: of all copies, and seconds. `ticks`: how
+    often the channel's thread looked at its clock."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.bytes, self.copying = 0, 0.0
+        self.details: list[str] = []
+        self.bytes, self.copying, self.ticks = 0, 0.0, 0
 
     def __call__(self, note: Any) -> None:
+        self.details.append(note.detail)
         self.seen.append(note.what)
 
     def moved(self, size: int, seconds: float) -> None:
@@ -109,7 +112,8 @@ class Reporter:
 
     def ended(self, entry: Any, reason: str) -> None: ...
 
-    def ticked(self) -> None: ...
+    def ticked(self) -> None:
+        self.ticks += 1
 
 
 def stop(worker: Any) -> None:
@@ -118,10 +122,10 @@ def stop(worker: Any) -> None:
     worker._stopping = True
     worker._inlet.wake()
     worker._thread.join(SOON_S)
-    if isinstance(worker._copies, HostCopies):
+    if isinstance(worker._copies, HostCopier):
         worker._copies._work.put(None)
         worker._copies._thread.join(SOON_S)
-    elif isinstance(worker._copies, DeviceCopies):
+    elif isinstance(worker._copies, GpuCopier):
         for ticket, _, _ in worker._copies._flying:
             wait_for(ticket.over)
     for thread in threading.enumerate():
@@ -312,8 +316,7 @@ class Channel:
         sides = self.prefill, self.decode
         return wait_for(
             lambda: (
-                not self.prefill.channel.check()
-                and not self.decode.channel.check()
+                [] == self.prefill.channel.check() == self.decode.channel.check()
                 and all(side.slots.free_slots == SLOTS for side in sides)
             )
         )

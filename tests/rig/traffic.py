@@ -34,7 +34,7 @@ from rig.ring import Servers, ranks_of
 from rig.special import Key, Shared
 from rig.stages import Stop, hold_in_decode, hold_in_prefill
 
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.transfer import server_of
 
 RUN_S, STUCK_S, DROPPED_S = 240, 90, 5
 """Of the whole; more than all timeouts of a request together; of one that nobody asks for."""
@@ -182,7 +182,7 @@ class TrafficRank(Rank):
             return self.rank == rank
         link = self.manager.decode_channel._links._links.get(peer)
         met = self.address(0), rank
-        return link is not None and (ev.server_of(peer), link.row.attn_tp_rank) == met
+        return link is not None and (server_of(peer), link.row.attn_tp_rank) == met
 
     def run(self) -> None:
         if self.side == "prefill":

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
-from sglang_mixkv.decode.worker import Drop
+from sglang_mixkv.decode.transfer import instance_of
+from sglang_mixkv.draft.copier import Copy, Kind
 from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.series import NOTES
 from tests.rig.books import wrong_books
@@ -56,59 +57,58 @@ class Checks:
             for wrong in wrong_books(process.machine):
                 raise Finding("books", f"{process.name}: {wrong}")
 
-    def event(self, process: Process, event: object) -> None:
-        """Before the machine gets it."""
-        match event:
-            case dev.Received(peer, message):
-                if type(message) is Ready:
-                    key = process.place.where, message.generation
-                    self._heard.setdefault(key, process.now)
-                    if self._lies(peer):
-                        self._lied.update(one.stamp for one in message.segments)
-                    self._ready.update((process, one.stamp) for one in message.segments)
-                if type(message) is Fail or message.last:
+    def told(self, process: Process, name: str, args: tuple) -> None:
+        """Before the machine is."""
+        match name, args:
+            case "ready", (peer, message):
+                key = process.place.where, message.generation
+                self._heard.setdefault(key, process.now)
+                if self._lies(peer):
+                    self._lied.update(one.stamp for one in message.segments)
+                self._ready.update((process, one.stamp) for one in message.segments)
+                if message.last:
                     self._closed.add((process, peer, message.generation))
-            case pev.Received(connection, Open() as message):
+            case "failed", (peer, message):
+                self._closed.add((process, peer, message.generation))
+            case "received", (connection, Open() as message):
                 self._cause[process, message.room] = self._ran(process)
                 self._heard.setdefault((process.place.where, message.generation), process.now)
                 self._reader[message.generation] = message.reader
                 self._progress[process, message.room] = self._running(process)
                 self._opens.setdefault(connection, []).append(message.generation)
                 self._over.discard((process, message.generation))  # doubled, and forgotten by now
-            case pev.Received(connection, Ack()):
+            case "received", (connection, Ack()):
                 link = self.world.connections.get(connection)
                 if link is not None:
                     self._done.add((process.place.where, link.reader.place.server.number))
-            case dev.ReadEnded(read, ""):
+            case "read_ended", (read, ""):
                 self._done.add((process.place.where, process.judge.server_of(read)))
-            case pev.Received(_, Fail() as message):
+            case "received", (_, Fail() as message):
                 self._ends[process] = self._ran(process)
                 self.part_over(process, message.generation)
-            case pev.ConnectionLost():
+            case "connection_lost", (connection,):
                 self._ends[process] = self._ran(process)
-                for generation in self._opens.pop(event.connection, ()):
+                for generation in self._opens.pop(connection, ()):
                     self.part_over(process, generation)
-            case pev.Unsent(message):
+            case "unsent", (message,):
                 self._ends[process] = self._ran(process)
                 self.part_over(process, message.generation)
-            case pev.Begin():
-                self._cause[process, event.room] = self._ran(process)
-                former = self._current.get((process, event.room))
+            case "begin", (use, number):
+                self._cause[process, number] = self._ran(process)
+                former = self._current.get((process, number))
                 if former is not None:
                     former.over = True
-                self._current[process, event.room] = event.use.sender
-            case pev.End():
+                self._current[process, number] = use.sender
+            case "end", (use, _):
                 self._ends[process] = self._ran(process)
-                event.use.sender.over = True
+                use.sender.over = True
 
-    def handled(self, process: Process, event: object) -> None:
+    def handled(self, process: Process, name: str, args: tuple) -> None:
         """Behind the machine."""
-        if type(event) is Drop:
-            event = dev.PeerLost(event.peer, gone=True)
         if process.place.server.side == "decode":
-            process.judge.handled(event, process.now)
-        elif type(event) is pev.Unsent:
-            announced = getattr(event.message, "segments", ())
+            process.judge.handled(name, args, process.now)
+        elif name == "unsent":
+            announced = getattr(args[0], "segments", ())
             if any(process.offers(one.slot, one.stamp) for one in announced):
                 raise Finding("unsent", f"{process.name} keeps slots that nobody can read")
 
@@ -117,9 +117,8 @@ class Checks:
         if process.place.server.side == "decode":
             for action in actions:
                 if type(action) is dev.StartRead:
-                    self._note_served(process, dev.instance_of(action.peer))
-                    read = process.machine._segments._reads.get(action.read)
-                    process.judge.begun(action, read.segments)
+                    self._note_served(process, instance_of(action.peer))
+                    process.judge.begun(action)
                 elif type(action) is dev.Verdict:
                     process.judge.said(action)
         elif actions:
@@ -153,9 +152,9 @@ class Checks:
         self.rows(rank, receiver, receiver.verdict)
 
     def polled(self, rank: Process, handle: Gated, is_over: bool) -> None:
-        """By SGLang, once it has nothing else to wait for."""
+        """By SGLang, once it waits for nothing else. A copy that hangs still touches pages."""
         waited = self._running(rank) - handle.target_at + handle.slow_by
-        if not is_over and waited > 2 * rank.place.times.whole_wait + 1.0:
+        if not (is_over or handle.copies) and waited > 2 * rank.place.times.whole_wait + 1.0:
             raise Finding("undecided", f"{rank.name}: {waited:.2f} s after the target")
 
     def last_resort(self, rank: Process, target_at: float) -> None:
@@ -168,7 +167,7 @@ class Checks:
 
     def _lies(self, peer: bytes) -> bool:
         liars = self.world.liars
-        return bool(liars) and self.world.place_of[dev.instance_of(peer)].server.number in liars
+        return bool(liars) and self.world.place_of[instance_of(peer)].server.number in liars
 
     def part_over(self, rank: PrefillRank, generation: int) -> None:
         """Either side has said so."""
@@ -199,7 +198,9 @@ class Checks:
         self._acked[rank, stamp] += 1
         if self._acked[rank, stamp] > self._ready[rank, stamp]:
             raise Finding("acks", f"{rank.name} acknowledges a READY twice")
-        if stamp not in self._lied and any(stamp in read.stamps for read in rank.reads.values()):
+        if stamp not in self._lied and any(
+            stamp == one.stamp for read in rank.reads.values() for one in read.announced
+        ):
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
 
     def ready_sent(self, rank: PrefillRank, link: Link | None, ready: Ready) -> None:
@@ -259,12 +260,13 @@ class Checks:
         if any(owners[row // page] is not receiver for row in rows):
             raise Finding("pages", f"{rank.name}: rows {rows} are not the room's")
 
-    def copy_begun(self, rank: DecodeRank, receiver: Receiver, job: dev.Unpack | dev.Clear) -> None:
-        others = [copy for copy in receiver.copies.values() if copy is not job]
-        if any(type(copy) is dev.Clear for copy in (job, *others)) and others:
+    def copy_begun(self, rank: DecodeRank, receiver: Receiver, copy: Copy) -> None:
+        others = [one for one in receiver.copies.values() if one is not copy]
+        if any(one.kind is Kind.CLEAR for one in (copy, *others)) and others:
             raise Finding("clear", f"{rank.name} clears rows while others are written")
-        first = receiver.cells(job.first_token) if type(job) is dev.Clear else []
-        right = memory.row(receiver.request.id, job.first_token)
+        token = receiver.request.first_token + copy.first
+        first = receiver.cells(token) if copy.kind is Kind.CLEAR else []
+        right = memory.row(receiver.request.id, token)
         if first and all(cell == right for cell in first):
             raise Finding("clear", f"{rank.name} clears a row that is in place")
 
@@ -273,16 +275,16 @@ class Checks:
             raise Finding("pages", f"{rank.name} reads rows of a request that may be over")
 
     def read_begun(self, rank: DecodeRank, slot: int) -> None:
-        if any(one.local_slot == slot for read in rank.reads.values() for one in read.ranges):
+        if any(one.slot == slot for read in rank.reads.values() for one in read.segments):
             raise Finding("landing", f"{rank.name}: two reads may land in slot {slot}")
 
     def packs(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.settled or sender.over:
             raise Finding("settled", f"{rank.name} packs rows of a request that may be over")
 
-    def used(self, rank: DecodeRank, job: dev.Unpack) -> None:
-        lied = job.handle.request.request.prefill in self.world.liars
-        if not (rank.valid[job.slot] or lied):
+    def used(self, rank: DecodeRank, copy: Copy) -> None:
+        lied = rank.owner_of(copy).request.prefill in self.world.liars
+        if not (rank.valid[copy.slot] or lied):
             raise Finding("lease", f"{rank.name} used bytes of a slot that was another's by then")
 
     def verdict(self, rank: DecodeRank, receiver: Receiver, verdict: dev.Verdict) -> None:

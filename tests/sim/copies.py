@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from sglang_mixkv.channel.copies import OK, DeviceCopies, DeviceJob
+from sglang_mixkv.draft.copier import Copier, Copy, Ended, GpuCopier
 from sglang_mixkv.draft.layout import SlotCheck
 
 if TYPE_CHECKING:
@@ -14,25 +14,26 @@ if TYPE_CHECKING:
     from tests.sim.process import Gated
 
 
-class Copiers:
-    """Each copy passes the gate of its request, and is made in two pieces. Those that have ended
-    within one look are reported together, in any order."""
+class Copiers(Copier):
+    """Threads. Each copy passes the gate of its request, and is made in two pieces. Those that have
+    ended within one look are reported together, in any order."""
 
     polled = False
 
     def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+        super().__init__(rank.worker._store, rank.worker.moved)
         self._rank = rank
         self._idle = deque(("copier", number) for number in range(rank.world.spec.copiers))
-        self._jobs: deque[Any] = deque()
-        self.done: list[tuple[Any, Any, float]] = []
+        self._work: deque[Copy] = deque()
+        self.done: list[Ended] = []
 
-    def start(self, jobs: Any) -> None:
-        for job in jobs:
-            self._jobs.append(job)
+    def start(self, copies: Any) -> None:
+        for copy in copies:
+            self._work.append(copy)
             if self._idle:
                 self._next(self._idle.popleft())
 
-    def ended(self) -> list[tuple[Any, Any, float]]:
+    def _take(self) -> list[Ended]:
         ended, self.done = self.done, []
         self._rank.rng.shuffle(ended)
         return ended
@@ -41,50 +42,51 @@ class Copiers:
         self._rank.later(thread, self._rank.rng.random() * 0.0004, self._begin, thread)
 
     def _begin(self, thread: object) -> None:
-        if not self._jobs:  # another thread was quicker
+        if not self._work:  # another thread was quicker
             self._idle.append(thread)
             return
-        job, rank = self._jobs.popleft(), self._rank
-        owner, store = rank.owner_of(job), rank.worker._store
-        if not owner.gate.enter():
-            self._end(thread, owner, job, None)
+        copy, rank = self._work.popleft(), self._rank
+        owner = rank.owner_of(copy)
+        if not copy.gate.enter():
+            self._end(thread, owner, copy, None)
             return
-        owner.copies[job.job] = job
-        refused = rank.refusal(job)
+        owner.copies[copy.job] = copy
+        refused = rank.refusal(copy)
         if refused is not None:
-            self._end(thread, owner, job, refused)
+            self._end(thread, owner, copy, refused)
             return
-        store.noting = True
-        rank.worker._run_on_host(job)
-        store.noting = False
-        rows, heads, slot, _ = store.asked
-        rank.begin_copy(owner, job)
+        rows = copy.pages.rows(copy.first, copy.tokens).tolist()
+        rank.begin_copy(owner, copy)
         cut = rank.rng.randint(0, len(rows))
-        rank.copy(owner, rows[:cut], 0, heads, slot)
+        rank.copy(owner, rows[:cut], 0, copy)
         delay = rank.rng.random() ** 4 * rank.world.copying
-        rank.later(thread, delay, self._rest, thread, owner, job, rows, heads, slot, cut)
+        rank.later(thread, delay, self._rest, thread, owner, copy, rows, cut)
 
-    def _rest(
-        self, thread: object, owner: Gated, job: Any, rows: list[int], heads: range, slot: int,
-        cut: int,
-    ) -> None:  # fmt: skip
-        self._rank.copy(owner, rows[cut:], cut, heads, slot)
-        self._end(thread, owner, job, self._rank.end_copy(owner, job))
+    def _rest(self, thread: object, owner: Gated, copy: Copy, rows: list[int], cut: int) -> None:
+        self._rank.copy(owner, rows[cut:], cut, copy)
+        self._end(thread, owner, copy, self._rank.end_copy(owner, copy))
 
-    def _end(self, thread: object, owner: Gated, job: Any, found: Any) -> None:
+    def _end(self, thread: object, owner: Gated, copy: Copy, found: Any) -> None:
         rank = self._rank
-        if owner.copies.pop(job.job, None) is not None:
+        if owner.copies.pop(copy.job, None) is not None:
             owner.gate.leave()
         rank.unblocked(owner)
         rank.left_gate(owner)
         if not self.done:
             rank.later("report", rank.rng.random() * 0.0004, self._report)
-        self.done.append((job, found, 0.0))
+        self.done.append((copy, found, 0.0))
         self._next(thread)
 
     def _report(self) -> None:
         rank = self._rank
         rank.later("queue", rank.rng.random() * 0.0002, rank.on_thread, rank.look)
+
+
+class Prepared(GpuCopier):
+    """The device has to know of each job what it is a copy of."""
+
+    def _prepare(self, copy: Copy) -> Any:
+        return copy, super()._prepare(copy)
 
 
 class Batch:
@@ -104,8 +106,8 @@ class Batch:
 
 class Device:
     """A stream on which batches run one after the other, also while the process is stopped. Of the
-    functions of GpuRows those that `prepare` and DeviceCopies call. `failed`: an error that
-    stays: what runs ends with it, wherever it is, and nothing else can be started."""
+    functions of GpuRows those that GpuCopier calls. `failed`: an error that stays: what runs ends
+    with it, wherever it is, and nothing else can be started."""
 
     most = 4
 
@@ -113,7 +115,8 @@ class Device:
         self._rank, self.rng, self._clock = rank, rank.rng, rank.clock
         self._stream: deque[Batch] = deque()
         self.failed = False
-        self.copies = DeviceCopies(self, self._prepare)
+        rank.worker._store.device = self
+        self.copies = Prepared(rank.worker._store, rank.worker.moved)
 
     @property
     def can_start(self) -> bool:
@@ -122,14 +125,9 @@ class Device:
     def pages(self, pages: Any) -> Any:
         return pages
 
-    def job(self, pages: Any, first: int, count: int, *rest: Any) -> tuple:
+    def job(self, pages: Any, first: int, count: int, *slot: Any) -> list[int]:
         size = self._rank.pool.page
-        rows = [int(pages[n // size]) * size + n % size for n in range(first, first + count)]
-        return rows, *rest
-
-    def _prepare(self, job: Any) -> DeviceJob:
-        prepared = self._rank.worker._prepare(job)
-        return prepared._replace(what=(job, *prepared.what))
+        return [int(pages[n // size]) * size + n % size for n in range(first, first + count)]
 
     def start_pack(self, jobs: list[Any]) -> Batch:
         if self.failed:
@@ -147,16 +145,16 @@ class Device:
         if not rank.alive:
             return
         cuts = []
-        for number, (job, rows, *rest) in enumerate(batch.jobs):
-            owner, (heads, slot) = rank.owner_of(job), rest[:2] or (rank.place.layout.heads, -1)
-            owner.copies[job.job] = job
-            refused = rank.refusal(job)
-            batch.results[number] = OK if refused is None else refused
+        for number, (copy, rows) in enumerate(batch.jobs):
+            owner = rank.owner_of(copy)
+            owner.copies[copy.job] = copy
+            refused = rank.refusal(copy)
+            batch.results[number] = SlotCheck.OK if refused is None else refused
             if refused is None:
-                rank.begin_copy(owner, job)
+                rank.begin_copy(owner, copy)
                 cut = self.rng.randint(0, len(rows))
-                rank.copy(owner, rows[:cut], 0, heads, slot)
-                cuts.append((number, owner, job, rows, heads, slot, cut))
+                rank.copy(owner, rows[:cut], 0, copy)
+                cuts.append((number, owner, copy, rows, cut))
         delay = self.rng.random() ** 4 * rank.world.copying
         self._clock.after(delay, self._rest, batch, cuts)
 
@@ -164,17 +162,17 @@ class Device:
         rank = self._rank
         if not rank.alive:
             return
-        for number, owner, job, rows, heads, slot, cut in cuts:
+        for number, owner, copy, rows, cut in cuts:
             if self.failed:
                 batch.results[number] = SlotCheck.ERROR
             else:
-                rank.copy(owner, rows[cut:], cut, heads, slot)
-                batch.results[number] = rank.end_copy(owner, job)
+                rank.copy(owner, rows[cut:], cut, copy)
+                batch.results[number] = rank.end_copy(owner, copy)
         batch.ended = True
         self._stream.popleft()
-        owners = dict.fromkeys(rank.owner_of(job) for job, *_ in batch.jobs)
-        for job, *_ in batch.jobs:
-            rank.owner_of(job).copies.pop(job.job, None)
+        owners = dict.fromkeys(rank.owner_of(copy) for copy, _ in batch.jobs)
+        for copy, _ in batch.jobs:
+            rank.owner_of(copy).copies.pop(copy.job, None)
         if self._stream:
             self._clock.after(self.rng.random() * 0.0002, self._run, self._stream[0])
         rank.later("device", 0.0, self._noticed, list(owners))

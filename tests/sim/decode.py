@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.messages import Message, encode
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.machine import Machine
+from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.decode.worker import DecodeWorker
+from sglang_mixkv.draft.copier import Copy, Kind
 from sglang_mixkv.draft.layout import SlotCheck
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device
@@ -108,7 +111,7 @@ class Links:
         return action.peer in self.of and self._rank.start_read(action)
 
     def ended(self) -> tuple[()]:
-        """As for `received`, they come as events of their own."""
+        """As for `received`, they come as calls of their own."""
         return ()
 
     def received(self, ready: object) -> tuple[()]:
@@ -116,8 +119,6 @@ class Links:
 
 
 class DecodeRank(Process):
-    tick = ev.Tick()
-
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
         self.valid = [True] * self.slots.count  # by slot: what was read there was still offered
@@ -132,11 +133,10 @@ class DecodeRank(Process):
         self.pool = memory.Pool(place.server.page, len(place.layout.heads))
         self.device = Device(self) if place.server.device else None
         self.worker._copies = self.device.copies if self.device else Copiers(self)
-        self.worker._store.device = self.device
+        self.listen()
         self.receivers: dict[int, Receiver] = {}  # by generation
-        self.reads: dict[int, Read] = {}
+        self.reads: dict[ev.StartRead, Read] = {}
         self.read_faults: list[list] = []  # fate, of this peer, so many
-        self.job_of: dict[int, tuple[Receiver, range | None]] = {}  # heads; None: to be cleared
         self.known: dict[tuple[int, bytes], list[bytes]] = {}  # peers, by prefill server and name
         self.dialed: set[bytes] = set()  # peers with a link, or one that the thread will take
         self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
@@ -146,7 +146,7 @@ class DecodeRank(Process):
 
     def fate_of_read(self, peer: bytes) -> str:
         for entry in self.read_faults:
-            if entry[2] and entry[1] in (None, ev.instance_of(peer)):
+            if entry[2] and entry[1] in (None, instance_of(peer)):
                 entry[2] -= 1
                 return entry[0]
         return ""
@@ -173,8 +173,8 @@ class DecodeRank(Process):
                 self.give_up(peers[0])
 
     def is_there(self, peer: bytes) -> bool:
-        process = self.world.place_of[ev.instance_of(peer)].process
-        return process.alive and process.instance == ev.instance_of(peer)
+        process = self.world.place_of[instance_of(peer)].process
+        return process.alive and process.instance == instance_of(peer)
 
     def _forget_peer(self, peer: bytes) -> None:
         self.dialed.discard(peer)
@@ -248,9 +248,6 @@ class DecodeRank(Process):
         match action:
             case ev.Send():
                 checks.decode_sends(self, action.peer, action.message)
-            case ev.Copy(jobs):
-                for job in jobs:
-                    self.job_of[job.job] = job.handle.request, getattr(job, "heads", None)
             case ev.Verdict(handle):
                 checks.verdict(self, handle.request, action)
             case ev.Note():
@@ -262,61 +259,57 @@ class DecodeRank(Process):
             self.awaiting.discard(receiver.generation)
             self.group.poll(receiver.request)
 
-    def is_over(self, event: Any) -> bool:
-        return type(event) is ev.OpenRoom and event.pending and event.handle.event.over
+    def asked(self, method: Callable, args: tuple) -> Event | None:
+        return args[1] if method == self.worker._forwards.__setitem__ else None
 
     def start_read(self, action: ev.StartRead) -> bool:
-        begun = self.machine._segments._reads.get(action.read)
-        segments = begun.segments if begun is not None else ()
-        read = Read(self, action, [one.announced.stamp for one in segments])
-        for one in action.ranges:
-            self.world.checks.read_begun(self, one.local_slot)
-        self.reads[action.read] = read
+        read = Read(self, action)
+        for segment in action.segments:
+            self.world.checks.read_begun(self, segment.slot)
+        self.reads[action] = read
         read.start()
         return True
 
     def read_ended(self, read: Read) -> None:
-        del self.reads[read.number]
-        for number, one in enumerate(read.ranges):
-            self.valid[one.local_slot] = read.valid[number]
+        del self.reads[read.action]
+        for segment, valid in zip(read.segments, read.valid, strict=True):
+            self.valid[segment.slot] = valid
 
     # -- copies
 
-    def owner_of(self, job: ev.Job) -> Receiver:
-        return job.handle.request
+    def owner_of(self, copy: Copy) -> Receiver:
+        return copy.job.room.opened.handle.request
 
-    def refusal(self, job: ev.Job) -> Any:
+    def refusal(self, copy: Copy) -> Any:
         """Why nothing is written."""
-        kind = "clear" if isinstance(job, ev.Clear) else "unpack"
-        if self.errors.get(kind):
-            self.errors[kind] -= 1
+        if self.errors.get(copy.kind.value):
+            self.errors[copy.kind.value] -= 1
             return RuntimeError("injected")
-        if kind == "unpack":
-            slot = self.memory[job.slot]
-            if not memory.carries(slot, job.tokens, job.stamp):
+        if copy.kind is Kind.UNPACK:
+            slot = self.memory[copy.slot]
+            if not memory.carries(slot, copy.tokens, copy.stamp):
                 return SlotCheck.STALE
         return None
 
-    def begin_copy(self, receiver: Receiver, job: ev.Job) -> None:
-        self.world.checks.copy_begun(self, receiver, job)
+    def begin_copy(self, receiver: Receiver, copy: Copy) -> None:
+        self.world.checks.copy_begun(self, receiver, copy)
 
-    def copy(self, receiver: Receiver, rows: list[int], done: int, heads: range, slot: int) -> None:
-        """`slot`: -1 where rows are cleared."""
+    def copy(self, receiver: Receiver, rows: list[int], done: int, copy: Copy) -> None:
         if not rows:
             return
         self.world.checks.pool_written(self, receiver, rows)
-        cells, own = self.pool.rows, receiver.rank.place.layout.heads
-        if slot < 0:
+        cells, own, heads = self.pool.rows, receiver.rank.place.layout.heads, copy.heads
+        if copy.kind is Kind.CLEAR:
             for row in rows:
                 cells[row][:] = [memory.EMPTY] * len(own)
             return
-        there, left, count = self.memory[slot], heads.start - own.start, len(heads)
+        there, left, count = self.memory[copy.slot], heads.start - own.start, len(heads)
         for number, row in enumerate(rows, 1 + done):
             cells[row][left : left + count] = [memory.unpacked(there[number], heads)] * count
 
-    def end_copy(self, receiver: Receiver, job: ev.Job) -> SlotCheck:
-        if isinstance(job, ev.Unpack):
-            self.world.checks.used(self, job)
+    def end_copy(self, receiver: Receiver, copy: Copy) -> SlotCheck:
+        if copy.kind is Kind.UNPACK:
+            self.world.checks.used(self, copy)
         return SlotCheck.OK
 
     def left_gate(self, receiver: Receiver) -> None: ...

@@ -1,14 +1,17 @@
-"""A second opinion on a decode rank: of the same events it keeps what it needs to say how long each
+"""A second opinion on a decode rank: of the same calls it keeps what it needs to say how long each
 room may wait, whose fault a cold one is, and which rooms a breaker holds back. It has no slots, no
-reads and no copies of its own, and compares after each event."""
+reads and no copies of its own, and compares after each call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_mixkv.channel.messages import Fail
+from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.transfer import instance_of
+from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.layout import SlotCheck
 from tests.sim.finding import Finding
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ class Part:
 
 @dataclass(slots=True)
 class Room:
-    opened: ev.OpenRoom
+    opened: ev.Opened
     parts: dict[bytes, Part]
     progress: float
     first: float | None = None  # READY
@@ -84,28 +87,28 @@ class Blame:
 class Judge:
     rank: DecodeRank
     rooms: dict[int, Room] = field(default_factory=dict)
-    reads: dict[int, Reading] = field(default_factory=dict)
+    reads: dict[ev.StartRead, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)  # not warm the last time, since
 
     def wrong(self, what: str, detail: str) -> Finding:
         return Finding(what, f"{self.rank.name}: {detail}")
 
-    # -- events, when the machine has handled them
+    # -- calls, when the machine has been told
 
-    def handled(self, event: Any, now: float) -> None:
-        handler = _OF.get(type(event))
+    def handled(self, name: str, args: tuple, now: float) -> None:
+        handler = _OF.get(name)
         if handler is not None:
-            handler(self, event, now)
+            handler(self, now, *args)
         if self.rank.machine._out:
-            self._cold_ones(event, now)
-        if type(event) in _ENDS:
-            self._ends(event, now)
+            self._cold_ones(name, args, now)
+        if name in _ENDS:
+            self._ends(name, args, now)
 
-    def _open(self, event: ev.OpenRoom, now: float) -> None:
-        wanted = [source.peer for source in event.sources if source.heads]
-        found = self.rank.machine._rooms[event.generation].cold
-        number = event.bootstrap_room
+    def _open(self, now: float, opened: ev.Opened) -> None:
+        wanted = [source.peer for source in opened.sources if source.heads]
+        found = self.rank.machine._rooms[opened.generation].cold
+        number = opened.bootstrap_room
         since = self.numbers.get(number)
         doubted = since is not None and now - since < AGAIN
         self.numbers[number] = now
@@ -115,10 +118,10 @@ class Judge:
         if blocked != (found == "breaker"):
             raise self.wrong("breaker", f"room {number} of {wanted}: {found!r}")
         parts = {peer: Part() for peer in wanted} if not found else {}
-        room = self.rooms[event.generation] = Room(event, parts, now, cold=found)
+        room = self.rooms[opened.generation] = Room(opened, parts, now, cold=found)
         for peer in parts:
             if (blame := self.blames.get(peer)) is not None and blame.is_open:
-                blame.probes.add(event.generation)
+                blame.probes.add(opened.generation)
                 blame.until = now + PROBE
         room.warm = not found and not parts
 
@@ -126,24 +129,24 @@ class Judge:
         blame = self.blames.get(peer)
         return blame is not None and blame.is_open and now < blame.until
 
-    def _target(self, event: ev.TargetArrived, now: float) -> None:
-        room = self.rooms.get(event.generation)
+    def _target(self, now: float, generation: int) -> None:
+        room = self.rooms.get(generation)
         if room is not None and room.arrived is None:
             room.arrived = now
 
-    def _close(self, event: ev.CloseRoom, now: float) -> None:
-        if self.rooms.pop(event.generation, None) is not None:
-            self._release(event.generation)
+    def _close(self, now: float, generation: int, reason: str) -> None:
+        if self.rooms.pop(generation, None) is not None:
+            self._release(generation)
 
-    def _received(self, event: ev.Received, now: float) -> None:
-        message, room = event.message, self.rooms.get(event.message.generation)
-        if type(message) is Fail:
-            if message.code == "restarted" and not any(
-                type(one) is ev.Forget and one.peer == event.peer for one in self.rank.machine._out
-            ):
-                raise self.wrong("forget", f"{event.peer} was restarted, and is not asked anew")
-            return
-        part = room.parts.get(event.peer) if room is not None else None
+    def _failed(self, now: float, peer: bytes, message: Fail) -> None:
+        if message.code == "restarted" and not any(
+            type(one) is ev.Forget and one.peer == peer for one in self.rank.machine._out
+        ):
+            raise self.wrong("forget", f"{peer} was restarted, and is not asked anew")
+
+    def _ready(self, now: float, peer: bytes, message: Ready) -> None:
+        room = self.rooms.get(message.generation)
+        part = room.parts.get(peer) if room is not None else None
         if part is None or room.cold or room.warm or message.segment != part.announced:
             return
         if self.rank.machine._rooms[message.generation].cold:  # it cannot be true
@@ -153,38 +156,38 @@ class Judge:
         room.progress = now
         room.first = now if room.first is None else room.first
 
-    def begun(self, action: ev.StartRead, segments: Any) -> None:
-        """A read, of so many segments of one room."""
+    def begun(self, action: ev.StartRead) -> None:
+        """A read, of segments of one room."""
+        segments = action.segments
         room = self.rooms.get(segments[0].room.generation)
-        self.reads[action.read] = Reading(room, action.peer, self.rank.now, len(segments))
+        self.reads[action] = Reading(room, action.peer, self.rank.now, len(segments))
 
-    def _read(self, event: ev.ReadEnded, now: float) -> None:
-        read = self.reads[event.read]
+    def _read(self, now: float, action: ev.StartRead, error: str) -> None:
+        read = self.reads[action]
         room = read.room
-        if room is not None and not (event.error or now > read.began + self._limit(room)):
+        if room is not None and not (error or now > read.began + self._limit(room)):
             room.progress = now
 
-    def server_of(self, read: int) -> int:
+    def server_of(self, read: ev.StartRead) -> int:
         """Whose slots it reads."""
         peer = self.reads[read].peer
-        return self.rank.world.place_of[ev.instance_of(peer)].server.number
+        return self.rank.world.place_of[instance_of(peer)].server.number
 
     def _limit(self, room: Room) -> float:
         """Of a read."""
         own = self.rank.place.times.patience
         return 5.0 * min([own, *(source.patience for source in room.opened.sources)])
 
-    def _copied(self, event: ev.Copied, now: float) -> None:
-        if event.result is not ev.Result.DONE:
+    def _copied(self, now: float, jobs: Any, outcome: Outcome) -> None:
+        if outcome is not SlotCheck.OK:
             return
-        for number in event.jobs:
-            receiver, heads = self.rank.job_of[number]
-            room = self.rooms.get(receiver.generation)
-            if room is None or heads is None:
+        for job in jobs:
+            room = self.rooms.get(job.room.generation)
+            if room is None or isinstance(job, ev.Clear):
                 continue
             room.progress = now
             for source in room.opened.sources:
-                if source.heads == heads and source.peer in room.parts:
+                if source.heads == job.part.source.heads and source.peer in room.parts:
                     room.parts[source.peer].placed += 1
                     if room.parts[source.peer].placed == 1:
                         self._came(source.peer)
@@ -194,9 +197,9 @@ class Judge:
         if (blame := self.blames.get(peer)) is not None and blame.is_open:
             blame.strikes = STRIKES - 1
 
-    # -- rooms that end by an event
+    # -- rooms that end by a call
 
-    def _cold_ones(self, event: Any, now: float) -> None:
+    def _cold_ones(self, name: str, args: tuple, now: float) -> None:
         for generation, room in self.rooms.items():
             found = self.rank.machine._rooms[generation].cold
             if not found or room.cold:
@@ -206,7 +209,7 @@ class Judge:
             room.cold = found
             if found == "deadline":
                 self._check_deadline(room, now)
-            for peer in self._guilty(event, room, now):
+            for peer in self._guilty(name, args, room, now):
                 self._strike(peer, generation, now)
             self._release(generation)
 
@@ -216,20 +219,21 @@ class Judge:
             still = now - max(room.arrived or now, room.progress)
             raise self.wrong("deadline", f"cold {still:.3f} s after progress, {room.arrived}")
 
-    def _guilty(self, event: Any, room: Room, now: float) -> list[bytes]:
+    def _guilty(self, name: str, args: tuple, room: Room, now: float) -> list[bytes]:
         """Peers that the room's end counts against."""
         if room.cold == "deadline":
             late = [peer for peer, part in room.parts.items() if not part.complete]
             return [peer for peer in late if not self._waits(room, peer, now)]
         if room.cold == "read":
             limit = now - self._limit(room) + EPS
-            for number, read in self.reads.items():
-                ends = type(event) is ev.ReadEnded and number == event.read
-                if read.room is room and (ends or (type(event) is ev.Tick and read.began <= limit)):
+            for action, read in self.reads.items():
+                ends = name == "read_ended" and action is args[0]
+                if read.room is room and (ends or (name == "tick" and read.began <= limit)):
                     return [read.peer]
             raise self.wrong("strike", "a read is said to have failed, and none has")
         if room.cold == "lost":
-            return [] if event.gone else [event.peer]
+            peer, gone = args
+            return [] if gone else [peer]
         return []
 
     def _waits(self, room: Room, peer: bytes, now: float) -> bool:
@@ -240,10 +244,11 @@ class Judge:
         is_here = part.announced - part.placed > reading
         return is_here and all(read.began > since for read in reads)
 
-    def _ends(self, event: Any, now: float) -> None:
+    def _ends(self, name: str, args: tuple, now: float) -> None:
         machine, patience = self.rank.machine, self.rank.place.times.patience
-        if type(event) is ev.ReadEnded:
-            del self.reads[event.read]
+        lost, gone = args if name == "peer_lost" else (None, False)
+        if name == "read_ended":
+            del self.reads[args[0]]
         for generation, room in self.rooms.items():
             if room.cold or room.warm:
                 continue
@@ -259,15 +264,15 @@ class Judge:
                 if not machine._rooms[generation].decided:
                     raise self.wrong("late", f"room {generation} is complete, and not warm")
                 continue
-            if type(event) is ev.Tick and room.due(patience) < now - EPS:
+            if name == "tick" and room.due(patience) < now - EPS:
                 waited = f"{now - room.arrived:.2f} s for the target, {now - room.progress:.2f} s"
                 raise self.wrong("late", f"room {generation} still waits, {waited} since progress")
-            elif type(event) is ev.PeerLost and event.peer in parts:
-                part = parts[event.peer]
-                if not (part.complete if event.gone else part.last):
-                    raise self.wrong("lost", f"room {generation} still waits for {event.peer}")
-        if type(event) is ev.PeerLost and event.gone:
-            self.blames.pop(event.peer, None)
+            elif lost in parts:
+                part = parts[lost]
+                if not (part.complete if gone else part.last):
+                    raise self.wrong("lost", f"room {generation} still waits for {lost}")
+        if gone:
+            self.blames.pop(lost, None)
         self._compare()
 
     # -- breakers
@@ -302,12 +307,13 @@ class Judge:
             self.numbers.pop(verdict.handle.opened.bootstrap_room, None)
 
 
-_OF: dict[type, Any] = {
-    ev.OpenRoom: Judge._open,
-    ev.TargetArrived: Judge._target,
-    ev.CloseRoom: Judge._close,
-    ev.Received: Judge._received,
-    ev.ReadEnded: Judge._read,
-    ev.Copied: Judge._copied,
+_OF: dict[str, Any] = {
+    "open": Judge._open,
+    "target_arrived": Judge._target,
+    "close": Judge._close,
+    "ready": Judge._ready,
+    "failed": Judge._failed,
+    "read_ended": Judge._read,
+    "copied": Judge._copied,
 }
-_ENDS = {ev.Received, ev.ReadEnded, ev.Copied, ev.Tick, ev.PeerLost, ev.OpenRoom}
+_ENDS = {"ready", "failed", "read_ended", "copied", "tick", "peer_lost", "open"}

@@ -13,8 +13,7 @@ from sglang_mixkv.decode import breaker, segments
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode import machine as decode
 from sglang_mixkv.decode import transfer as decode_transfer
-from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
-from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.prefill import machine as prefill
 from sglang_mixkv.prefill import transfer as prefill_transfer
 from sglang_mixkv.prefill.worker import PrefillWorker
@@ -78,15 +77,15 @@ def the_shortest_wait_always(patch: Patch) -> None:
 
 @mistake("deadline", "hung", 100, 60)
 def no_copy_is_progress(patch: Patch) -> None:
-    real = decode.Machine._copied
+    real = decode.Machine.copied
 
-    def copied(self: Any, event: Any) -> None:
+    def copied(self: Any, *args: Any) -> None:
         before = [(room, room.progress) for room in self._rooms.values()]
-        real(self, event)
+        real(self, *args)
         for room, progress in before:
             room.progress = progress
 
-    patch.setitem(decode._HANDLERS, dev.Copied, copied)
+    patch.setattr(decode.Machine, "copied", copied)
 
 
 @mistake("late", "waiting")
@@ -166,20 +165,20 @@ def who_waits_for_our_slots_is_struck(patch: Patch) -> None:
 
 @mistake("forget", "restart")
 def restarted_resolves_nothing(patch: Patch) -> None:
-    real = decode.Machine._failed
+    real = decode.Machine.failed
 
-    def failed(self: Any, peer: bytes, room: Any, message: Any) -> None:
-        real(self, peer, room, message)
+    def failed(self: Any, peer: bytes, message: Any) -> None:
+        real(self, peer, message)
         self._out[:] = [one for one in self._out if type(one) is not dev.Forget]
 
-    patch.setattr(decode.Machine, "_failed", failed)
+    patch.setattr(decode.Machine, "failed", failed)
 
 
 @mistake("lost", "gone")
 def who_is_gone_is_waited_for(patch: Patch) -> None:
-    real = decode.Machine._peer_lost
-    patch.setitem(
-        decode._HANDLERS, dev.PeerLost, lambda self, event: event.gone or real(self, event)
+    real = decode.Machine.peer_lost
+    patch.setattr(
+        decode.Machine, "peer_lost", lambda self, peer, gone=False: gone or real(self, peer)
     )
 
 
@@ -190,14 +189,15 @@ def no_number_is_doubted(patch: Patch) -> None:
 
 @mistake("untouched", "numbers")
 def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
-    real = dev.undone
+    real = decode.Machine.undone
 
-    def undone(action: Any, detail: str) -> Any:
+    def undone(self: Any, action: Any, error: Exception) -> None:
         if type(action) is dev.Send:
-            return dev.PeerLost(action.peer)
-        return real(action, detail)
+            self.peer_lost(action.peer)
+        else:
+            real(self, action, error)
 
-    patch.setattr(DecodeWorker, "undone", staticmethod(undone))
+    patch.setattr(decode.Machine, "undone", undone)
 
 
 @mistake("acks", "any")
@@ -234,10 +234,13 @@ def every_ready_is_believed(patch: Patch) -> None:
 
 @mistake("rows", "any")
 def rows_begin_at_the_prompts_start(patch: Patch) -> None:
-    patch.setattr(
-        ReceiveHandle, "rows",
-        lambda self, first, end: self.pages.rows(first % self.pages._size, end - first),
-    )  # fmt: skip
+    real = DecodeWorker._copy_of
+
+    def copy_of(self: Any, job: Any) -> Any:
+        copy, opened = real(self, job), job.room.opened
+        return copy._replace(first=(copy.first + opened.first_token) % opened.page_size)
+
+    patch.setattr(DecodeWorker, "_copy_of", copy_of)
 
 
 @mistake("lease", "stopped", 60, 30)
@@ -247,14 +250,14 @@ def a_stop_changes_nothing(patch: Patch) -> None:
 
 @mistake("lease", "waiting")
 def segments_wait_without_end(patch: Patch) -> None:
-    real = decode.Machine._tick
+    real = decode.Machine.tick
 
-    def tick(self: Any, event: Any) -> None:
+    def tick(self: Any) -> None:
         for room in self._rooms.values():
             room.limits.unread = 1e9
-        real(self, event)
+        real(self)
 
-    patch.setitem(decode._HANDLERS, dev.Tick, tick)
+    patch.setattr(decode.Machine, "tick", tick)
 
 
 # -- prefill
@@ -262,20 +265,20 @@ def segments_wait_without_end(patch: Patch) -> None:
 
 @mistake("late settled", "any")
 def success_waits_for_nothing(patch: Patch) -> None:
-    real, ticked = prefill.Machine._settle, prefill.Machine._tick
+    real, ticked = prefill.Machine._settle, prefill.Machine.tick
 
     def settle(self: Any, room: Any, given_up: bool = False) -> None:
         early = room.sent is not None and self._clock - room.sent < 0.9
         if given_up or not (early and any(part.wanted for part in room.parts.values())):
             real(self, room, given_up)
 
-    def tick(self: Any, event: Any) -> None:
+    def tick(self: Any) -> None:
         for room in list(self._uses.values()):
             settle(self, room)
-        ticked(self, event)
+        ticked(self)
 
     patch.setattr(prefill.Machine, "_settle", settle)
-    patch.setitem(prefill._HANDLERS, pev.Tick, tick)
+    patch.setattr(prefill.Machine, "tick", tick)
 
 
 @mistake("last resort", "unopened")
@@ -307,18 +310,21 @@ def readers_that_are_gone_are_packed_for(patch: Patch) -> None:
 
 @mistake("over", "any", 150)
 def a_lost_connection_is_nothing(patch: Patch) -> None:
-    patch.setitem(prefill._HANDLERS, pev.ConnectionLost, lambda *_: None)
-    patch.setitem(prefill._HANDLERS, pev.Unsent, lambda *_: None)
+    def unsent(self: Any, message: Any) -> None:
+        self.slots.acknowledge((one.slot, one.stamp) for one in getattr(message, "segments", ()))
+
+    patch.setattr(prefill.Machine, "connection_lost", lambda *_: None)
+    patch.setattr(prefill.Machine, "unsent", unsent)
 
 
 @mistake("rows", "any")
 def pending_chunks_are_packed(patch: Patch) -> None:
     real = prefill_transfer.Room.note_written
 
-    def note(self: Any, pending: bool) -> bool:
+    def note(self: Any, pending: bool) -> Any:
         found = real(self, pending)
         more, self.written = self.written < len(self.chunks), len(self.chunks)
-        return found or more
+        return self.parts.values() if more else found
 
     patch.setattr(prefill_transfer.Room, "note_written", note)
 
@@ -359,17 +365,17 @@ def slots_expire_early(patch: Patch) -> None:
 
 @mistake("unsent", "dead_readers", 100)
 def what_did_not_leave_keeps_its_slots(patch: Patch) -> None:
-    real = prefill.Machine._unsent
+    real = prefill.Machine.unsent
 
-    def unsent(self: Any, event: Any) -> None:
+    def unsent(self: Any, message: Any) -> None:
         acknowledge = slots.SlotPool.acknowledge
         slots.SlotPool.acknowledge = lambda *_: True
         try:
-            real(self, event)
+            real(self, message)
         finally:
             slots.SlotPool.acknowledge = acknowledge
 
-    patch.setitem(prefill._HANDLERS, pev.Unsent, unsent)
+    patch.setattr(prefill.Machine, "unsent", unsent)
 
 
 # -- the scheduler beside a channel that hangs, and gates
@@ -393,7 +399,7 @@ def prefill_has_no_last_resort(patch: Patch) -> None:
     def release(self: Any, handle: Any) -> bool:
         if handle.sent is None:
             handle.sent = self.monotonic()
-            self._inlet.put(pev.TargetSent(handle), wake=False)
+            self._call(self._machine.target_sent, handle, wake=False)
         return bool(handle.settled and handle.gate.shut())
 
     patch.setattr(PrefillWorker, "release", release)

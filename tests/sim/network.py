@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_mixkv.channel.loop import Call
 from sglang_mixkv.channel.messages import Ready, decode
 from sglang_mixkv.decode import events as dev
-from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.decode.transfer import instance_of
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank
@@ -29,7 +30,7 @@ class Link:
     def __init__(self, reader: DecodeRank, peer: bytes) -> None:
         self.reader, self.peer = reader, peer
         self.world, self.clock, self.rng = reader.world, reader.clock, reader.rng
-        self.instance = dev.instance_of(peer)
+        self.instance = instance_of(peer)
         self.place: Place = self.world.place_of[self.instance]
         self.epoch = 0
         self.connection = b""
@@ -90,10 +91,12 @@ class Link:
         except ValueError:  # a number that the other side does not read; counted, and dropped
             return
         if way == "prefill":
-            process, event = self.place.process, pev.Received(self.connection, message)
+            process, sender = self.place.process, self.connection
+            method = process.machine.received
         else:
-            process, event = self.reader, dev.Received(self.peer, message)
-        process.step(self.connection, process.handle, (event,))
+            process, sender = self.reader, self.peer
+            method = process.machine.ready if type(message) is Ready else process.machine.failed
+        process.step(self.connection, process.handle, ((method, (sender, message)),))
 
     # -- trouble
 
@@ -114,9 +117,10 @@ class Link:
         self.world.unnoticed[former] = now + delay
         process = self.place.process
         if process.alive and rng.random() < 0.7:
-            process.later(former, delay, process.handle, pev.ConnectionLost(former))
+            lost = process.machine.connection_lost, (former,)
+            process.later(former, delay, process.handle, lost)
         if not self.closed and not self._leaves():
-            self.reader.post(dev.PeerLost(self.peer))
+            self.reader.post(self._lost())
 
     def close(self) -> None:
         """By the decode rank, which has another one, or none."""
@@ -133,8 +137,11 @@ class Link:
         """The reader notices at once, after a while, or never."""
         chance, reader = self.rng.random(), self.reader
         if reader.alive and 0.4 <= chance < 0.7:
-            reader.later("lost", self.rng.random() * 8, reader.handle, dev.PeerLost(self.peer))
+            reader.later("lost", self.rng.random() * 8, reader.handle, self._lost())
         return chance >= 0.4 or not reader.alive
+
+    def _lost(self) -> Call:
+        return self.reader.machine.peer_lost, (self.peer,)
 
 
 READ_FAULTS = ("fail", "hang", "late", "slow")
@@ -144,18 +151,18 @@ class Read:
     """`valid`: the remote slot was the reader's all the time, by range. `fate`: "" where nothing
     goes wrong."""
 
-    def __init__(self, rank: DecodeRank, action: dev.StartRead, stamps: list[int]) -> None:
-        self.rank, self.stamps = rank, stamps
-        instance = dev.instance_of(action.peer)
+    def __init__(self, rank: DecodeRank, action: dev.StartRead) -> None:
+        self.rank, self.action, self.segments = rank, action, action.segments
+        self.announced = [one.announced for one in self.segments]
+        instance = instance_of(action.peer)
         self.place = place = rank.world.place_of[instance]
         self.remote = place.process if place.process.instance == instance else None
         self.peer = action.peer
         self.world, self.clock, self.rng = rank.world, rank.clock, rank.rng
-        self.number, self.ranges = action.read, action.ranges
-        self.pieces = [(n, i) for n, one in enumerate(self.ranges) for i in range(one.tokens + 2)]
+        self.pieces = [(n, i) for n, one in enumerate(self.announced) for i in range(one.count + 2)]
         self.rng.shuffle(self.pieces)
         self.copied = 0
-        self.valid = [True] * len(self.ranges)
+        self.valid = [True] * len(self.segments)
         self.fate = rank.fate_of_read(action.peer)
 
     def start(self) -> None:
@@ -191,11 +198,10 @@ class Read:
 
     def _copy(self, end: int) -> None:
         for number, piece in self.pieces[self.copied : end]:
-            one = self.ranges[number]
-            offered = self.remote.offers(one.remote_slot, self.stamps[number])
+            one, slot = self.announced[number], self.segments[number].slot
+            offered = self.remote.offers(one.slot, one.stamp)
             self.valid[number] = self.valid[number] and offered
-            there = self.remote.memory[one.remote_slot]
-            self.rank.memory[one.local_slot][piece] = there[piece]
+            self.rank.memory[slot][piece] = self.remote.memory[one.slot][piece]
         self.copied = max(end, self.copied)
 
     def _stick(self) -> None:
@@ -225,7 +231,7 @@ class Read:
             self._end("the peer is dead")
 
     def _end(self, error: str = "") -> None:
-        if self.rank.reads.get(self.number) is self:
+        if self.rank.reads.get(self.action) is self:
             self.rank.read_ended(self)
-            event = dev.ReadEnded(self.number, error)
-            self.rank.later("queue", 0.0, self.rank.handle, event)
+            ended = self.rank.machine.read_ended, (self.action, error)
+            self.rank.later("queue", 0.0, self.rank.handle, ended)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from sglang_mixkv.channel.messages import Fail, Ready, decode
+from sglang_mixkv.draft.copier import Copy
 from sglang_mixkv.draft.layout import Pages, SlotCheck
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
@@ -48,7 +50,9 @@ class Sender(Gated):
     def poll(self) -> bool:
         """Whether Success is reported, as in the plugin's sender."""
         rank = self.rank
-        if self.has_target and not (self.succeeded or self.ended or rank.stopped):
+        if not rank.alive or rank.stopped:
+            return self.succeeded
+        if self.has_target and not (self.succeeded or self.ended):
             self.succeeded = rank.worker.release(self.handle)
             if self.handle.settled and not self.settled and not self.at_last:
                 self.at_last = True
@@ -80,8 +84,6 @@ class Socket:
 
 
 class PrefillRank(Process):
-    tick = ev.Tick()
-
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
         self.machine = Machine(
@@ -95,7 +97,7 @@ class PrefillRank(Process):
         self.pool = memory.Pool(place.server.page, 1)
         self.device = Device(self) if place.server.device else None
         self.worker._copies = self.device.copies if self.device else Copiers(self)
-        self.worker._store.device = self.device
+        self.listen()
         self.senders: dict[int, Sender] = {}  # by use
         self.packed: dict[int, Sender] = {}  # whose rows, by stamp
 
@@ -166,10 +168,10 @@ class PrefillRank(Process):
                 checks.ready_sent(self, self.world.connections.get(connection), ready)
             case ev.Send(connection, Fail() as message):
                 checks.fail_sent(self, message)
-            case ev.Pack(jobs):
-                for job in jobs:
-                    self.packed[job.stamp] = job.handle.sender
-                    checks.packs(self, job.handle.sender)
+            case ev.Pack(segments):
+                for one in segments:
+                    self.packed[one.stamp] = one.chunk.use.sender
+                    checks.packs(self, one.chunk.use.sender)
             case ev.Settled(use):
                 checks.settled(self, use.sender)
             case ev.Note():
@@ -182,31 +184,31 @@ class PrefillRank(Process):
             self.awaiting.discard(sender.number)
             self.group.poll(sender.request)
 
-    def is_over(self, event: Any) -> bool:
-        return type(event) is ev.AddChunk and event.pending and event.pages.events[0].over
+    def asked(self, method: Callable, args: tuple) -> Event | None:
+        return args[0][1].events[0] if method == self.worker._pending.append else None
 
     # -- copies
 
-    def owner_of(self, job: ev.PackJob) -> Sender:
-        return job.handle.sender
+    def owner_of(self, copy: Copy) -> Sender:
+        return copy.job.chunk.use.sender
 
-    def refusal(self, job: ev.PackJob) -> Any:
+    def refusal(self, copy: Copy) -> Any:
         return None
 
-    def begin_copy(self, sender: Sender, job: ev.PackJob) -> None:
+    def begin_copy(self, sender: Sender, copy: Copy) -> None:
         self.world.checks.pool_read(self, sender)
-        self.memory[job.slot][0] = job.stamp
+        self.memory[copy.slot][0] = copy.stamp
 
-    def copy(self, sender: Sender, rows: list[int], done: int, heads: range, slot: int) -> None:
+    def copy(self, sender: Sender, rows: list[int], done: int, copy: Copy) -> None:
         if rows:
             self.world.checks.pool_read(self, sender)
-        there, pool = self.memory[slot], self.pool.rows
+        there, pool = self.memory[copy.slot], self.pool.rows
         for number, row in enumerate(rows, 1 + done):
-            there[number] = memory.packed(pool[row][0], heads)
+            there[number] = memory.packed(pool[row][0], copy.heads)
 
-    def end_copy(self, sender: Sender, job: ev.PackJob) -> Any:
-        slot = self.memory[job.slot]
-        slot[job.count + 1] = memory.checksum(slot[1 : job.count + 1], job.stamp)
+    def end_copy(self, sender: Sender, copy: Copy) -> Any:
+        slot = self.memory[copy.slot]
+        slot[copy.tokens + 1] = memory.checksum(slot[1 : copy.tokens + 1], copy.stamp)
         if self.errors.get("pack"):
             self.errors["pack"] -= 1
             return RuntimeError("the copy failed")

@@ -1,16 +1,23 @@
 """A process: the channel thread with its machine, and what stops it or all of its threads.
 
-Events from inside the process come over one queue, in the order in which they were put there. So
-an End is handled before the Packed of a copy that ran after it.
+Calls from inside the process come over one queue, in the order in which they were put there. So
+`end` is called before the `packed` of a copy that ran after it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sglang_mixkv.channel.loop import Call
+from sglang_mixkv.channel.messages import Fail, Open, Ready
 from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.decode import events as decode
+from sglang_mixkv.decode import machine as decode_machine
+from sglang_mixkv.prefill import events as prefill
+from sglang_mixkv.prefill import machine as prefill_machine
 from tests.sim import memory
 from tests.sim.workers import Blocked, Borrowed
 
@@ -23,6 +30,16 @@ if TYPE_CHECKING:
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
 MEDIUM = 0.4  # where a rank has little patience, so that a second is a long time
 REFUSED = OverflowError, ValueError  # what raises where a message cannot be encoded
+UNDONE = {prefill.Pack, decode.StartRead, decode.Copy, Open, Ready, Fail}
+"""Actions, and messages of a Send, whose failure a machine makes something of."""
+TOLD = {
+    name: (None,) * (method.__code__.co_argcount - 1 - len(method.__defaults__ or ()))
+    + (method.__defaults__ or ())
+    for machine in (prefill_machine.Machine, decode_machine.Machine)
+    for name, method in vars(machine).items()
+    if name[0] != "_" and name not in ("advance", "actions", "undone", "left")
+}
+"""The machines' methods that tell them something, and defaults of their arguments."""
 
 
 class Injected(Exception): ...
@@ -34,7 +51,6 @@ class Process:
     there. `stopped_for`, `hung_for`: seconds in all, of the process and of its channel thread
     alone. `worker`: its code."""
 
-    tick: object
     judge: Any = None
     device: Any = None
     machine: Any
@@ -49,7 +65,8 @@ class Process:
         self.awaiting: set[int] = set()
         self.alive, self.stopped, self.broken = True, False, False
         self.stopped_for = self.hung_for = 0.0
-        self.now = 0.0  # the machine's, of the event that was handled last
+        self.now = 0.0  # the machine's, of the call that was made last
+        self._was_told = False
         self._at: float | None = None
         self._acts = False  # there will be a look at what the machine asks for
         self._first: list[tuple[Callable, tuple]] = []  # what a stop came into
@@ -105,9 +122,9 @@ class Process:
         """For when the process goes on, or has died: the data plane's calls are made then too."""
         self._parked.append((thread, call, args))
 
-    def post(self, event: object, delay: float = 0.0002) -> None:
-        """Put an event on the channel thread's queue."""
-        self.later("queue", self.rng.random() * delay, self.handle, event)
+    def post(self, call: Call, delay: float = 0.0002) -> None:
+        """Put a call on the channel thread's queue."""
+        self.later("queue", self.rng.random() * delay, self.handle, call)
 
     # -- SGLang's scheduler
 
@@ -129,8 +146,8 @@ class Process:
 
     # -- the channel thread
 
-    def handle(self, event: object) -> None:
-        self.on_thread(self._take, event)
+    def handle(self, call: Call) -> None:
+        self.on_thread(self._take, call)
 
     def on_thread(self, call: Callable, *args: object) -> None:
         """A step of the channel thread, or what it does first once it goes on."""
@@ -139,30 +156,28 @@ class Process:
         elif not self.broken:
             call(*args)
 
-    def _take(self, event: object) -> None:
-        if self.stopped:  # since the event before
-            self._first.append((self._handle, (event, self.clock.now)))
+    def _take(self, call: Call) -> None:
+        if self.stopped:  # since the call before
+            self._first.append((self._make, (call, self.clock.now)))
         elif self._stop is not None and self._stop[0] == "sampled":
-            self._first.append((self._handle, (event, self.clock.now)))
+            self._first.append((self._make, (call, self.clock.now)))
             self._halt()
         else:
-            self._handle(event, self.clock.now)
+            self._make(call, self.clock.now)
 
-    def _handle(self, event: object, now: float) -> None:
+    def _make(self, call: Call, now: float) -> None:
         self.now = self._at = now
-        checks, is_tick = self.world.checks, event is self.tick  # of which most events are
-        if not is_tick:
-            checks.event(self, event)
-        self.worker._handle(event)
+        self._was_told, (method, args) = False, call
+        self.machine.advance(now)
+        method(*args)
         self._at = None
-        if self.world.log is not None:
-            self.world.note(self.name, event)
-        if not is_tick:
-            checks.handled(self, event)
-            if self.is_over(event):  # and was, before the thread knew that it has to ask
+        if not self._was_told:
+            if self.judge is not None:
+                self.judge.handled("", (), now)
+            self._note(method.__name__, args)
+            forward = self.asked(method, args)
+            if forward is not None and forward.over:  # before the thread knew that it has to ask
                 self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
-        elif self.judge is not None:
-            self.judge.handled(event, now)
         self._want_tick()
         if self._acts:
             return
@@ -172,13 +187,35 @@ class Process:
         else:
             self._act()
 
+    def listen(self) -> None:
+        """To what the machine is told, whoever calls it."""
+        for name, defaults in TOLD.items():
+            if (method := getattr(self.machine, name, None)) is not None:
+                setattr(self.machine, name, partial(self._tell, name, method, defaults))
+
+    def _tell(self, name: str, method: Callable, defaults: tuple, *args: Any) -> None:
+        self._was_told, checks = True, self.world.checks
+        told = args + defaults[len(args) :]
+        if name != "tick":
+            checks.told(self, name, told)
+        method(*args)
+        self._note(name, args)
+        if name != "tick":
+            checks.handled(self, name, told)
+        elif self.judge is not None:
+            self.judge.handled(name, told, self.now)
+
+    def _note(self, name: str, args: tuple) -> None:
+        if self.world.log is not None:
+            self.world.note(self.name, f"{name}{args!r}")
+
     def look(self) -> None:
-        """For what makes no event of its own: CUDA events, and copies that have ended."""
-        for event in [*self.worker._look(()), *self.worker._copied()]:
-            self.on_thread(self._take, event)
+        """For what makes no call of its own: CUDA events, and copies that have ended."""
+        for call in [*self.worker._look(()), *self.worker._copied()]:
+            self.on_thread(self._take, call)
 
     def _act(self) -> None:
-        """At the end of a look, which may have taken several events."""
+        """At the end of a look, which may have taken several calls."""
         self._acts = False
         actions = self.machine.actions()
         if not actions:
@@ -204,15 +241,13 @@ class Process:
         """Some raise in place of being done."""
         self.before(action)
         try:
-            if self.errors.get("action") and self.worker.undone(action, "") is not None:
+            if self.errors.get("action") and type(getattr(action, "message", action)) in UNDONE:
                 self.errors["action"] -= 1
                 raise Injected
             self.worker._do(action)
         except (Injected, *REFUSED) as error:
             self.world.checks.undone(self, action)
-            event = self.worker.undone(action, repr(error))
-            if event is not None:
-                self.post(event)
+            self.post((self.machine.undone, (action, error)))
         else:
             self.after(action)
 
@@ -220,9 +255,8 @@ class Process:
 
     def after(self, action: Any) -> None: ...
 
-    def is_over(self, event: Any) -> bool:
-        """The forward that it says is under way."""
-        return False
+    def asked(self, method: Callable, args: tuple) -> Any:
+        """The event of a forward that this call has the thread ask from now on."""
 
     # -- the channel thread alone hangs in an action, or ends
 
@@ -334,7 +368,7 @@ class Process:
             return
         self._tick_time = None
         if self.machine.left():
-            self._take(self.tick)
+            self._take((self.machine.tick, ()))
 
 
 class Gated:

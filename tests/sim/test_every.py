@@ -66,14 +66,15 @@ def kinds(kind: str) -> tuple[Fault, ...]:
 
 def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both copies of a READY are acknowledged, though the first one's read may still run."""
-    whole = Decode._ready
+    whole = Decode.ready
 
-    def acknowledge(self: Any, peer: Any, room: Any, ready: Any) -> None:
+    def acknowledge(self: Any, peer: Any, ready: Any) -> None:
+        room = self._rooms.get(ready.generation)
         if room is not None and room.wants and ready.segment < room.parts[peer].announced:
             self._segments.acknowledge(peer, ready.segments)
-        whole(self, peer, room, ready)
+        whole(self, peer, ready)
 
-    monkeypatch.setattr(Decode, "_ready", acknowledge)
+    monkeypatch.setattr(Decode, "ready", acknowledge)
     assert search(ONE, 1).failed is None
     assert "still reads" in search(ONE, 0, 1, kinds("double")).failed.finding
 

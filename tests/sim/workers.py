@@ -7,6 +7,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.gate import Gate
+from sglang_mixkv.channel.loop import Call
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.prefill.worker import SendHandle
 
@@ -62,33 +63,17 @@ class Event:
 
 
 class Store:
-    """What a worker copies with. A copy in host memory is noted here, and made by `Copiers`."""
-
-    device = None
+    """What a worker, and a copier, knows of its rank's memory."""
 
     def __init__(self, rank: Process) -> None:
         self._rank = rank
-        self.rows = self.staging = self
+        self.rows, self.device = self, None
         self.bytes_per_head = 1
         self.heads = rank.place.layout.heads
-        self.asked: tuple | None = None  # rows, and heads and slot where there is one
-        self.noting = False
-
-    def slot(self, number: int) -> int:
-        return number
-
-    def pack(self, rows: Any, heads: range, slot: int, stamp: int) -> None:
-        self.asked = rows.tolist(), heads, slot, stamp
-
-    def unpack(self, rows: Any, heads: range, slot: int, stamp: int) -> int:
-        self.asked = rows.tolist(), heads, slot, stamp
-        return 0
 
     def clear(self, rows: Any) -> None:
-        if self.noting:
-            self.asked = rows.tolist(), self.heads, -1, 0
-        else:
-            self._rank.clear_at_once(rows.tolist())
+        """By SGLang's scheduler."""
+        self._rank.clear_at_once(rows.tolist())
 
 
 class _Quiet:
@@ -136,8 +121,8 @@ class Borrowed:
 
     # -- its inlet and its reporter
 
-    def put(self, event: object, wake: bool = True) -> None:
-        self._rank.post(event)
+    def put(self, call: Call, wake: bool = True) -> None:
+        self._rank.post(call)
 
     def __call__(self, note: object) -> None: ...
 

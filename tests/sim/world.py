@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -67,6 +68,11 @@ class Life:
     def took(self) -> float:
         assert self.begun is not None
         return self.ended - self.begun
+
+
+def _short(line: str) -> str:
+    """Without addresses, which no other run has."""
+    return re.sub(r"<[\w.]*?(\w+) object at 0x\w+>", r"\1", line)
 
 
 LIMIT = 5000.0  # seconds; a world that is not at rest by then never will be
@@ -175,11 +181,11 @@ class World:
 
     # -- the log
 
-    def note(self, name: str, event: object) -> None:
-        self.log.append(f"{self.clock.now:10.4f} {name:6} {event!r}")
+    def note(self, name: str, call: str) -> None:
+        self.log.append(_short(f"{self.clock.now:10.4f} {name:6} {call}"))
 
     def note_actions(self, name: str, actions: list[object]) -> None:
-        self.log.extend(f"{'':10} {name:6} -> {action!r}" for action in actions)
+        self.log.extend(_short(f"{'':10} {name:6} -> {action!r}") for action in actions)
 
     def note_fault(self, text: str) -> None:
         if self.log is not None:

@@ -1,0 +1,241 @@
+"""Copies between the draft pool and slots, each through the gate of its request.
+
+`start` begins them, `ended` reports those that have ended. `done`: true where one has. `polled`:
+whether one is in flight whose end wakes nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.draft.layout import Pages, SlotCheck
+
+if TYPE_CHECKING:
+    from sglang_mixkv.channel.data_plane import DataPlane
+    from sglang_mixkv.draft.rows import DraftRows, Staging
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+AT_ONCE = 256 << 10
+"""Bytes of a host copy that `start` makes itself: some 30 us, less than a hand-over to a thread."""
+
+
+class Store(NamedTuple):
+    """Where draft KV is on a rank with a drafter: its pool, and its slots, which `plane` has
+    registered. `device`: GpuRows of both, or None where a thread copies."""
+
+    rows: DraftRows
+    staging: Staging
+    plane: DataPlane
+    device: Any = None
+
+    def copier(
+        self, name: str, wake: Callable[[], None], moved: Callable[[int, float], None]
+    ) -> Copier:
+        """What copies between both. `name`, `wake`: of its thread, where it has one."""
+        if self.device is not None:
+            return GpuCopier(self, moved)
+        return HostCopier(self, moved, name, wake)
+
+
+class Kind(Enum):
+    PACK = "pack"
+    UNPACK = "unpack"
+    CLEAR = "clear"
+
+
+class Copy(NamedTuple):
+    """`tokens` tokens, from token `first` of `pages` on, of these heads: to be packed into a slot,
+    unpacked from it, or cleared, all heads of them. `job`: what the caller knows it by."""
+
+    kind: Kind
+    job: Any
+    gate: Gate
+    pages: Pages
+    first: int
+    tokens: int
+    heads: range
+    slot: int = 0
+    stamp: int = 0
+
+
+Outcome = SlotCheck | Exception | None
+"""None: the request's gate was closed, and nothing was copied."""
+Ended = tuple[Copy, Outcome, float]
+"""And the copy's seconds, or its share of its batch's."""
+
+
+class Copier(ABC):
+    """`moved`: called with the bytes of draft KV that were copied, and seconds."""
+
+    def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
+        self._store, self._moved = store, moved
+
+    @abstractmethod
+    def start(self, copies: Sequence[Copy]) -> None: ...
+
+    @abstractmethod
+    def _take(self) -> list[Ended]:
+        """The copies that have ended since it was asked last, in any order."""
+
+    def ended(self) -> list[tuple[list[Any], Outcome]]:
+        """The jobs of copies that have ended since it was asked last, and how: all that are made
+        together, each other one alone."""
+        found, made = list[tuple[list[Any], Outcome]](), list[Any]()
+        size, seconds = 0, 0.0
+        for copy, outcome, took in self._take():
+            if outcome is not SlotCheck.OK:
+                found.append(([copy.job], outcome))
+                continue
+            made.append(copy.job)
+            if copy.kind is not Kind.CLEAR:
+                size, seconds = size + copy.tokens * len(copy.heads), seconds + took
+        if made:
+            found.append((made, SlotCheck.OK))
+        if size:
+            self._moved(size * self._store.rows.bytes_per_head, seconds)
+        return found
+
+
+class HostCopier(Copier):
+    """One thread copies, since a copy in host memory takes a core for as long as it lasts. `wake`:
+    called from the thread once a copy has ended."""
+
+    polled = False
+
+    def __init__(
+        self, store: Store, moved: Callable[[int, float], None], name: str, wake: Callable[[], None]
+    ) -> None:
+        super().__init__(store, moved)
+        self._wake = wake
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.done: deque[Ended] = deque()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            if copy.tokens * len(copy.heads) * self._store.rows.bytes_per_head <= AT_ONCE:
+                self.done.append(self._copy(copy))
+            else:
+                self._work.put(copy)
+
+    def _take(self) -> list[Ended]:
+        return [self.done.popleft() for _ in range(len(self.done))]
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._store.rows.use_device()
+        while (copy := self._work.get()) is not None:
+            self.done.append(self._copy(copy))
+            self._wake()
+
+    def _copy(self, copy: Copy) -> Ended:
+        """It raises nothing."""
+        kind, _, gate, pages, first, tokens, heads, slot, stamp = copy
+        started, pool, staging = time.perf_counter(), self._store.rows, self._store.staging
+        if not gate.enter():
+            return copy, None, 0.0
+        try:
+            rows, found = pages.rows(first, tokens), SlotCheck.OK
+            if kind is Kind.PACK:
+                pool.pack(rows, heads, staging.slot(slot), stamp)
+            elif kind is Kind.UNPACK:
+                found = pool.unpack(rows, heads, staging.slot(slot), stamp)
+            else:
+                pool.clear(rows)
+            return copy, found, time.perf_counter() - started
+        except Exception as error:
+            logger.exception("[MIXKV-SELF-01] draft KV could not be copied")
+            return copy, error, 0.0
+        finally:
+            gate.leave()
+
+
+class GpuCopier(Copier):
+    """Copies on a GPU (rows_gpu.py), started and asked for by the channel's thread."""
+
+    is_alive = True
+
+    def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
+        super().__init__(store, moved)
+        self._device = store.device
+        self._waiting: deque[tuple[Copy, Any]] = deque()  # and as the device takes it
+        self._flying: deque[tuple[Any, list[Copy], float]] = deque()
+        self._over: list[Ended] = []
+
+    @property
+    def polled(self) -> bool:
+        return bool(self._flying or self._waiting)
+
+    @property
+    def done(self) -> bool:
+        """Batches end in their order, since they run on one stream."""
+        return bool(self._over) or bool(self._flying and self._flying[0][0].done())
+
+    def start(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            try:
+                self._waiting.append((copy, self._prepare(copy)))
+            except Exception as error:  # it fails alone
+                self._over.append((copy, error, 0.0))
+        self._launch()
+
+    def _prepare(self, copy: Copy) -> Any:
+        slot = () if copy.kind is Kind.CLEAR else (copy.heads, copy.slot, copy.stamp)
+        return self._device.job(copy.pages.on(self._device), copy.first, copy.tokens, *slot)
+
+    def _take(self) -> list[Ended]:
+        while self._flying and self._flying[0][0].done():
+            ticket, batch, began = self._flying.popleft()
+            seconds = (time.perf_counter() - began) / len(batch)
+            for copy, found in zip(batch, ticket.results, strict=True):
+                copy.gate.ended(ticket)
+                self._over.append((copy, found, seconds))
+        self._launch()
+        found, self._over = self._over, []
+        return found
+
+    def _launch(self) -> None:
+        """Batches of one kind, as long as the device takes some."""
+        while self._waiting and self._device.can_start:
+            kind, batch = self._waiting[0][0].kind, list[tuple[Copy, Any]]()
+            while self._waiting and len(batch) < self._device.most:
+                if self._waiting[0][0].kind is not kind:
+                    break
+                batch.append(self._waiting.popleft())
+            self._start(kind, batch)
+
+    def _start(self, kind: Kind, batch: list[tuple[Copy, Any]]) -> None:
+        began, started = time.perf_counter(), list[Copy]()
+
+        def launch(is_open: list[bool]) -> Any:
+            jobs = []
+            for (copy, job), passes in zip(batch, is_open, strict=True):
+                if passes:
+                    started.append(copy)
+                    jobs.append(job)
+                else:
+                    self._over.append((copy, None, 0.0))
+            return getattr(self._device, f"start_{kind.value}")(jobs) if jobs else None
+
+        try:
+            ticket = start_behind([copy.gate for copy, _ in batch], launch)
+        except Exception as error:
+            logger.exception("[MIXKV-SELF-01] draft KV could not be copied on the device")
+            self._over += [(copy, error, 0.0) for copy in started]
+            return
+        if ticket is not None:
+            self._flying.append((ticket, started, began))

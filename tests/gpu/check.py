@@ -1,0 +1,351 @@
+"""Are the plugin's kernels right on this GPU, and how fast? `bash scripts/gpu-check.sh` runs this
+with torch and Triton alone: no SGLang, no transport.
+
+A line each: the machine; the kernels, which are built and run; packing, unpacking and clearing in
+each layout of a pool, of which every byte and verdict is compared; and microseconds a slot:
+
+    alone/N     batches of N slots, asked for their end all the time
+    channel/8   asked as the draft channel's thread does, which sleeps in between
+    launches    the same beside a thread that launches kernels, as SGLang's scheduler does
+    python      the same beside a thread that computes in Python, which holds the GIL
+    device      what the GPU is busy with; share: of it, what a copy of as many bytes takes
+    0.3.0/H100  the same work in release 0.3.0, by torch (docs/figures/h100)
+
+Exit status: 0 all is right; 1 a line that begins with !! is wrong; 2 it cannot be found out here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+
+from sglang_mixkv.channel.sockets import Poller
+from sglang_mixkv.draft import cuda
+from sglang_mixkv.draft.layout import HEADER, Pages, SlotCheck
+from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.rows_gpu import GpuRows, gpu_rows
+
+from .pools import SLOT, beside
+
+EARLIER = Path(__file__).parents[2] / "docs/figures/h100/rows-order-mooncake.json"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SLOTS, SLOT_BYTES, TIMES = (4, 32 << 10, 1) if INTERPRETED else (64, SLOT["cuda"], 10)
+FEW = 2  # heads that are moved in the interpreter, which is slow; with many layers one
+BATCHES = (1,) if INTERPRETED else (1, 8, 48)
+OK, STALE, DIFFERS, _ = SlotCheck
+DAMAGE = {0: STALE, HEADER: DIFFERS, 8: DIFFERS}  # the byte of slots 0, 1 and 2; what is found
+FILL = 0xEE
+ASLEEP = 40_000_000  # cycles: some 20 ms
+
+
+class Layout(NamedTuple):
+    """`widths`: bytes of a head in K and in V. `wanted`: how many of the last heads are moved.
+    `earlier`: the drafter's name in EARLIER."""
+
+    name: str
+    layers: int
+    heads: int
+    widths: tuple[int, int]
+    page: int
+    wanted: int
+    earlier: str = ""
+
+
+LAYOUTS = (
+    Layout("EAGLE3", 1, 8, (256, 256), 64, 8, "EAGLE3, bf16, 8 of 8 heads, pages of 64"),
+    Layout("EAGLE3, one head", 1, 8, (256, 256), 64, 1, "EAGLE3, bf16, 1 of 8 heads, pages of 64"),
+    Layout("EAGLE3, fp8", 1, 8, (128, 128), 1, 8, "EAGLE3, fp8, 8 of 8 heads, pages of 1"),
+    Layout("DFLASH", 6, 8, (256, 256), 64, 8, "DFLASH, bf16, 8 of 8 heads, pages of 64"),
+    Layout("DSPARK", 5, 16, (256, 256), 64, 16, "DSPARK, bf16, 16 of 16 heads, pages of 64"),
+    Layout("K wider than V", 2, 5, (384, 256), 16, 3),
+    Layout("narrow heads", 3, 6, (48, 16), 1, 5),
+)
+
+
+class Row(NamedTuple):
+    name: str
+    wrong: str = ""
+    figures: dict[str, Any] = {}  # noqa: RUF012
+
+    def __str__(self) -> str:
+        said = self.wrong or "  ".join(f"{key} {value}" for key, value in self.figures.items())
+        return f"{'!!' if self.wrong else '  '} {self.name:<24}  {said or 'right'}"
+
+
+class Check:
+    """One layout: a pool, and slots full of it."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        few = FEW if layout.layers < 4 else 1
+        self.device, wanted = device, min(layout.wanted, few) if INTERPRETED else layout.wanted
+        self.heads = range(layout.heads)[-wanted:]
+        widths = [width for width in layout.widths for _ in range(layout.layers)]
+        self.tokens = (SLOT_BYTES - HEADER) // (sum(widths) * wanted)
+        total, page = 7 + SLOTS * self.tokens, layout.page  # it begins within a page
+        order = np.random.default_rng(1).permutation(-(-total // page))
+        numbers = Pages(order, page).rows(7, SLOTS * self.tokens)
+        self.numbers = torch.from_numpy(numbers).to(device).view(SLOTS, self.tokens)
+        torch.manual_seed(1)
+        self.pool = [
+            torch.randint(0, 256, (len(order) * page, layout.heads, width), dtype=torch.uint8,
+                          device=device) for width in widths
+        ]  # fmt: skip
+        self.truth = [entry.clone() for entry in self.pool]
+        self.staging = Staging(SLOTS, SLOT_BYTES, device)
+        self.rows = made(DraftRows(self.pool, range(layout.heads)), page, self.staging)
+        self.pages = self.rows.pages(order)
+        settle()
+
+    def jobs(self, count: int, first: int = 0) -> list[Any]:
+        firsts = range(first, first + count)
+        return [
+            self.rows.job(self.pages, 7 + n * self.tokens, self.tokens, self.heads, n, 100 + n)
+            for n in firsts
+        ]
+
+    def of(self, entries: list[torch.Tensor], slot: int) -> list[torch.Tensor]:
+        return [entry[self.numbers[slot]][:, self.heads.start :] for entry in entries]
+
+    def pack(self) -> str:
+        if wrong := verdicts(self.rows.start_pack(self.jobs(SLOTS)), [OK] * SLOTS):
+            return wrong
+        host = [torch.zeros_like(entry, device="cpu") for entry in self.of(self.truth, 0)]
+        rows = DraftRows(host, self.heads)
+        for slot in range(SLOTS):
+            right = torch.cat([part.flatten() for part in self.of(self.truth, slot)])
+            found = self.staging.slot(slot)[HEADER : HEADER + len(right)]
+            if count := int((found != right).sum()):
+                return f"slot {slot}: {count} of {len(right)} bytes are wrong"
+            memory = self.staging.slot(slot).cpu()
+            if rows.unpack(np.arange(self.tokens), self.heads, memory, 100 + slot) is not OK:
+                return f"slot {slot}: its stamp or sum is wrong"
+        return ""
+
+    def unpack(self) -> str:
+        """With wrong slots among right ones, of which zeros are left, and without."""
+        for damage in (DAMAGE, {}):
+            for entry in self.pool:
+                entry.fill_(FILL)
+            expected = [*damage.values(), *[OK] * (SLOTS - len(damage))]
+            self.damage(damage)
+            wrong = verdicts(self.rows.start_unpack(self.jobs(SLOTS)), expected)
+            self.damage(damage)  # undoes it
+            if wrong := wrong or self.compare(self.heads.start, zeros=len(damage)):
+                return wrong
+        return ""
+
+    def damage(self, what: dict[int, SlotCheck]) -> None:
+        for slot, byte in enumerate(what):
+            self.staging.slot(slot)[byte] ^= 1
+        settle()
+
+    def clear(self) -> str:
+        for entry in self.pool:
+            entry.fill_(FILL)
+        settle()
+        job = self.rows.job(self.pages, 7, SLOTS * self.tokens)
+        return verdicts(self.rows.start_clear([job]), [OK]) or self.compare(0, zeros=SLOTS)
+
+    def compare(self, first_head: int, zeros: int) -> str:
+        """All of the pool: what the slots hold is there, but zeros for the first slots."""
+        for number, (found, right) in enumerate(zip(self.pool, self.truth, strict=True)):
+            wanted = torch.full_like(found, FILL)
+            for slot, places in enumerate(self.numbers):
+                part = right[places][:, first_head:]
+                wanted[places, first_head:] = torch.zeros_like(part) if slot < zeros else part
+            if not torch.equal(found, wanted):
+                row = int((found != wanted).flatten(1).any(1).nonzero()[0])
+                slots = (self.numbers == row).any(1).nonzero().flatten().tolist()
+                where = f"of slot {slots[0]}" if slots else "that nobody asked for"
+                return f"entry {number}, row {row} {where}: its bytes are wrong"
+        return ""
+
+    # -- how fast
+
+    def us(self, kind: str, count: int, wait: Callable[[Any], None], times: int = TIMES) -> float:
+        """The median of a slot; the first time is not counted."""
+        start, taken = getattr(self.rows, f"start_{kind}"), []
+        for _ in range(times + 1):
+            begin = time.perf_counter()
+            ticket = start(self.jobs(count))
+            wait(ticket)
+            taken.append((time.perf_counter() - begin) / count * 1e6)
+        return round(float(np.median(taken[1:])), 1)
+
+    def figures(self, kind: str) -> dict[str, float]:
+        found = {f"alone/{count}": self.us(kind, count, spin) for count in BATCHES}
+        wait, most = as_the_channel(), 1 if INTERPRETED else 8
+        small = torch.zeros(1 << 16, device=self.device)
+        found[f"channel/{most}"] = self.us(kind, most, wait)
+        with beside(lambda: small.add_(1)):
+            found["launches"] = self.us(kind, most, wait)
+        settle()
+        with beside(lambda: sum(range(10_000))):
+            found["python"] = self.us(kind, most, wait)
+        return found if INTERPRETED else found | self.shares(kind)
+
+    def shares(self, kind: str) -> dict[str, float]:
+        """Two batches, and as many copies, between two events of their stream. All of it is queued
+        while the stream sleeps."""
+        stream = torch.cuda.ExternalStream(self.rows.driver.stream)
+        other, start = torch.empty_like(self.staging.slot(0)), getattr(self.rows, f"start_{kind}")
+        size = self.tokens * sum(e.shape[2] for e in self.pool) * len(self.heads) + HEADER
+
+        def batches() -> list[Any]:
+            return [start(self.jobs(SLOTS)) for _ in range(2)]
+
+        def copies() -> list[Any]:
+            for slot in [*range(SLOTS)] * 2:
+                other[:size].copy_(self.staging.slot(slot)[:size])
+            return []
+
+        taken = []
+        for work in (batches, copies, batches, copies):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(ASLEEP)
+                begin.record()
+                tickets = work()
+                end.record()
+            end.synchronize()
+            for ticket in tickets:
+                spin(ticket)
+            taken.append(begin.elapsed_time(end) * 1e3 / (2 * SLOTS))
+        _, _, device, copy = taken
+        return {"device": round(device, 2), "share": round(copy / device, 2)}
+
+
+def made(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
+    """RuntimeError with the reason where the kernels are not used."""
+    if INTERPRETED:
+        from rig.fake_cuda import FakeCuda
+
+        fake = FakeCuda()
+        with fake.compiling():
+            return GpuRows(rows, page, staging, fake.driver())
+    found = gpu_rows(rows, page, staging)
+    if isinstance(found, str):
+        raise RuntimeError(f"torch would copy: {found}")
+    return found
+
+
+def settle() -> None:
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+
+
+def spin(ticket: Any) -> None:
+    while not ticket.done():
+        pass
+
+
+def as_the_channel() -> Callable[[Any], None]:
+    poller = Poller()
+
+    def wait(ticket: Any) -> None:
+        while not ticket.done():
+            poller.wait(0.1, True)
+
+    return wait
+
+
+def verdicts(ticket: Any, expected: Sequence[SlotCheck]) -> str:
+    spin(ticket)
+    if ticket.error:
+        return f"the batch failed: {ticket.error}"
+    for slot, (found, right) in enumerate(zip(ticket.results, expected, strict=True)):
+        if found is not right:
+            return f"slot {slot}: expected {right.name}, got {found.name}"
+    return ""
+
+
+# ---------------------------------------------------------------- lines
+
+
+def earlier(text: str) -> dict[str, dict[str, float]]:
+    """Of EARLIER: what release 0.3.0 took for a slot, by case and copy."""
+    parts = {part["name"]: part["figures"] for part in json.loads(text)["parts"]}
+    found = {}
+    for one in parts["rows"]:
+        found[one["case"]] = {
+            copy: round(one[f"{copy} us a slot"], 1) for copy in ("pack", "unpack")
+        }
+    return found
+
+
+def machine() -> Row:
+    about = {"torch": torch.__version__, "triton": triton.__version__}
+    if INTERPRETED:
+        return Row("Triton's interpreter", "", about)
+    driver = cuda.Driver(0)
+    ask = driver._attribute
+    said = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    about |= {
+        "driver": said.stdout.partition("\n")[0], "capability": driver.capability / 10,
+        "gpudirect": ask(cuda.RDMA_SUPPORTED), "flush": ask(cuda.RDMA_FLUSH_OPTIONS),
+        "ordering": ask(cuda.RDMA_ORDERING), "flushes before unpack": driver.needs_flush(),
+    }  # fmt: skip
+    return Row(torch.cuda.get_device_name(), "", about)
+
+
+def lines(device: torch.device) -> Iterator[Row]:
+    yield machine()
+    before = earlier(EARLIER.read_text())
+    for layout in LAYOUTS:
+        begin = time.perf_counter()
+        try:
+            check = Check(layout, device)
+        except Exception as error:
+            yield Row(f"{layout.name}: kernels", repr(error)[:500])
+            continue
+        built = round(time.perf_counter() - begin, 1)
+        yield Row(f"{layout.name}: kernels", "", {"ran": " ".join(check.rows._kernels), "s": built})
+        for step in (check.pack, check.unpack, check.clear):
+            name = step.__name__
+            try:
+                wrong, figures = step(), dict[str, Any]()
+                if not wrong and name != "clear" and (layout == LAYOUTS[0] or not INTERPRETED):
+                    figures = check.figures(name)
+                    if last := before.get(layout.earlier):
+                        figures["0.3.0/H100"] = last[name]
+            except Exception as error:
+                wrong, figures = repr(error)[:500], {}
+            yield Row(f"{layout.name}: {name}", wrong, figures)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines here")
+    options = parser.parse_args(argv)
+    if not (INTERPRETED or torch.cuda.is_available()):
+        print(f"PyTorch {torch.__version__} finds no CUDA device", file=sys.stderr)
+        return 2
+    found = []
+    for row in lines(torch.device("cpu" if INTERPRETED else "cuda:0")):
+        print(row, flush=True)
+        found.append(row._asdict())
+    wrong = sum(bool(row["wrong"]) for row in found)
+    print(f"\n{f'{wrong} of {len(found)} lines are wrong' if wrong else 'all is right'}")
+    if options.json:
+        options.json.write_text(json.dumps({"ok": not wrong, "rows": found}, indent=1) + "\n")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
