@@ -63,7 +63,10 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
         LAYOUT, DraftRows([torch.zeros(8, 2, 16, dtype=torch.uint8)] * 2, LAYOUT.heads), 4
     )
     monkeypatch.setattr(ranks, "check_once", lambda _: None)
-    monkeypatch.setattr(ranks, "reporter", lambda mode: SimpleNamespace(mode=mode, kernels=print))
+    used: list[bool] = []
+    monkeypatch.setattr(
+        ranks, "reporter", lambda mode: SimpleNamespace(mode=mode, used=used, kernels=used.append)
+    )
     monkeypatch.setattr(ranks, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=3))
     monkeypatch.setattr(ranks, "sglang_version", lambda: "0.5.23")
     monkeypatch.setattr(ranks.handover, "take", lambda: ranks.handover.Handed(object(), None))
@@ -140,12 +143,12 @@ def test_the_data_plane_has_the_slots_and_a_byte_of_them_that_means_nothing(
     """Into that byte peers are probed, at any time: not into a stamp or a sum."""
     pools: list[Any] = []
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda one: pools.append(one) or nullcontext())
-    _, store, _ = rank_of(PLAIN)
+    one, store, _ = rank_of(PLAIN)
     address = store.staging.address
     assert store.plane.made_of == ("mooncake", "10.0.0.8", "", {})
     assert store.plane.registered == [(Memory(address, SLOTS * slot_bytes(1)), address + SPARE)]
     assert 16 <= SPARE < HEADER
-    assert pools == []
+    assert pools == one.reporter.used == []
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _, of=ranks.draft_pool.of_pool:
         of(None)._replace(mem_pool="the KV's"))  # fmt: skip
     rank_of(PLAIN)
@@ -266,6 +269,7 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
     assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made, "auto")]
     assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + SPARE)]
     assert store.device is (None if kernels == "why not" else draft)
+    assert one.reporter.used == [kernels == "kernels"]
     assert (store.rows, store.staging) == (rows, made)
     copying = "copied by torch (why not)" if kernels == "why not" else "kernels"
     assert one.banner().endswith(f", {copying}")

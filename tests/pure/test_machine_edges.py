@@ -20,6 +20,7 @@ from sglang_mixkv.channel.slots import (
     slot_bytes,
 )
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode.breaker import Numbers
 from sglang_mixkv.prefill import machine
 from sglang_mixkv.prefill.transfer import refusal
@@ -32,6 +33,13 @@ def test_slots_are_cut_as_the_documents_say() -> None:
     assert slot_bytes(256) == (4 << 20) + 4096
     assert (SLOTS, quota_of(SLOTS), list_of(SLOTS)) == (64, 32, 8)
     assert [list_of(count) for count in (2, 8, 15, 16, 24, 40)] == [1, 1, 1, 2, 3, 5]
+    assert [quota_of(count) for count in (2, 3, 4, 5, 16)] == [
+        2,
+        2,
+        2,
+        2,
+        8,
+    ]  # one reads, one waits
 
 
 def test_readers_can_be_invented_up_to_the_documented_bounds() -> None:
@@ -219,6 +227,40 @@ def test_slots_of_segments_that_wait_for_an_earlier_one_are_free_with_their_part
     assert rank.slots.free_slots == SLOTS - 1
     rank.do(rank.machine.packed, (first,))
     assert rank.slots.free_slots == SLOTS
+
+
+@pytest.mark.parametrize("failed", [0, 2, 4])
+def test_a_segment_that_cannot_be_packed_fails_its_part_at_once(failed: int) -> None:
+    """The reader is notified of it, and SGLang's Success waits no longer."""
+    rank, error = Held(), RuntimeError("x" * 1000)
+    rank.open(1)
+    rank.begin(1, 1, 5 * TOKENS)
+    rank.do(rank.machine.packed, (rank.jobs.pop(failed),), error)
+    assert rank.failed == [(READER, Fail(1, 1, "pack", repr(error)[:300]))]
+    assert list(rank.settled) == [1]
+    rank.do(rank.machine.packed, tuple(rank.jobs))
+    assert rank.slots.free_slots == SLOTS
+    assert len(rank.failed) == 1
+
+
+def test_packing_is_given_up_at_its_time() -> None:
+    """Not before, and not a tick later: an idle clock is exact in steps of half a second."""
+    rank = Held()
+    rank.times.packing = 1.5
+    rank.open(1)
+    rank.request(1, TOKENS)
+    for now, given_up in ((0.5, False), (1.0, False), (1.5 - 2**-20, False), (1.5, True)):
+        rank.now = now
+        rank.do(rank.machine.tick)
+        assert ((READER, "slow") in rank.notes) is given_up
+
+
+def test_the_text_of_an_action_that_raised_is_cut() -> None:
+    rank, error = Decode(), OverflowError("x" * 1000)
+    rank.open(1)
+    opened = rank.sends[0]
+    rank.do(rank.machine.undone, dev.Send(*opened), error)
+    assert ("cold_unsent", repr(error)[:300]) in rank.details
 
 
 def test_slots_of_segments_that_wait_for_a_forward_are_free_with_their_room() -> None:
