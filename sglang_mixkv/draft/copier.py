@@ -171,7 +171,11 @@ class GpuCopier(Copier):
 
     def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
         super().__init__(store, moved)
-        self._device = store.device
+        self._device = device = store.device
+        self._starts = {
+            Kind.PACK: device.start_pack, Kind.UNPACK: device.start_unpack,
+            Kind.CLEAR: device.start_clear,
+        }  # fmt: skip
         self._waiting: deque[tuple[Copy, Any]] = deque()  # and as the device takes it
         self._flying: deque[tuple[Any, list[Copy], float]] = deque()
         self._over: list[Ended] = []
@@ -229,7 +233,7 @@ class GpuCopier(Copier):
                     jobs.append(job)
                 else:
                     self._over.append((copy, None, 0.0))
-            return getattr(self._device, f"start_{kind.value}")(jobs) if jobs else None
+            return self._starts[kind](jobs) if jobs else None
 
         try:
             ticket = start_behind([copy.gate for copy, _ in batch], launch)

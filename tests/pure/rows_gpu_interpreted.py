@@ -587,21 +587,12 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
     channel: Any,
 ) -> None:
-    """The last one's begin behind a prefix."""
-    rooms = [(1, 1, 0), (2, 20, 0), (3, 64, 8)]
-    handles = [channel.open(number, tokens, first=first) for number, tokens, first in rooms]
-    sent = [channel.prefill.send(number, tokens, first) for number, tokens, first in rooms]
-    for one, handle in zip(sent, handles, strict=True):
-        assert channel.state(handle) == ("warm", "")
-        assert channel.same(handle)
-        channel.end(one, handle)
-    sides = channel.prefill, channel.decode
-    assert [side.notes.bytes for side in sides] == [85 * threads.TOKEN_BYTES] * 2
+    channel.check_three_at_once()
     channel.decode.plane.damage = [64]
     assert channel.request(4) == ("cold", "stale")
     channel.decode.plane.damage = []
     assert channel.request(5) == ("warm", "")
-    for side in sides:
+    for side in channel.prefill, channel.decode:
         side.channel._inlet.wake()  # the end of a request waits for the next event
     assert channel.at_rest()
 

@@ -19,7 +19,6 @@ from rig.threads import (
     PAGE,
     SEGMENT,
     SLOTS,
-    TOKEN_BYTES,
     Channel,
     Decode,
     Event,
@@ -146,18 +145,10 @@ class OnDevice:
 
 
 def test_a_device_copies_what_threads_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several rooms at once, the last one behind a prefix; and it clears."""
+    """And it clears."""
     monkeypatch.setattr(_Side, "device", OnDevice)
     with Channel() as channel:
-        rooms = [(1, 1, 0), (2, 20, 0), (3, 64, 8)]
-        handles = [channel.open(number, tokens, first=first) for number, tokens, first in rooms]
-        sent = [channel.prefill.send(number, tokens, first) for number, tokens, first in rooms]
-        for one, handle in zip(sent, handles, strict=True):
-            assert channel.state(handle) == ("warm", "")
-            assert channel.same(handle)
-            channel.end(one, handle)
-        sides = channel.prefill, channel.decode
-        assert [side.notes.bytes for side in sides] == [85 * TOKEN_BYTES] * 2
+        channel.check_three_at_once()
         channel.decode.plane.damage = [64]
         assert channel.request(4) == ("cold", "stale")
         assert channel.at_rest()

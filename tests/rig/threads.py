@@ -302,6 +302,19 @@ class Channel:
         self.prefill.channel.end(sent)
         self.decode.channel.close(handle)
 
+    def check_three_at_once(self) -> None:
+        """Rooms of one segment and of several, the last one behind a prefix: all are right, and
+        each byte is counted once on either side."""
+        rooms = [(1, 1, 0), (2, 20, 0), (3, 64, 8)]
+        handles = [self.open(number, tokens, first=first) for number, tokens, first in rooms]
+        sent = [self.prefill.send(number, tokens, first) for number, tokens, first in rooms]
+        for one, handle in zip(sent, handles, strict=True):
+            assert self.state(handle) == ("warm", "")
+            assert self.same(handle)
+            self.end(one, handle)
+        for side in self.prefill, self.decode:
+            assert side.notes.bytes == 85 * TOKEN_BYTES
+
     def __enter__(self) -> Self:
         return self
 
