@@ -23,7 +23,7 @@ import msgspec
 
 from sglang_mixkv.channel import data_plane, messages
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import Opened
+from sglang_mixkv.decode.actions import Opened
 from sglang_mixkv.decode.plan import judge, make_plan
 from sglang_mixkv.decode.transfer import Room
 from sglang_mixkv.draft import facts

@@ -23,10 +23,11 @@ from sglang_mixkv.channel.loop import Call, Worker
 from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.links import Link, Links
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.segments import Job
+from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Source
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
@@ -45,8 +46,8 @@ class ReceiveHandle:
     def __init__(self, pages: Any, page_size: int, event: Any, prefill: str = "") -> None:
         self.event, self.gate, self.prefill = event, Gate(), prefill
         self.pages = Pages(np.asarray(pages, dtype=np.int64), page_size)
-        self.opened: ev.Opened
-        self.state: ev.State | None = None
+        self.opened: Opened
+        self.state: act.State | None = None
         self.reason = ""
         self.arrived: float | None = None  # when SGLang's own transfer had succeeded
         self.closed = False
@@ -69,13 +70,13 @@ class DecodeWorker(Worker):
 
     def __init__(
         self, machine: Machine, store: Store | None, times: Times, reporter: Reporter,
-        forget_peer: Callable[[ev.Peer], None], check_peer: Callable[[ev.Peer], None],
+        forget_peer: Callable[[Peer], None], check_peer: Callable[[Peer], None],
     ) -> None:  # fmt: skip
         self._forget_peer, self._check_peer = forget_peer, check_peer
         self._links = Links(store, times)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
         super().__init__(machine, self._links.poller, reporter, times, store)
-        self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
+        self._forwards: dict[Generation, Any] = {}  # events of rooms that are pending
         self._draws = messages.draws()
         self._counter = itertools.count(next(self._draws) >> 33)  # 30 bits
         self._thread.start()
@@ -86,17 +87,17 @@ class DecodeWorker(Worker):
         """Rooms that are opened from here on can name this peer, until it is dropped."""
         self._call(self._links.add, link)
 
-    def drop(self, peer: ev.Peer) -> None:
+    def drop(self, peer: Peer) -> None:
         """Close its socket and its connection in the data plane. Rooms that wait for its rows go
         cold: its server is gone, so that waiting for the deadline would gain nothing."""
         self._call(self._drop, peer)
 
-    def knows(self, peer: ev.Peer) -> bool:
+    def knows(self, peer: Peer) -> bool:
         return peer in self._links
 
     # -- the scheduler's thread
 
-    def _new_generation(self) -> ev.Generation:
+    def _new_generation(self) -> Generation:
         """Greater than all before; the low half cannot be guessed.
 
         The counter has 31 bits and begins below 2^30, so that it rises for at least 2^30 uses: at
@@ -107,12 +108,12 @@ class DecodeWorker(Worker):
         return (next(self._counter) & 0x7FFFFFFF) << 32 | next(self._draws) & 0xFFFFFFFF
 
     def open(
-        self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[ev.Source, ...],
+        self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[Source, ...],
         first_token: int, end: int, cold: str = "", version: int = PROTOCOL[1], page_size: int = 1,
     ) -> None:  # fmt: skip
-        """SGLang has sent the request's metadata; see ev.Opened."""
+        """SGLang has sent the request's metadata; see Opened."""
         generation, pending = self._new_generation(), handle.event is not None
-        handle.opened = opened = ev.Opened(
+        handle.opened = opened = Opened(
             generation, bootstrap_room, sources, first_token, end, cold, pending, version, handle,
             page_size,
         )  # fmt: skip
@@ -157,7 +158,7 @@ class DecodeWorker(Worker):
         except Exception as error:
             if handle.arrived and time.monotonic() - handle.arrived > 2 * self._slowest:
                 handle.gate.close()
-                handle.reason, handle.state = f"an earlier forward: {error!r}", ev.State.FAILED
+                handle.reason, handle.state = f"an earlier forward: {error!r}", act.State.FAILED
             return
         logger.error(
             "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
@@ -167,9 +168,9 @@ class DecodeWorker(Worker):
             handle.gate.close()
             if self._store is not None:
                 self._store.rows.clear(handle.rows(opened.first_token, opened.end))
-            handle.reason, handle.state = "broken", ev.State.COLD
+            handle.reason, handle.state = "broken", act.State.COLD
         except Exception as error:
-            handle.reason, handle.state = repr(error), ev.State.FAILED
+            handle.reason, handle.state = repr(error), act.State.FAILED
 
     # -- the channel thread
 
@@ -188,13 +189,13 @@ class DecodeWorker(Worker):
             yield self._machine.read_ended, ended
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):
-                self._reporter(ev.Note("unreadable", peer, str(message)))
+                self._reporter(act.Note("unreadable", peer, str(message)))
             elif isinstance(message, Ready):
                 yield self._machine.ready, (peer, message)
             elif isinstance(message, Fail):
                 yield self._machine.failed, (peer, message)
 
-    def _drop(self, peer: ev.Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         """A message without a link drops none: it may be there again."""
         self._links.drop(peer)
         self._machine.peer_lost(peer, True)
@@ -203,24 +204,24 @@ class DecodeWorker(Worker):
         for ended in self._copies.ended():
             yield self._machine.copied, ended
 
-    def _do(self, action: ev.Action) -> None:
+    def _do(self, action: act.Action) -> None:
         match action:
-            case ev.Send(peer, message):
+            case act.Send(peer, message):
                 if not self._links.send(peer, message):
                     self._call(self._machine.peer_lost, peer, peer not in self._links)
                     self._check_peer(peer)
-            case ev.StartRead():
+            case act.StartRead():
                 if not self._links.read(action):
                     self._call(self._machine.read_ended, action, "the prefill rank is gone")
-            case ev.Copy(jobs):
+            case act.StartCopies(jobs):
                 self._copies.start(list(map(self._copy_of, jobs)))
-            case ev.Verdict(ReceiveHandle() as handle, state, reason):
+            case act.Verdict(ReceiveHandle() as handle, state, reason):
                 if handle.state is None:
                     handle.reason, handle.state = reason, state
-            case ev.Forget(peer):
+            case act.Forget(peer):
                 self.drop(peer)
                 self._forget_peer(peer)
-            case ev.Note():
+            case act.Note():
                 self._reporter(action)
 
     def _copy_of(self, job: Job) -> Copy:
@@ -228,7 +229,7 @@ class DecodeWorker(Worker):
         assert isinstance(handle, ReceiveHandle)
         assert self._store is not None
         request = job, handle.gate, handle.pages
-        if isinstance(job, ev.Clear):
+        if isinstance(job, act.Clear):
             tokens = job.first_token - first, job.end - job.first_token
             return Copy(Kind.CLEAR, *request, *tokens, self._store.rows.heads)
         one, heads = job.announced, job.part.source.heads

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
-from sglang_mixkv.decode.events import State
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.series import ABORTED, COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.engine.prefill_servers import PrefillServers
@@ -85,7 +85,7 @@ class DraftReceiver(RoomUse):
             if self.channel.is_lost(handle):
                 self.channel.clear_now(handle)
             return KVPoll.Transferring
-        if handle.state is ev.State.FAILED:
+        if handle.state is act.State.FAILED:
             self._fail(f"[MIXKV-SELF-01] draft rows could not be cleared: {handle.reason}")
             return KVPoll.Failed
         return status

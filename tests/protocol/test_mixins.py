@@ -19,7 +19,7 @@ import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.decode.events import State
+from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.engine import handover, receiver, sender
 from sglang_mixkv.engine.draft_pool import Draft

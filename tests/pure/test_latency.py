@@ -24,11 +24,11 @@ from sglang_mixkv.channel import data_plane, loop
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.sockets import Inlet
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as decode_events
+from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import events as prefill_events
+from sglang_mixkv.prefill import actions as prefill_actions
 from sglang_mixkv.prefill import worker as prefill_worker
 
 LOST_S = 8.0  # far from a tick, and from what takes milliseconds
@@ -219,9 +219,9 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
     peer = channel.prefill.instance
     send = worker._do
     if side == "prefill":
-        fd, kind, message = worker._socket.fileno(), prefill_events.Send, "Ready"
+        fd, kind, message = worker._socket.fileno(), prefill_actions.Send, "Ready"
     else:
-        fd, kind, message = worker._links._links[peer].dealer.fileno(), decode_events.Send, "Ack"
+        fd, kind, message = worker._links._links[peer].dealer.fileno(), decode_actions.Send, "Ack"
     once, others = [True], list[Any]()
     sent = [channel.prefill.send(1, SEGMENT)]
 
@@ -235,7 +235,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
             assert select.select([fd], [], [], LOST_S)[0]
             time.sleep(0.01)  # libzmq does not look at what came within the last millisecond
             if not leaves:
-                action = prefill_events.Send(b"nobody", action.message)
+                action = prefill_actions.Send(b"nobody", action.message)
         send(action)
 
     monkeypatch.setattr(worker, "_do", do)
@@ -493,7 +493,7 @@ def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) 
         def ticks() -> None:
             tick()
             order.append("tick")
-            worker._machine._out.append(decode_events.Note("doubled", b"", ""))
+            worker._machine._out.append(decode_actions.Note("doubled", b"", ""))
 
         def done(action: Any) -> None:
             do(action)

@@ -20,7 +20,7 @@ from sglang_mixkv.channel.slots import (
     slot_bytes,
 )
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.breaker import Numbers
 from sglang_mixkv.prefill import machine
 from sglang_mixkv.prefill.transfer import refusal
@@ -209,7 +209,7 @@ class Held(Prefill):
         self.jobs: list[Any] = []
 
     def meet(self, action: Any) -> None:
-        if isinstance(action, machine.ev.Pack):
+        if isinstance(action, machine.act.Pack):
             self.jobs += action.segments
         else:
             super().meet(action)
@@ -259,7 +259,7 @@ def test_the_text_of_an_action_that_raised_is_cut() -> None:
     rank, error = Decode(), OverflowError("x" * 1000)
     rank.open(1)
     opened = rank.sends[0]
-    rank.do(rank.machine.undone, dev.Send(*opened), error)
+    rank.do(rank.machine.undone, dact.Send(*opened), error)
     assert ("cold_unsent", repr(error)[:300]) in rank.details
 
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang_mixkv import series
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine import metrics
-from sglang_mixkv.prefill import events as prefill_events
+from sglang_mixkv.prefill import actions as prefill_actions
 from sglang_mixkv.series import DECODE, NOTES, PREFILL, SERIES
 
 
@@ -46,7 +46,7 @@ class Rank(metrics.MetricsReporter):
         self._count_rooms()
         self._look()
 
-    def end(self, request: Any, prefill: str = "a:1", state: Any = ev.State.WARM) -> None:
+    def end(self, request: Any, prefill: str = "a:1", state: Any = act.State.WARM) -> None:
         handle = ReceiveHandle([], 1, None, prefill)
         handle.state, handle.request = state, request
         self.ended(handle, "")
@@ -121,7 +121,7 @@ def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
     one = Rank()
     with caplog.at_level(logging.WARNING):
         for what, peer in ((0, b"a"), (0, b"a"), (1, b"a"), (0, b"b"), (1, b"b"), (2, b"c")):
-            one(ev.Note(logged[what], peer, "why"))
+            one(act.Note(logged[what], peer, "why"))
     assert len(caplog.messages) == 3
     kinds = [NOTES[logged[what]].code for what in (0, 1, 0)]
     for line, kind, peer in zip(caplog.messages, kinds, ("61", "61", "62"), strict=True):
@@ -131,13 +131,13 @@ def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
 
 def test_a_line_names_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
     what = next(w for w, kind in NOTES.items() if kind.happened and kind.logged)
-    note, reader = ev.Note(what, b"peer"), prefill_events.Note(what, b"12345678")
+    note, reader = act.Note(what, b"peer"), prefill_actions.Note(what, b"12345678")
     decode, prefill = Rank(DECODE), Rank(PREFILL)
     decode.name_of = {b"peer": "a:1"}.__getitem__
     with caplog.at_level(logging.WARNING):
         decode(note)
         prefill(reader)
-        Rank()(ev.Note(what))
+        Rank()(act.Note(what))
     said = [re.search(r"channel, (.*?): .*\((.*?)\)", line).groups() for line in caplog.messages]
     assert said == [
         ("prefill a:1", "no detail"), ("decode rank 31323334", "no detail"),
@@ -185,7 +185,7 @@ def test_the_labels_are_those_of_sglangs_own_series(
 def test_a_rank_without_metrics_counts_nothing_and_keeps_nothing() -> None:
     one = metrics.MetricsReporter(DECODE, None)
     handle = ReceiveHandle([], 1, None, "a:1")
-    handle.state, handle.reason = ev.State.COLD, "broken"
+    handle.state, handle.reason = act.State.COLD, "broken"
     one.ended(handle, "")
     one.retracted(Req("a", [1]))
     one.moved(1, 1.0)
@@ -217,7 +217,7 @@ def test_a_series_that_fails_is_nothing_to_its_caller(caplog: pytest.LogCaptureF
 def test_a_breaker_is_counted_for_the_server_of_its_rank(prefill: str) -> None:
     one = Rank()
     one.name_of = {b"peer": prefill}.__getitem__
-    one(ev.Note("breaker_opened", b"peer"))
+    one(act.Note("breaker_opened", b"peer"))
     assert one.of("breaker_opened_total") == {(prefill or "other",): 1}
 
 

@@ -8,7 +8,7 @@ import pytest
 from rig.driven import PREFILL, Decode
 
 from sglang_mixkv.channel.messages import Open, Ready
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.breaker import LONGEST_WAIT, STRIKES
 from sglang_mixkv.decode.machine import PREFILL_CODES
 from sglang_mixkv.draft.layout import SlotCheck
@@ -64,7 +64,7 @@ def lost(**more: object) -> Callable[[Decode], None]:
 
 def undone(rank: Decode) -> None:
     to, message = next(one for one in rank.sends if isinstance(one[1], Open))
-    rank.do(rank.machine.undone, dev.Send(to, message), OverflowError())
+    rank.do(rank.machine.undone, dact.Send(to, message), OverflowError())
 
 
 COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [

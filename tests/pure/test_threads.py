@@ -261,7 +261,7 @@ def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number:
 
 ACTIONS = [
     ("decode", "Send", ("cold", "unsent")), ("decode", "StartRead", ("cold", "read")),
-    ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
+    ("decode", "StartCopies", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
     ("prefill", "Send", ("cold", "deadline or protocol")),
     ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "Settled", ("warm", "")),

@@ -9,8 +9,8 @@ import pytest
 
 from sglang_mixkv.channel import gate, slots
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import breaker, segments
-from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode import machine as decode
 from sglang_mixkv.decode import transfer as decode_transfer
 from sglang_mixkv.decode.worker import DecodeWorker
@@ -169,7 +169,7 @@ def restarted_resolves_nothing(patch: Patch) -> None:
 
     def failed(self: Any, peer: bytes, message: Any) -> None:
         real(self, peer, message)
-        self._out[:] = [one for one in self._out if type(one) is not dev.Forget]
+        self._out[:] = [one for one in self._out if type(one) is not dact.Forget]
 
     patch.setattr(decode.Machine, "failed", failed)
 
@@ -192,7 +192,7 @@ def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
     real = decode.Machine.undone
 
     def undone(self: Any, action: Any, error: Exception) -> None:
-        if type(action) is dev.Send:
+        if type(action) is dact.Send:
             self.peer_lost(action.peer)
         else:
             real(self, action, error)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import plan as plans
+from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.tools.plan_pair import contacted
@@ -36,7 +37,7 @@ def slot_bytes(heads: int, tp: int, tokens: int) -> int:
 
 
 @lru_cache(1 << 12)
-def sources_of(heads: int, prefill: Server, decode: Server, rank: int) -> tuple[dev.Source, ...]:
+def sources_of(heads: int, prefill: Server, decode: Server, rank: int) -> tuple[Source, ...]:
     """Those of the real plan."""
     rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
     infos = [{"rank_ip": "p", "rank_port": i} for i in contacted(prefill.tp, decode.tp, rank)]
@@ -231,7 +232,7 @@ class DecodeGroup(Group):
         prefill = self.world.spec.servers[request.prefill]
         return contacted(prefill.tp, self.server.tp, rank.place.rank)
 
-    def _sources(self, request: Request, rank: DecodeRank) -> list[dev.Source] | None:
+    def _sources(self, request: Request, rank: DecodeRank) -> list[Source] | None:
         """With the instances that the rank knows; None where a dead prefill gives no facts."""
         group = self.world.groups[request.prefill]
         known, name = rank.known, request.name
@@ -244,7 +245,7 @@ class DecodeGroup(Group):
         sources = sources_of(self.world.spec.heads, group.server, self.server, rank.place.rank)
         return [replace(source, peer=peers[indices[i]]) for i, source in enumerate(sources)]
 
-    def _open(self, request: Request, found: list[list[dev.Source]]) -> None:
+    def _open(self, request: Request, found: list[list[Source]]) -> None:
         page, messages = self.server.page, 0
         end = -(-request.prompt // page) * page
         receivers = self.handles[request.id] = []
@@ -272,7 +273,7 @@ class DecodeGroup(Group):
         receivers = self.handles[request.id]
         for receiver in receivers:
             receiver.poll()
-        if any(receiver.verdict is dev.State.FAILED for receiver in receivers):
+        if any(receiver.verdict is dact.State.FAILED for receiver in receivers):
             self.step(self._skew(), self._end, request, "rows could not be cleared", "drafter")
         elif all(receiver.done for receiver in receivers):
             self.step(self._skew(), self._end, request, "")

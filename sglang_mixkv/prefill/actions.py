@@ -7,8 +7,6 @@ import msgspec
 from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.prefill.transfer import Connection, Segment, Use
 
-__all__ = ["Connection", "Use"]
-
 
 class Pack(msgspec.Struct, frozen=True):
     """They may be packed in any order, and together; `Machine.packed` follows for each, or for
