@@ -25,12 +25,13 @@ from common import Record, options, show
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import Extent, Read
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.draft.copier import Copier, Copy, Ended
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))

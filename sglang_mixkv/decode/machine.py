@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_mixkv.channel.messages import Fail, Open, Ready
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
@@ -25,7 +26,6 @@ from sglang_mixkv.decode.breaker import Breaker, Numbers
 from sglang_mixkv.decode.segments import Job, Segments
 from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Room, Stage
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
 
 PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
 TICKS = 0.5  # seconds within which a thread that runs has ticked; no room's stall is shorter

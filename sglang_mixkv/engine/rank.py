@@ -19,6 +19,7 @@ from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
+from sglang_mixkv.channel.slot_format import SPARE
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
@@ -26,7 +27,7 @@ from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.copier import Store
 from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
-from sglang_mixkv.draft.layout import SPARE, DraftLayout
+from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.metrics import reporter

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, fail
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.prefill import actions as act
 from sglang_mixkv.prefill.transfer import (
     Chunk,

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.messages import Announced, Open, Ready
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
 
 Use = Hashable
 Connection = bytes

@@ -22,6 +22,7 @@ import sglang_mixkv
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.channel.slot_format import HEADER, SPARE
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
@@ -29,7 +30,7 @@ from sglang_mixkv.decode.transfer import peer_of
 from sglang_mixkv.draft import rows_gpu
 from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.facts import StagingFacts, Target
-from sglang_mixkv.draft.layout import HEADER, SPARE, DraftFacts, DraftLayout
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.engine import manager as managers
 from sglang_mixkv.engine import rank as ranks

@@ -27,15 +27,19 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "config.py": ({"msgspec"}, {"errors"}),
     "refusals.py": (set(), {"config"}),
     "series.py": (set(), {"errors"}),
-    "draft/": ({"msgspec", "numpy"}, {"channel.messages", "draft", "errors"}),
-    "draft/copier.py": (
-        set(), {"channel.data_plane", "channel.gate", "draft.layout", "draft.rows"}
+    "draft/": (
+        {"msgspec", "numpy"}, {"channel.messages", "channel.slot_format", "draft", "errors"},
     ),
-    "draft/rows.py": ({"numpy", "torch"}, {"draft.cuda", "draft.layout"}),
+    "draft/copier.py": (
+        set(),
+        {"channel.data_plane", "channel.gate", "channel.slot_format", "draft.layout", "draft.rows"},
+    ),
+    "draft/rows.py": ({"numpy", "torch"}, {"channel.slot_format", "draft.cuda"}),
     "draft/cuda.py": (set(), set()),
-    "draft/kernels.py": ({"triton"}, {"draft.layout"}),
-    "draft/rows_gpu.py": ({"numpy", "torch"}, {"draft"}),
+    "draft/kernels.py": ({"triton"}, {"channel.slot_format"}),
+    "draft/rows_gpu.py": ({"numpy", "torch"}, {"channel.slot_format", "draft"}),
     "channel/": ({"msgspec", "zmq"}, {"channel", "errors"}),
+    "channel/slot_format.py": ({"numpy"}, set()),
     "channel/mooncake.py": ({"mooncake"}, {"channel", "errors"}),
     "channel/nixl.py": ({"msgspec", "nixl"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import peer_of
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
-from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_pair import contacted
 

@@ -8,10 +8,10 @@ import pytest
 from rig.driven import PREFILL, Decode
 
 from sglang_mixkv.channel.messages import Open, Ready
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.breaker import LONGEST_WAIT, STRIKES
 from sglang_mixkv.decode.machine import PREFILL_CODES
-from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.series import COLD
 
 OTHER = b"other___"

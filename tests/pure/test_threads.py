@@ -28,10 +28,11 @@ from rig.threads import (
 )
 
 from sglang_mixkv.channel.messages import draw_instance
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.draft import copier
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 
 TOKENS = 20  # three segments

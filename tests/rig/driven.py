@@ -10,6 +10,7 @@ from typing import Any
 from rig.books import wrong_books
 
 from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SLOTS, SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
@@ -17,7 +18,6 @@ from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.decode.segments import Job
 from sglang_mixkv.decode.transfer import Opened, Source
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
 

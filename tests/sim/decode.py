@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.messages import Message, encode
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.transfer import Source, instance_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.copier import Copy, Kind
-from sglang_mixkv.draft.layout import SlotCheck
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device
 from tests.sim.judge import Judge

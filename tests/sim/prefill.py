@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from sglang_mixkv.channel.messages import Fail, Ready, decode
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.copier import Copy
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill import actions as act
 from sglang_mixkv.prefill.machine import Machine
 from sglang_mixkv.prefill.worker import PrefillWorker
