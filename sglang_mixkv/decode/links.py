@@ -19,7 +19,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Peer, peer_of
 from sglang_mixkv.draft.copier import Store
-from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.draft.handshake import Row
 
 logger = logging.getLogger(f"sglang.{__name__}")
 

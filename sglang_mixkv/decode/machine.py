@@ -22,9 +22,9 @@ from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
-from sglang_mixkv.decode.breaker import Breaker, Numbers
+from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.segments import Job, Segments
-from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Room, Stage
+from sglang_mixkv.decode.transfer import Generation, Numbers, Opened, Peer, Room, Stage
 from sglang_mixkv.draft.copier import Outcome
 
 PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")

@@ -1,4 +1,5 @@
-r"""Room, Part and Segment of a decode rank: a request, what a prefill rank sends of it, in pieces.
+r"""Room, Part and Segment of a decode rank: a request, what a prefill rank sends of it, in pieces;
+and Numbers, which knows whether a room number came again too early.
 
 A room is named by its *generation*, since SGLang uses its room numbers again. A *peer* is a prefill
 rank as one prefill server names it: what another server says of the same rank is another peer, so
@@ -236,3 +237,25 @@ class Room:
         took = 0.0 if self.first_ready is None else self.arrived - self.first_ready
         wait = min(max(3 * took, times.shortest_wait), times.longest_wait)
         return min(max(self.arrived, self.progress) + wait, self.arrived + times.whole_wait)
+
+
+class Numbers:
+    """Room numbers whose last request here was not warm. Its OPEN may have been lost with a
+    connection: prefill would take the number's next OPEN for that one's, and send another request's
+    KV. A prefill rank has met a request that was warm. `seconds`: its half of one is over then."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: dict[int, float] = {}  # the oldest first
+
+    def is_doubtful(self, number: int, now: float) -> bool:
+        """Asked for each request, which is not warm yet."""
+        since = self._since
+        while since and now - since[oldest := next(iter(since))] > self._seconds:
+            del since[oldest]
+        doubtful = since.pop(number, None) is not None
+        since[number] = now
+        return doubtful
+
+    def was_warm(self, number: int) -> None:
+        self._since.pop(number, None)

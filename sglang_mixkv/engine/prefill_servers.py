@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import Peer
 from sglang_mixkv.decode.worker import DecodeWorker
-from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.draft.handshake import Row
 from sglang_mixkv.engine.names import Names
 from sglang_mixkv.engine.notices import Background, RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of

@@ -26,7 +26,7 @@ from sglang_mixkv.config import config_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.copier import Store
 from sglang_mixkv.draft.cuda import UnsafeError
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
+from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.engine import draft_pool, handover

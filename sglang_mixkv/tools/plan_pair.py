@@ -20,8 +20,16 @@ import msgspec
 from sglang_mixkv import __version__, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
-from sglang_mixkv.draft.facts import Difference, Row, Severity, differences
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, heads_on_rank, readers_of, routes
+from sglang_mixkv.decode.compare import Difference, Severity, differences
+from sglang_mixkv.draft.handshake import Row
+from sglang_mixkv.draft.layout import (
+    DraftFacts,
+    DraftLayout,
+    contacted,
+    heads_on_rank,
+    readers_of,
+    routes,
+)
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_server import Model, Server
@@ -136,13 +144,6 @@ def _row_bytes(model: Model, tp: int) -> set[int]:
 
 
 # ---------------------------------------------------------------- figures
-
-
-def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
-    """Prefill ranks that a decode rank asks, by SGLang's CommonKVManager._resolve_rank_mapping."""
-    ratio = max(1, prefill_tp // decode_tp)
-    first = rank * prefill_tp // decode_tp
-    return range(first, first + ratio)
 
 
 def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:

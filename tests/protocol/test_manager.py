@@ -29,7 +29,7 @@ from sglang_mixkv.config import Config
 from sglang_mixkv.decode.transfer import peer_of
 from sglang_mixkv.draft import rows_gpu
 from sglang_mixkv.draft.cuda import UnsafeError
-from sglang_mixkv.draft.facts import StagingFacts, Target
+from sglang_mixkv.draft.handshake import StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.engine import manager as managers

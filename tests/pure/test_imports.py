@@ -62,7 +62,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "tools/plan_": (
         {"huggingface_hub", "msgspec", "sglang", "torch", "yaml"},
-        {"", "channel", "config", "draft", "engine.releases", "errors", "refusals", "tools"},
+        {"", "channel", "config", "decode.compare", "draft", "engine.releases", "errors",
+         "refusals", "tools"},
     ),
     "__main__.py": (set(), {"", "tools"}),
     "__init__.py": (set(), set()),

@@ -21,7 +21,7 @@ from sglang_mixkv.channel.slots import (
 )
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
-from sglang_mixkv.decode.breaker import Numbers
+from sglang_mixkv.decode.transfer import Numbers
 from sglang_mixkv.prefill import machine
 from sglang_mixkv.prefill.transfer import refusal
 

@@ -13,10 +13,9 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import peer_of
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, contacted
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools.plan_pair import contacted
 
 SERVER, HOST = "10.0.0.9:8998", "10.0.0.1"
 SIZES = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)]

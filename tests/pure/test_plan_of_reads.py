@@ -11,7 +11,7 @@ from rig import servers
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
-from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.handshake import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.errors import MixKVError
 

@@ -19,7 +19,7 @@ from rig.answers import serving, silent
 web = pytest.importorskip("aiohttp.web")
 
 from sglang_mixkv.channel.messages import PROTOCOL  # noqa: E402
-from sglang_mixkv.draft.facts import MAX_ROW_BYTES, Row, Target  # noqa: E402
+from sglang_mixkv.draft.handshake import MAX_ROW_BYTES, Row, Target  # noqa: E402
 from sglang_mixkv.engine import prefill_http  # noqa: E402
 from sglang_mixkv.engine.bootstrap import (  # noqa: E402
     KEY,

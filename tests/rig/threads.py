@@ -25,7 +25,7 @@ from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
-from sglang_mixkv.draft.facts import StagingFacts
+from sglang_mixkv.draft.handshake import StagingFacts
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.prefill import machine as prefill_machine

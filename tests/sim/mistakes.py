@@ -184,7 +184,7 @@ def who_is_gone_is_waited_for(patch: Patch) -> None:
 
 @mistake("repeated", "reuse")
 def no_number_is_doubted(patch: Patch) -> None:
-    patch.setattr(breaker.Numbers, "is_doubtful", lambda *_: False)
+    patch.setattr(decode_transfer.Numbers, "is_doubtful", lambda *_: False)
 
 
 @mistake("untouched", "numbers")
