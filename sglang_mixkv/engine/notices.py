@@ -1,5 +1,4 @@
-"""SGLang's own messages that end the other side's half of a request, where SGLang sends none; and
-the event loops that they, and the questions to prefill servers, run in.
+"""SGLang's own messages that end the other side's half of a request, where SGLang sends none.
 
     prefill aborts    decode would wait for SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s
     decode refuses    prefill would hold the request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT,
@@ -12,61 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.engine.names import in_thread
+from sglang_mixkv.background import Background
 from sglang_mixkv.engine.prefill_http import Ranks
 from sglang_mixkv.engine.rooms import RoomUse, newest
 from sglang_mixkv.series import ABORTED
-
-logger = logging.getLogger(f"sglang.{__name__}")
 
 MAX_NOTICES = 4096  # under way; the other side waits for its timeout beyond them
 BLOCKED_AT_ONCE = 256  # decode ranks
 LOOK_S, LATE_S = 1.0, 300.0  # SGLang's timeout, beyond which decode waits no more
 PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT; decode's own answer has the reason, and leads
 LINGER_MS = 1000  # for what was just sent
-
-
-class Background:
-    """An event loop beside SGLang's threads. `threads`: how much may block at once."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        self._name, self._places = name, asyncio.Semaphore(threads)
-        self._loop = asyncio.new_event_loop()
-        self.running: set[Future[Any]] = set()
-        self._sending: WeakValueDictionary[Any, asyncio.Lock] = WeakValueDictionary()
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nobody waits for its end."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        self.running.add(future)
-        future.add_done_callback(self._ended)
-
-    def _ended(self, future: Future[Any]) -> None:
-        self.running.discard(future)
-        if error := future.exception():
-            text = "[MIXKV-SELF-01] sglang-mixkv: the other side is not notified, and waits"
-            logger.error(text, exc_info=error)
-
-    async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        async with self._places:
-            return await asyncio.wrap_future(in_thread(self._name, call, *args))
-
-    async def send(self, to: Any, message: Callable[..., None], **fields: Any) -> None:
-        """One at a time `to` each, so that one that is gone takes one thread."""
-        async with self._sending.setdefault(to, asyncio.Lock()):
-            await self.in_thread(partial(message, **fields))
 
 
 class AbortedRequests:

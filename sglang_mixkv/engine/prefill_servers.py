@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
+from sglang_mixkv.background import Background
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import Peer
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.handshake import Row
 from sglang_mixkv.engine.names import Names
-from sglang_mixkv.engine.notices import Background, RefusedRequests
+from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
 

@@ -14,8 +14,9 @@ import pytest
 from rig.threads import wait_for
 from sglang.srt.disaggregation.base.conn import KVPoll
 
+from sglang_mixkv.background import Background
 from sglang_mixkv.engine import notices, rooms
-from sglang_mixkv.engine.notices import AbortedRequests, Background, RefusedRequests
+from sglang_mixkv.engine.notices import AbortedRequests, RefusedRequests
 from sglang_mixkv.engine.sender import DraftSender
 
 
