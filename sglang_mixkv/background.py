@@ -13,6 +13,8 @@ from weakref import WeakValueDictionary
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
+MAX_NOTICES = 4096  # to another server, under way; it waits for its timeout beyond them
+
 
 def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
     """What a call gives, from a thread that ends with it, and holds up no end of the process."""

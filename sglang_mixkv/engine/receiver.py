@@ -12,8 +12,8 @@ from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankManager, forward_event
-from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.guards.room_reuse import RoomUse
 
 logger = logging.getLogger(f"sglang.{__name__}")
 

@@ -335,7 +335,7 @@ def test_a_prefill_manager_registers_its_row_with_its_channels_address(
     ]  # fmt: skip
     made.RankContext.assert_called_once_with("kv_args", "server_args", "prefill", "nixl")
     made.check_appended.assert_called_once_with("kv_args", "is_mla")
-    made.switch_off_early_sends.assert_called_once_with("nixl")
+    made.switch_off_early_sends.assert_called_once_with("nixl", managers.sglang_version())
     made.AbortedRequests.assert_called_once_with(manager)
     assert manager.aborted is made.AbortedRequests.return_value
     mode = DisaggregationMode.PREFILL

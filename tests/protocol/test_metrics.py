@@ -13,7 +13,8 @@ from rig.model import Case, Request
 from rig.ring import Outcome, run
 from rig.special import Special
 
-from sglang_mixkv.engine import draft_pool, handover
+from sglang_mixkv.engine import handover
+from sglang_mixkv.guards import retraction
 from sglang_mixkv.series import COLD
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
@@ -101,7 +102,7 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
 ) -> None:
     """Of SGLang's resumed requests, and nobody else's."""
     monkeypatch.setattr(
-        draft_pool, "get_disagg",
+        retraction, "get_disagg",
         lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),
     )  # fmt: skip
     pool, marked = draft_of(4), []
@@ -136,7 +137,7 @@ def test_trouble_with_a_resumed_request_is_no_other_ones(
             raise ValueError
         done[name].append(request)
 
-    monkeypatch.setattr(draft_pool, "clear_retracted", lambda *args: note("rows", args[-1]))
+    monkeypatch.setattr(retraction, "clear_retracted", lambda *args: note("rows", args[-1]))
     reporter = SimpleNamespace(retracted=lambda request: note("reporter", request))
     local = SimpleNamespace(handed=SimpleNamespace(pool=object()), reporter=reporter)
     queue = SimpleNamespace(kv_manager=SimpleNamespace(local=local), req_to_token_pool=None)

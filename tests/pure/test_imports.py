@@ -17,7 +17,7 @@ ROOT = PACKAGE.parent
 BESIDE = ("mixkv_cpu", "mixkv_demo")
 HEAVY = {"sglang", "torch", "triton", "mooncake", "nixl", "sgl_kernel"}
 
-NEED_AN_ENGINE = ("engine/", "draft/rows.py", "draft/rows_gpu.py", "draft/kernels.py")
+NEED_AN_ENGINE = ("engine/", "guards/", "draft/rows.py", "draft/rows_gpu.py", "draft/kernels.py")
 LIGHT = ("engine/releases.py", "engine/seams.py")
 
 # Folder or file -> packages beyond the standard library that it may import, and of the plugin
@@ -45,10 +45,13 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "channel/nixl.py": ({"msgspec", "nixl"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
+    "guards/": (
+        {"sglang", "torch"}, {"background", "decode.actions", "errors", "guards", "series"},
+    ),
     "engine/": (
         {"aiohttp", "msgspec", "prometheus_client", "sglang", "torch"},
-        {"", "background", "channel", "config", "decode", "draft", "engine", "errors", "prefill",
-         "refusals", "series"},
+        {"", "background", "channel", "config", "decode", "draft", "engine", "errors", "guards",
+         "prefill", "refusals", "series"},
     ),
     "engine/releases.py": ({"sglang"}, {"", "config", "engine.seams", "refusals"}),
     "engine/seams.py": (set(), set()),
