@@ -26,8 +26,8 @@ from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.segments import Job, Segments
 from sglang_mixkv.decode.transfer import Generation, Numbers, Opened, Peer, Room, Stage
 from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.series import FAILS, ColdReason
 
-PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
 TICKS = 0.5  # seconds within which a thread that runs has ticked; no room's stall is shorter
 
 
@@ -50,7 +50,7 @@ class Machine:
             for room in list(self._rooms.values()):
                 if room.wants and stood_still > room.limits.stall:
                     detail = f"this rank stood still for {stood_still:.1f} s"
-                    self._go_cold(room, "stalled", detail)
+                    self._go_cold(room, ColdReason.STALLED, detail)
 
     def actions(self) -> list[act.Action]:
         """What calls since the last time have led to, in the order in which it must be done."""
@@ -65,9 +65,9 @@ class Machine:
         wanted = [source.peer for source in opened.sources if source.heads]
         cold = opened.cold
         if self._numbers.is_doubtful(opened.bootstrap_room, self._clock) and wanted:
-            cold = cold or "repeated"
+            cold = cold or ColdReason.REPEATED
         if wanted and not cold and self.breaker.blocked(wanted, opened.generation, self._clock):
-            cold = "breaker"
+            cold = ColdReason.BREAKER
         room = Room(opened, not cold, self._times, self._clock)
         self._rooms[opened.generation] = room
         for source in opened.sources:
@@ -85,7 +85,7 @@ class Machine:
             return
         if error:
             if room.wants:
-                self._go_cold(room, "unpack", error)
+                self._go_cold(room, ColdReason.UNPACK, error)
             return
         room.pending = False
         for segment in room.of_stage(Stage.HELD):
@@ -127,7 +127,7 @@ class Machine:
             return  # the first copy's ACK is this one's
         if violation := part.violation(ready, room.opened):
             self._segments.acknowledge(peer, ready.segments)
-            self._go_cold(room, "protocol", violation, peer)
+            self._go_cold(room, ColdReason.PROTOCOL, violation, peer)
             return
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
@@ -145,9 +145,9 @@ class Machine:
         part = room.parts.get(peer) if room is not None else None
         if room is not None and part is not None and not part.last and room.wants:
             part.last = True  # and is not answered
-            code = "prefill_" + (message.code if message.code in PREFILL_CODES else "other")
-            code = "unsent" if message.code == "unsent" else code  # not by prefill
-            self._go_cold(room, code, message.detail, peer)
+            reason = FAILS.get(message.code, ColdReason.PREFILL_OTHER)
+            reason = ColdReason.UNSENT if message.code == ColdReason.UNSENT else reason
+            self._go_cold(room, reason, message.detail, peer)
 
     def peer_lost(self, peer: Peer, gone: bool = False) -> None:
         """A message could not be sent. `gone`: the peer is dropped: not read, and not struck."""
@@ -156,7 +156,7 @@ class Machine:
             if part is None or not room.wants or (part.complete if gone else part.last):
                 continue
             why = "its server was given up" if gone else "a message could not be sent"
-            self._go_cold(room, "lost", why, peer, strikes=[peer] * (not gone))
+            self._go_cold(room, ColdReason.LOST, why, peer, strikes=[peer] * (not gone))
         if gone:
             self.breaker.forget(peer)
 
@@ -182,7 +182,7 @@ class Machine:
         read.failed = True
         room = read.segments[0].room
         if room.wants:
-            self._go_cold(room, "read", detail, read.peer, strikes=[read.peer])
+            self._go_cold(room, ColdReason.READ, detail, read.peer, strikes=[read.peer])
 
     def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
         """These jobs of StartCopies actions have all ended so."""
@@ -198,7 +198,8 @@ class Machine:
                 if len(job.part.placed) == 1:
                     self.breaker.came(job.peer)
             elif outcome is not None and job.room.wants:
-                reason = "stale" if outcome in (SlotCheck.STALE, SlotCheck.DIFFERS) else "unpack"
+                is_stale = outcome in (SlotCheck.STALE, SlotCheck.DIFFERS)
+                reason = ColdReason.STALE if is_stale else ColdReason.UNPACK
                 self._go_cold(job.room, reason, repr(outcome)[:300], job.peer)
         for room in rooms:
             if outcome is SlotCheck.OK:
@@ -217,19 +218,19 @@ class Machine:
     # -- cold
 
     def _go_cold(
-        self, room: Room, reason: str, detail: str, *peers: Peer, strikes: Sequence[Peer] = ()
+        self, room: Room, why: ColdReason, detail: str, *peers: Peer, strikes: Sequence[Peer] = ()
     ) -> None:
         """`peers`: named in the log; `strikes`: those that it counts against."""
-        room.cold = reason
+        room.cold = why
         for peer in peers or (b"",):
-            self._out.append(act.Note("cold_" + reason, peer, detail))
+            self._out.append(act.Note(why, peer, detail))
         for peer in strikes:
             if self.breaker.record_failure(peer, room.generation, self._clock):
                 self._out.append(act.Note("breaker_opened", peer, detail))
         self.breaker.release_probe(room.generation)
         for part in room.parts.values():
             if not part.last:
-                self._out.append(act.Send(part.source.peer, room.failure(reason, detail)))
+                self._out.append(act.Send(part.source.peer, room.failure(why, detail)))
         self._segments.drop(room)
         self._clear(room)
 
@@ -267,10 +268,12 @@ class Machine:
             waiting = room.of_stage(Stage.WAITING)
             # prefill uses a slot again after `slot_aside`, whether it was read or not
             if waiting and self._clock - waiting[0].since >= room.limits.unread:
-                self._go_cold(room, "slots", "no slot was free to read it", waiting[0].peer)
+                self._go_cold(room, ColdReason.SLOTS, "no slot was free", waiting[0].peer)
             elif room.wants and self._clock >= room.deadline(self._times):
                 late = self._segments.late(room, self._clock - self._times.shortest_wait)
-                self._go_cold(room, "deadline", "its KV is late", *room.missing(), strikes=late)
+                self._go_cold(
+                    room, ColdReason.DEADLINE, "its KV is late", *room.missing(), strikes=late
+                )
 
     # -- actions that raised, and books
 
@@ -278,7 +281,7 @@ class Machine:
         """This action raised. A message concerns its generation alone; slots of an ACK expire."""
         match action:
             case act.Send(peer, Open(generation=generation) | Fail(generation=generation)):
-                self.failed(peer, Fail(0, generation, "unsent", repr(error)[:300]))
+                self.failed(peer, Fail(0, generation, ColdReason.UNSENT, repr(error)[:300]))
             case act.StartRead():
                 self.read_ended(action, repr(error)[:300])
             case act.StartCopies(jobs):

@@ -30,6 +30,7 @@ from sglang_mixkv.channel.messages import (
     fail,
 )
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.series import Cold
 
 Generation = int
 Peer = bytes
@@ -78,7 +79,7 @@ class Opened(msgspec.Struct, frozen=True):
     sources: tuple[Source, ...]
     first_token: int
     end: int
-    cold: str = ""
+    cold: Cold = ""
     pending: bool = False
     version: int = PROTOCOL[1]
     handle: Hashable = None
@@ -189,7 +190,7 @@ class Room:
         self.first_ready: float | None = None
         self.arrived: float | None = None
         self.copying = 0
-        self.cold = ""
+        self.cold: Cold = ""
         self.decided = self.closed = False
 
     @property

@@ -31,6 +31,7 @@ from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Source
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.series import Cold, ColdReason
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -39,7 +40,9 @@ class ReceiveHandle:
     """One request of a receiver, between the scheduler and the channel. `pages`: of `page_size`
     tokens, the draft pool's, from `opened.first_token` on; they are written while `gate` is open.
     `event`: behind an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
-    `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over."""
+    `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over.
+    `arrived`: when SGLang's own transfer had succeeded; the machine has a time of its own, since
+    this one is needed where its thread hangs."""
 
     request: Any = None
 
@@ -49,7 +52,7 @@ class ReceiveHandle:
         self.opened: Opened
         self.state: act.State | None = None
         self.reason = ""
-        self.arrived: float | None = None  # when SGLang's own transfer had succeeded
+        self.arrived: float | None = None
         self.closed = False
 
     def rows(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -109,7 +112,7 @@ class DecodeWorker(Worker):
 
     def open(
         self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[Source, ...],
-        first_token: int, end: int, cold: str = "", version: int = PROTOCOL[1], page_size: int = 1,
+        first_token: int, end: int, cold: Cold = "", version: int = PROTOCOL[1], page_size: int = 1,
     ) -> None:  # fmt: skip
         """SGLang has sent the request's metadata; see Opened."""
         generation, pending = self._new_generation(), handle.event is not None
@@ -168,7 +171,7 @@ class DecodeWorker(Worker):
             handle.gate.close()
             if self._store is not None:
                 self._store.rows.clear(handle.rows(opened.first_token, opened.end))
-            handle.reason, handle.state = "broken", act.State.COLD
+            handle.reason, handle.state = ColdReason.BROKEN, act.State.COLD
         except Exception as error:
             handle.reason, handle.state = repr(error), act.State.FAILED
 

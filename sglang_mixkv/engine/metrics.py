@@ -22,7 +22,17 @@ from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import ABORTED, COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind
+from sglang_mixkv.series import (
+    ABORTED,
+    NOTES,
+    OTHER,
+    PREFILL,
+    PREFIX,
+    SERIES,
+    STATES,
+    ColdReason,
+    Kind,
+)
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -100,7 +110,7 @@ class MetricsReporter(Reporter):
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began))
-        if handle.reason == "broken":
+        if handle.reason == ColdReason.BROKEN:
             self.ticked()
 
     def retracted(self, request: Any) -> None:
@@ -209,10 +219,10 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:
-        return "closed", "prefill_aborted" if reason == ABORTED else ""
+        return "closed", ColdReason.PREFILL_ABORTED if reason == ABORTED else ""
     if handle.state is State.WARM:
         return "warm", ""
-    return "cold", handle.reason if handle.reason in COLD else OTHER
+    return "cold", ColdReason(handle.reason)
 
 
 def reporter(side: str) -> MetricsReporter:

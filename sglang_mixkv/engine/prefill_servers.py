@@ -33,6 +33,7 @@ from sglang_mixkv.engine.names import Names
 from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.series import Cold
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -57,7 +58,7 @@ class _Server:
     def __init__(self, address: str) -> None:
         self.address, self.asked = address, time.monotonic()
         self.rows: Rows = {}
-        self.cold = ""  # why all of its requests are
+        self.cold: Cold = ""  # why all of its requests are
         self.peers: list[Peer] = []
         self.ready = self.doubted = self.gone = False
         self.plans: dict[tuple[int, ...], Plan] = {}  # by identity of SGLang's entries

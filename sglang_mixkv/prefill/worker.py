@@ -38,12 +38,14 @@ RCVMORE = int(zmq.RCVMORE)
 
 class SendHandle:
     """One sender's request, between the scheduler and the channel. Its pages are read while `gate`
-    is open. `settled`: the channel packs no more of it."""
+    is open. `settled`: the channel packs no more of it. `sent`: when SGLang's own transfer had
+    succeeded; the machine has a time of its own, since this one is needed where its thread hangs.
+    """
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
         self.settled = False
-        self.sent: float | None = None  # when SGLang's own transfer had succeeded
+        self.sent: float | None = None
         self.ended = False
 
 

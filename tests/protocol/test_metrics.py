@@ -15,7 +15,7 @@ from rig.special import Special
 
 from sglang_mixkv.engine import handover
 from sglang_mixkv.guards import retraction
-from sglang_mixkv.series import COLD
+from sglang_mixkv.series import ColdReason
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
 
@@ -47,7 +47,7 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
         assert report.counted["slots",] >= report.counted["slots_used",]
     for report in outcome.decode:
         assert report.counted["slots",] > report.counted["slots_used",] == 0
-        assert {("rooms_total", "cold", reason) for reason in COLD} <= set(report.counted)
+        assert {("rooms_total", "cold", reason) for reason in ColdReason} <= set(report.counted)
         assert report.counted["breaker_open",] == 0
 
 

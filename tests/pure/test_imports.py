@@ -44,7 +44,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "channel/mooncake.py": ({"mooncake"}, {"channel", "errors"}),
     "channel/nixl.py": ({"msgspec", "nixl"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
-    "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
+    "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors", "series"}),
     "guards/": (
         {"sglang", "torch"}, {"background", "decode.actions", "errors", "guards", "series"},
     ),

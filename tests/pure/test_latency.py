@@ -349,7 +349,7 @@ def test_a_forward_on_decode_of_which_nobody_knows_makes_its_room_cold(channel: 
     """Its rows are zeroed once it is known to have ended, and nobody gets a strike."""
     forward = Answers("CUDA error: unknown error")
     sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
-    assert wait_for(lambda: "cold_unpack" in channel.decode.notes.seen, LOST_S)
+    assert wait_for(lambda: "unpack" in channel.decode.notes.seen, LOST_S)
     forward.error = None
     assert forward.is_asked()
     assert room.state is None
@@ -357,7 +357,7 @@ def test_a_forward_on_decode_of_which_nobody_knows_makes_its_room_cold(channel: 
     forward.done = True
     assert decided(channel, room) == ("cold", "unpack")
     assert not channel.decode.rows_of(room).any()
-    assert channel.decode.notes.seen.count("cold_unpack") == 1
+    assert channel.decode.notes.seen.count("unpack") == 1
     channel.end(sent, room)
     assert channel.request(2) == ("warm", "")
 

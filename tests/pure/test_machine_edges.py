@@ -109,7 +109,7 @@ def test_a_forward_that_cannot_be_asked_about_is_a_reason_of_this_rank() -> None
     rank.open(1, pending=True)
     rank.ready(1, 4, last=True)
     rank.do(rank.machine.forward_done, 1, "lost context")
-    assert ("cold_unpack", "lost context") in rank.details
+    assert ("unpack", "lost context") in rank.details
     assert 1 not in rank.verdicts
     rank.do(rank.machine.forward_done, 1)
     assert rank.verdicts[1] == ("cold", "unpack")
@@ -131,7 +131,7 @@ def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
     rank.until(AT + 0.2, step=0.05)
     rank.end_reads()
     rank.until(AT + 0.35, step=0.05)
-    assert (PREFILL, "cold_deadline") in rank.notes
+    assert (PREFILL, "deadline") in rank.notes
     assert rank.strikes() == 0
 
 
@@ -180,7 +180,7 @@ def test_the_log_says_how_a_read_failed(error: str, took: float, detail: str) ->
     rank.until(rank.now + max(took - 0.2, 0.0))
     rank.now += 0.2
     rank.end_reads(error)
-    assert ("cold_read", detail) in rank.details
+    assert ("read", detail) in rank.details
     assert rank.verdicts[1] == ("cold", "read")
 
 
@@ -260,7 +260,7 @@ def test_the_text_of_an_action_that_raised_is_cut() -> None:
     rank.open(1)
     opened = rank.sends[0]
     rank.do(rank.machine.undone, dact.Send(*opened), error)
-    assert ("cold_unsent", repr(error)[:300]) in rank.details
+    assert ("unsent", repr(error)[:300]) in rank.details
 
 
 def test_slots_of_segments_that_wait_for_a_forward_are_free_with_their_room() -> None:

@@ -213,7 +213,7 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
         for segment in range(2 * (generation == STRIKES)):
             rooms.handle(0.0, rooms.machine.ready, PREFILL, ready(segment, generation))
         actions = rooms.handle(0.0, rooms.machine.peer_lost, PREFILL, gone=True)
-        assert [note.what for note in of(dact.Note, actions)] == ["cold_lost"]
+        assert [note.what for note in of(dact.Note, actions)] == ["lost"]
     assert not rooms.machine.breaker._states
     rooms.handle(0.0, rooms.machine.open, room(100))
     rooms.handle(0.0, rooms.machine.peer_lost, PREFILL)

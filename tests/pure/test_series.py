@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from sglang_mixkv.decode.breaker import STRIKES, Breaker
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine import metrics
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import COLD, DECODE, NOTES, OTHER, PREFILL, SERIES
+from sglang_mixkv.series import DECODE, NOTES, PREFILL, SERIES, ColdReason
 
 PACKAGE = Path(series.__file__).parent
 DOCS = PACKAGE.parent / "docs"
@@ -69,12 +68,12 @@ class Req:
 # ---------------------------------------------------------------- the table
 
 
-def test_every_note_has_a_place_and_every_reason_a_remedy() -> None:
+def test_every_note_has_a_place_and_a_remedy() -> None:
     """In a series, or as a room that is counted at its end; and a log line says all that helps."""
     known = {one.name: one for one in SERIES}
     page, remedies = ((DOCS / f"{n}.md").read_text() for n in ("metrics", "troubleshooting"))
     for what, kind in NOTES.items():
-        assert kind.series in known or what.startswith("cold_") or what == "not_cleared"
+        assert kind.series in known or what in set(ColdReason) or what == "not_cleared"
         assert bool(kind.happened) == bool(kind.remedy)
         assert f"### {kind.code}\n" in remedies
         assert not kind.values or kind.values in known[kind.series].known
@@ -82,9 +81,6 @@ def test_every_note_has_a_place_and_every_reason_a_remedy() -> None:
         labels = ", ".join(f"`{label}`" for label in one.labels)
         cells = [f"`{series.PREFIX}{one.name}`", ", ".join(one.sides), labels, one.help]
         assert f"| {' | '.join(cells)} |\n" in page
-    rows = [line.split("|")[1] for line in remedies.splitlines() if line[:3] == "| `"]
-    listed = [reason for row in rows for reason in re.findall("`([a-z_]+)`", row)]
-    assert Counter(listed) == Counter(set(COLD) - {OTHER})
 
 
 # ---------------------------------------------------------------- rooms and notes
@@ -137,7 +133,7 @@ def test_a_note_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFi
     one.name_of = {b"peer": "a:1"}.get  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            for what in ("breaker_opened", "cold_deadline", "doubled", "cold_breaker", "later"):
+            for what in ("breaker_opened", "deadline", "doubled", "breaker", "later"):
                 one(act.Note(what, b"peer", "its KV did not come"))
     one.refused(MixKVError("MIXKV-PAIR-01", "stock"))
     assert one.page() == {

@@ -254,7 +254,7 @@ def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number:
         assert channel.state(other) == ("warm", "")
         channel.end(sent, other)
     assert channel.request(14) == ("warm", "")
-    assert channel.decode.notes.seen == ["cold_unsent"]
+    assert channel.decode.notes.seen == ["unsent"]
 
 
 # ---------------------------------------------------------------- what raises, what ends
