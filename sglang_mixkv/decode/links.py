@@ -124,10 +124,6 @@ class Links:
 
     # -- reads
 
-    @property
-    def reading(self) -> bool:
-        return self._store is not None and self._store.plane.busy
-
     def read(self, action: act.StartRead) -> bool:
         """Begin it; False where the prefill rank is gone."""
         link, store = self._links.get(action.peer), self._store

@@ -131,9 +131,9 @@ class Machine:
             return
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
-        self.slots.sign(peer, self._clock)
         for segment in part.accept(ready, room, self._clock):
             self._segments.add(segment)
+        self.slots.sign(peer, self._clock)
         if not ready.segments:
             self._finish(room)
 

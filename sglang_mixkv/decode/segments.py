@@ -63,28 +63,25 @@ class Segments:
                 parts.setdefault(segment.part, []).append(segment)
             for segments in parts.values():
                 for first in range(0, len(segments), self._list):
-                    found.append(self._read(segments[first : first + self._list], now))
+                    some = segments[first : first + self._list]
+                    for one in some:
+                        self._slots.offer(one.slot, one.announced.stamp, now)
+                    read = act.StartRead(some[0].peer, some, now, now + some[0].room.limits.read)
+                    self._reads[read] = None
+                    found.append(read)
         if self._jobs:
             found.append(act.StartCopies(tuple(self._jobs)))
             self._jobs = []
         return found
 
-    def _read(self, segments: list[Segment], now: float) -> act.StartRead:
-        for one in segments:
-            self._slots.offer(one.slot, one.announced.stamp, now)
-        room, peer = segments[0].room, segments[0].peer
-        read = act.StartRead(peer, segments, now, now + room.limits.read)
-        self._reads[read] = None
-        return read
-
     def end_read(self, read: act.StartRead, now: float, error: str) -> None:
         """Its segments are acknowledged."""
         del self._reads[read]
-        if not error:
-            self._slots.sign(read.peer, now, served=True)
+        self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         if self._slots.barred:
             self._slots.barred = {one.peer for one in self._reads if one.failed}
-        self.acknowledge(read.peer, [segment.announced for segment in read.segments])
+        if not error:
+            self._slots.sign(read.peer, now, served=True)
 
     def overdue(self, now: float) -> list[act.StartRead]:
         """Reads that take too long, and have not failed yet. Their peers get no slot any more until

@@ -178,7 +178,7 @@ class DecodeWorker(Worker):
     # -- the channel thread
 
     def _outstanding(self) -> bool:
-        return bool(self._forwards) or self._links.reading
+        return bool(self._forwards) or (self._store is not None and self._store.plane.busy)
 
     def _look(self, ready: list[Any]) -> Iterator[Call]:
         for generation, event in list(self._forwards.items()):
@@ -202,10 +202,6 @@ class DecodeWorker(Worker):
         """A message without a link drops none: it may be there again."""
         self._links.drop(peer)
         self._machine.peer_lost(peer, True)
-
-    def _copied(self) -> Iterator[Call]:
-        for ended in self._copies.ended():
-            yield self._machine.copied, ended
 
     def _do(self, action: act.Action) -> None:
         match action:

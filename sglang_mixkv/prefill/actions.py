@@ -9,7 +9,7 @@ from sglang_mixkv.prefill.transfer import Connection, Segment, Use
 
 
 class Pack(msgspec.Struct, frozen=True):
-    """They may be packed in any order, and together; `Machine.packed` follows for each, or for
+    """They may be packed in any order, and together; `Machine.copied` follows for each, or for
     several."""
 
     segments: tuple[Segment, ...]

@@ -225,7 +225,7 @@ class Machine:
 
     # -- packing
 
-    def packed(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
+    def copied(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
         """These segments of Pack actions have all ended so. If it is OK, their bytes are in the
         slots."""
         if failed := self._packing.end(segments, outcome):
@@ -266,7 +266,7 @@ class Machine:
         """This action raised, and was not done."""
         match action:
             case act.Pack(segments):
-                self.packed(segments, error)
+                self.copied(segments, error)
             case act.Send(message=message):
                 self.unsent(message)
 

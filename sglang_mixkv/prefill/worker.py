@@ -157,10 +157,6 @@ class PrefillWorker(Worker):
             if isinstance(message, Open | Ack | Fail):
                 yield self._machine.received, (connection, message)
 
-    def _copied(self) -> Iterator[Call]:
-        for ended in self._copies.ended():
-            yield self._machine.packed, ended
-
     def _do(self, action: act.Action) -> None:
         match action:
             case act.Pack(segments):

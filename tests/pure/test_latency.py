@@ -81,7 +81,7 @@ def test_the_end_of_a_read_is_noticed_at_once(channel: Channel) -> None:
     def begin(room: int) -> tuple[Any, Any]:
         channel.decode.plane.held = True
         both = channel.prefill.send(room, TOKENS), channel.open(room, TOKENS)
-        assert wait_for(lambda: channel.decode.channel._links.reading, LOST_S)
+        assert wait_for(lambda: channel.decode.plane.busy, LOST_S)
         time.sleep(0.01)  # longer than the thread polls eagerly
         channel.decode.plane.held = False
         return both

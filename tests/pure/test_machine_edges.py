@@ -221,11 +221,11 @@ def test_slots_of_segments_that_wait_for_an_earlier_one_are_free_with_their_part
     rank.open(1)
     rank.begin(1, 1, 5 * TOKENS)
     first, *others = rank.jobs
-    rank.do(rank.machine.packed, tuple(others))
+    rank.do(rank.machine.copied, tuple(others))
     assert rank.slots.free_slots == SLOTS - 5
     rank.do(rank.machine.connection_lost, READER)
     assert rank.slots.free_slots == SLOTS - 1
-    rank.do(rank.machine.packed, (first,))
+    rank.do(rank.machine.copied, (first,))
     assert rank.slots.free_slots == SLOTS
 
 
@@ -235,10 +235,10 @@ def test_a_segment_that_cannot_be_packed_fails_its_part_at_once(failed: int) -> 
     rank, error = Held(), RuntimeError("x" * 1000)
     rank.open(1)
     rank.begin(1, 1, 5 * TOKENS)
-    rank.do(rank.machine.packed, (rank.jobs.pop(failed),), error)
+    rank.do(rank.machine.copied, (rank.jobs.pop(failed),), error)
     assert rank.failed == [(READER, Fail(1, 1, "pack", repr(error)[:300]))]
     assert list(rank.settled) == [1]
-    rank.do(rank.machine.packed, tuple(rank.jobs))
+    rank.do(rank.machine.copied, tuple(rank.jobs))
     assert rank.slots.free_slots == SLOTS
     assert len(rank.failed) == 1
 

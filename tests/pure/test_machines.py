@@ -81,7 +81,7 @@ def test_a_slot_rests_while_its_rank_does() -> None:
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.add_chunk, 0, 0, 8, last=True)
     (pack,) = of(prefill_transfer.Segment, rooms.handle(0.0, rooms.machine.received, *opened(10)))
-    rooms.handle(0.0, rooms.machine.packed, (pack,))
+    rooms.handle(0.0, rooms.machine.copied, (pack,))
     rooms.handle(1000.0, rooms.machine.tick)
     assert rooms.left()["offered"] == 1
     for second in range(1001, 1061):

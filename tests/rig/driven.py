@@ -92,7 +92,7 @@ class Prefill(_Side):
         match action:
             case pact.Pack(segments):
                 self._packed.update((one.stamp, one.chunk.pages) for one in segments)
-                self.do(self.machine.packed, segments)
+                self.do(self.machine.copied, segments)
             case pact.Send(connection) if connection in self.unreachable:
                 self.tell(self.machine.unsent, action.message)
                 self.do(self.machine.connection_lost, connection)

@@ -202,13 +202,16 @@ def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
 
 @mistake("acks", "any")
 def acknowledged_before_the_read_ends(patch: Patch) -> None:
-    real = segments.Segments._read
+    real = segments.Segments.actions
 
-    def read(self: Any, found: Any, now: float) -> Any:
-        self.acknowledge(found[0].peer, [one.announced for one in found])
-        return real(self, found, now)
+    def actions(self: Any, now: float) -> Any:
+        found = real(self, now)
+        for one in found:
+            if isinstance(one, dact.StartRead):
+                self.acknowledge(one.peer, [segment.announced for segment in one.segments])
+        return found
 
-    patch.setattr(segments.Segments, "_read", read)
+    patch.setattr(segments.Segments, "actions", actions)
 
 
 @mistake("rows", "any")
