@@ -7,7 +7,7 @@ same tables beside a server.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from sglang_mixkv.errors import REASONS
 
@@ -54,9 +54,7 @@ class ColdReason(StrEnum):
 
     kind: Kind
 
-    def __new__(
-        cls, name: str, happened: str = "", remedy: str = "", logged: bool = True
-    ) -> ColdReason:
+    def __new__(cls, name: str, happened: str = "", remedy: str = "", logged: bool = True) -> Self:
         one = str.__new__(cls, name)
         one._value_, one.kind = name, Kind(happened, remedy, logged=logged)
         return one

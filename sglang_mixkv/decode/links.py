@@ -49,10 +49,6 @@ class Links:
         self._links: dict[Peer, Link] = {}
         self._of_dealer: dict[Dealer, Link] = {}
 
-    def use_device(self) -> None:
-        if self._store is not None:
-            self._store.rows.use_device()
-
     def dial(self, row: Row, server: str) -> Link:
         """A link for `add` or `hang_up`. May block; raises ValueError for what is no address that a
         prefill rank binds, and OSError where the rank's socket or its memory cannot be reached.
@@ -66,7 +62,7 @@ class Links:
                 raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
             if self._store is not None:
                 assert row.staging is not None
-                self.use_device()
+                self._store.rows.use_device()
                 memory = self._store.plane.connect(row.staging.endpoint)
         except BaseException:
             dealer.close()
@@ -164,7 +160,7 @@ class Links:
         assert link.row.staging is not None
         plane, error = self._store.plane, None
         try:
-            self.use_device()
+            self._store.rows.use_device()
             plane.forget(link.memory)
             link.memory = plane.connect(link.row.staging.endpoint)
             if link.closed:

@@ -235,13 +235,13 @@ class Machine:
         self._clear(room)
 
     def _clear(self, room: Room) -> None:
-        """Clear the rows of a cold room, once nothing else writes to them."""
+        """Zero a cold room's rows that are not in place, once nothing else writes to them."""
         if room.pending or room.copying or room.decided or room.closed:
             return
-        if room.placed_to >= room.opened.end:
+        if (first := room.placed_to) >= room.opened.end:
             self._decide(room, act.State.COLD)
         else:
-            self._segments.clear(room)
+            self._segments.copy(act.Clear(room, first, room.opened.end))
 
     def _cleared(self, room: Room, outcome: Outcome) -> None:
         if room.closed or outcome is None:

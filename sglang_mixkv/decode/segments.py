@@ -103,10 +103,6 @@ class Segments:
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
-    def clear(self, room: Room) -> None:
-        """Ask for zeros in the rows that are not in place."""
-        self.copy(act.Clear(room, room.placed_to, room.opened.end))
-
     def copy(self, job: Job) -> None:
         """Ask for a segment's copy from its slot to the pool, or for zeros."""
         if isinstance(job, Segment):

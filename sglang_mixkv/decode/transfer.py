@@ -20,15 +20,8 @@ from enum import Enum
 
 import msgspec
 
-from sglang_mixkv.channel.messages import (
-    INSTANCE_BYTES,
-    PROTOCOL,
-    Announced,
-    Fail,
-    Open,
-    Ready,
-    fail,
-)
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.messages import Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.series import Cold
 
@@ -42,12 +35,12 @@ def peer_of(instance: bytes, server: str) -> Peer:
 
 
 def instance_of(peer: Peer) -> bytes:
-    return peer[:INSTANCE_BYTES]
+    return peer[: messages.INSTANCE_BYTES]
 
 
 def server_of(peer: Peer) -> str:
     """The server's bootstrap address."""
-    return peer[INSTANCE_BYTES:].decode()
+    return peer[messages.INSTANCE_BYTES :].decode()
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -81,7 +74,7 @@ class Opened(msgspec.Struct, frozen=True):
     end: int
     cold: Cold = ""
     pending: bool = False
-    version: int = PROTOCOL[1]
+    version: int = messages.PROTOCOL[1]
     handle: Hashable = None
     page_size: int = 1
 

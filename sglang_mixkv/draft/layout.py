@@ -22,6 +22,7 @@ with no heads, since they cannot tell "not needed" from "not yet".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
-from sglang_mixkv.errors import MixKVError, refuse
+from sglang_mixkv.errors import refuse
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -37,6 +38,7 @@ Heads = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 MAX_ENTRIES = 1024
 NO_HEADS = range(0)
+_no_route = partial(refuse, "MIXKV-PAIR-04")
 
 
 def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
@@ -96,10 +98,6 @@ def readers_of(prefill_tp: int, decode_tp: int) -> int:
             "Change --tp or --attn-dp-size on one side",
         )
     return max(1, decode_tp // prefill_tp)
-
-
-def _no_route(expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
-    return refuse("MIXKV-PAIR-04", expected, got, consequence, remedy)
 
 
 class DraftFacts(msgspec.Struct, frozen=True):

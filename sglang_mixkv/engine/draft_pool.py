@@ -78,11 +78,10 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
         raise refuse(
             "MIXKV-START-05",
             "a drafter with KV heads apart from the target's entries, or an MLA drafter behind an "
-            "MLA target's",
-            f"{count} entries of a drafter behind those of a target",
+            "MLA target's", f"{count} entries of a drafter behind those of a target",
             "SGLang would pair the drafter's entries with others, or end requests",
             "Use a drafter with KV heads",
-        )
+        )  # fmt: skip
 
 
 def _check_pool(pool: Any) -> None:
@@ -97,19 +96,15 @@ def _check_pool(pool: Any) -> None:
 
 def _not_whole(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-START-05",
-        "a drafter whose K and V rows are all of its cache",
-        got,
+        "MIXKV-START-05", "a drafter whose K and V rows are all of its cache", got,
         "a part of it would stay behind on prefill",
         "Use a drafter without these, or --speculative-draft-kv-cache-dtype bfloat16",
-    )
+    )  # fmt: skip
 
 
 def _not_cut(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-START-05",
-        "a draft KV pool with rows of [tokens, heads, head size] (NHD)",
-        got,
+        "MIXKV-START-05", "a draft KV pool with rows of [tokens, heads, head size] (NHD)", got,
         "heads would be cut at wrong offsets",
         "Unset SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT",
-    )
+    )  # fmt: skip

@@ -16,23 +16,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from sglang_mixkv import series
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import (
-    ABORTED,
-    NOTES,
-    OTHER,
-    PREFILL,
-    PREFIX,
-    SERIES,
-    STATES,
-    ColdReason,
-    Kind,
-)
+from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, Kind
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -204,11 +195,11 @@ def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]
 
     made: dict[str, Any] = {}
     gauge = partial(Gauge, multiprocess_mode="mostrecent")
-    for one in SERIES:
+    for one in series.SERIES:
         if side in one.sides:
             kind = Counter if one.name.endswith("_total") else gauge
             names, where = [*labels, *one.labels], registry or REGISTRY
-            made[one.name] = kind(PREFIX + one.name, one.help, names, registry=where)
+            made[one.name] = kind(series.PREFIX + one.name, one.help, names, registry=where)
             for values in one.known:
                 made[one.name].labels(*labels.values(), *values)
     return made
@@ -219,7 +210,7 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:
-        return "closed", ColdReason.PREFILL_ABORTED if reason == ABORTED else ""
+        return "closed", ColdReason.PREFILL_ABORTED if reason == series.ABORTED else ""
     if handle.state is State.WARM:
         return "warm", ""
     return "cold", ColdReason(handle.reason)

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
@@ -237,7 +237,10 @@ class PrefillServers:
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:
             raise ConnectionError("SGLang's GET /route has failed")
-        for row in _to_connect(server.rows.values(), info):
+        rows = server.rows.values()
+        stage = max((row.pp_rank for row in rows if row.draft), default=None)
+        contacted = (r for r in rows if r.attn_tp_rank in info.target_tp_ranks and r.address)
+        for row in (r for r in contacted if r.pp_rank == stage):
             try:
                 link = self._channel.dial(row, server.address)
             except Exception as error:
@@ -254,10 +257,3 @@ class PrefillServers:
                 self._channel.hang_up(link)
                 raise ConnectionAbortedError("it was given up in the meantime")
         return info
-
-
-def _to_connect(rows: Collection[Row], info: Any) -> Iterable[Row]:
-    """Rows of the ranks of the drafter's stage that this rank's requests can contact."""
-    stage = max((row.pp_rank for row in rows if row.draft), default=None)
-    contacted = (row for row in rows if row.attn_tp_rank in info.target_tp_ranks and row.address)
-    return (row for row in contacted if row.pp_rank == stage)

@@ -9,22 +9,17 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.engine.rank import RankManager, forward_event
-from sglang_mixkv.guards.aborts import AbortedRequests
 from sglang_mixkv.guards.room_reuse import SenderRoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
-class _Manager(RankManager):
-    aborted: AbortedRequests
-
-
 class DraftSender(SenderRoomUse):
     """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init. Of
     SGLang's statuses only Success is changed, to Transferring, while draft KV is packed."""
 
-    kv_mgr: _Manager
+    kv_mgr: RankManager
     handle: SendHandle | None = None
     channel: PrefillWorker  # of a `handle`
     _first = 0

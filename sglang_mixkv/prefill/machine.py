@@ -26,16 +26,7 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.prefill import actions as act
-from sglang_mixkv.prefill.transfer import (
-    Chunk,
-    Connection,
-    Packing,
-    Part,
-    Room,
-    Segment,
-    Use,
-    refusal,
-)
+from sglang_mixkv.prefill.transfer import Chunk, Connection, Packing, Part, Room, Segment, Use
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
 """Parts of one connection, and of all. Each takes some 500 bytes. Readers can be invented without
@@ -157,8 +148,7 @@ class Machine:
 
     def _opened(self, connection: Connection, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
-        why = refusal(opened, self._instance, self._heads, self._packing.limit)
-        if why:
+        if why := self._refusal(opened):
             self._refuse(connection, opened, *why)
             return
         if generation in self._parts:
@@ -187,6 +177,17 @@ class Machine:
         self.slots.sign(reader, self._clock)
         self._packing.add((part,))
         self._settle(room)
+
+    def _refusal(self, opened: Open) -> tuple[str, str] | None:
+        """A code and a detail where this rank cannot serve it."""
+        wanted, held = opened.wanted, self._heads
+        if opened.prefill != self._instance:
+            return "restarted", "this prefill rank is another instance than the one addressed"
+        if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
+            return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
+        if wanted and self._packing.limit(opened) < 1:
+            return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
+        return None
 
     def _refuse(self, connection: Connection, opened: Open, code: str, detail: str) -> None:
         self._out.append(act.Note(code, opened.reader, detail))

@@ -235,17 +235,3 @@ class Packing:
             if segment.packed:
                 self._slots.free(segment.slot)
         part.packing.clear()
-
-
-def refusal(
-    opened: Open, instance: bytes, held: range, limit: Callable[[Open], int]
-) -> tuple[str, str] | None:
-    """A code and a detail where this instance, with these heads, cannot serve it."""
-    wanted = opened.wanted
-    if opened.prefill != instance:
-        return "restarted", "this prefill rank is another instance than the one addressed"
-    if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
-        return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
-    if wanted and limit(opened) < 1:
-        return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-    return None

@@ -23,7 +23,6 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import Numbers
 from sglang_mixkv.prefill import machine
-from sglang_mixkv.prefill.transfer import refusal
 
 AT = 5000.0  # clocks do not begin at 0
 
@@ -71,11 +70,10 @@ def test_each_number_is_doubted_by_its_own_last_request(asked: list[tuple[int, i
 
 
 def test_a_token_that_just_fits_a_slot_is_served() -> None:
-    opened = Prefill().message(1)
-    assert refusal(opened, PREFILL, range(4), lambda _: 1) is None
-    found = refusal(opened, PREFILL, range(4), lambda _: 0)
-    assert found is not None
-    assert found[0] == "heads"
+    rank = Prefill()
+    for tokens, code in ((1, ""), (0, "heads")):
+        rank.machine._packing.limit = lambda _, tokens=tokens: tokens  # type: ignore[method-assign]
+        assert (rank.machine._refusal(rank.message(1)) or ("",))[0] == code
 
 
 @pytest.mark.parametrize(("less", "held"), [(0.01, True), (0.0, False)])
