@@ -13,8 +13,9 @@ from sglang_mixkv.draft.copier import Copy, Kind
 from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.series import NOTES
 from tests.rig.books import wrong_books
-from tests.sim import faults, memory
+from tests.sim import memory
 from tests.sim.finding import Finding
+from tests.sim.spared import is_spared
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank, Receiver
@@ -370,15 +371,12 @@ class Checks:
         request, world = life.request, self.world
         if not life.decode_over or not life.prefill_over:
             raise Finding("ends", f"request {request.id} never ends")
-        clear_failed = any(
-            fault.mode in ("clear", "action") or fault.kind == "device"
-            for fault in world.spec.faults
-        )
+        clear_failed = any(fault.keeps_rows for fault in world.spec.faults)
         allowed = life.by == "stock" or (life.by == "drafter" and clear_failed)
         if life.outcome == "failed" and not allowed:
             raise Finding("failed", f"request {request.id} by {life.by}: {life.reason}")
         own = life.outcome == "ok" and request.abort is None and request.after < 0
-        if not own or not faults.is_spared(world, request):
+        if not own or not is_spared(world, request):
             return
         for one in world.groups[request.decode].handles[request.id]:
             if one.verdict is not dact.State.WARM:

@@ -10,7 +10,6 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.times import Times
-from tests.sim import faults
 from tests.sim.checks import Checks
 from tests.sim.decode import DecodeRank
 from tests.sim.prefill import PrefillRank
@@ -19,6 +18,7 @@ from tests.sim.sglang import DecodeGroup, Group, PrefillGroup, layout_of, slot_b
 from tests.sim.spec import Request
 
 if TYPE_CHECKING:
+    from tests.sim.faults import Fault
     from tests.sim.network import Link
     from tests.sim.spec import Server, Spec
 
@@ -109,7 +109,7 @@ class World:
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
-        self.hangs = any(fault.kind in ("hang", "broken", "stop") for fault in spec.faults)
+        self.hangs = any(fault.halts for fault in spec.faults)
         self.liars: set[int] = set()  # prefill servers, once they have lied
         self.untouched: list[Life] = []  # requests with which no fault has to do, at the end
         self._build()
@@ -127,7 +127,11 @@ class World:
             comes = self._arrive if request.after < 0 else self._follow
             self.clock.at(request.arrival, comes, request)
         for fault in self.spec.faults:
-            self.clock.at(fault.time, faults.begin, self, fault)
+            self.clock.at(fault.time, self.befall, fault)
+
+    def befall(self, fault: Fault) -> None:
+        self.note_fault(str(fault))
+        fault.begin(self)
 
     def next_number(self) -> int:
         return next(self._numbers)
