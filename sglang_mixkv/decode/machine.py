@@ -287,6 +287,10 @@ class Machine:
             case act.StartCopies(jobs):
                 self.copied(jobs, error)
 
+    def state(self, generation: Generation) -> Room | None:
+        """The room, to be read and not changed; None once it is closed."""
+        return self._rooms.get(generation)
+
     def left(self) -> dict[str, int]:
         """What is left of requests, by name; empty on an idle rank."""
         found = {"rooms": len(self._rooms), **self._segments.left()}

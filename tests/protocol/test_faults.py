@@ -76,10 +76,7 @@ def thread_ends(rank: Rank) -> None:
         raise SystemExit
 
     channel = rank.manager.decode_channel or rank.manager.prefill_channel
-    if rank.side == "decode":
-        channel._look = end
-    else:
-        channel._machine.advance = end
+    channel._look = end
 
 
 PACK = first("", "pack", no_memory, DraftRows)

@@ -70,10 +70,10 @@ def test_each_number_is_doubted_by_its_own_last_request(asked: list[tuple[int, i
 
 
 def test_a_token_that_just_fits_a_slot_is_served() -> None:
-    rank = Prefill()
-    for tokens, code in ((1, ""), (0, "heads")):
-        rank.machine._packing.limit = lambda _, tokens=tokens: tokens  # type: ignore[method-assign]
-        assert (rank.machine._refusal(rank.message(1)) or ("",))[0] == code
+    for tokens, fails in ((1, {}), (0, {1: "heads"})):
+        rank = Prefill(most=tokens)
+        rank.open(1)
+        assert rank.fails == fails
 
 
 @pytest.mark.parametrize(("less", "held"), [(0.01, True), (0.0, False)])
@@ -81,7 +81,7 @@ def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, 
     rank = Prefill()
     rank.open(1)
     rank.until(rank.now + rank.times.early_room - less, step=0.9)
-    assert bool(rank.machine._early) is held
+    assert ("waiting" in rank.machine.left()) is held
     assert (READER, "early") in rank.notes or held
 
 
@@ -191,7 +191,7 @@ def test_a_room_is_cold_at_its_deadline(took: float) -> None:
     rank.ready(1)
     rank.until(AT + took)
     rank.arrive(1)
-    due = rank.machine._rooms[1].deadline(rank.times)
+    due = rank.machine.state(1).deadline(rank.times)
     assert due == pytest.approx(AT + took + min(max(3 * took, 0.3), 1.0))
     for now, cold in ((due - 1e-3, False), (due, True)):
         rank.now = now

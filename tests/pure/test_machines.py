@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rig.books import wrong_books
+from rig.books import strikes, wrong_books
 from rig.driven import Prefill
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
@@ -70,8 +70,8 @@ def test_a_generation_names_one_part() -> None:
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.received, *opened(10, READER, readers=2))
     rooms.handle(0.0, rooms.machine.received, *opened(10, OTHER, readers=2))
-    assert set(rooms.machine._uses[0].parts) == {READER}
-    rooms.handle(0.1, rooms.machine.end, 0)
+    ended = of(pact.Send, rooms.handle(0.1, rooms.machine.end, 0))
+    assert [send.connection for send in ended] == [b"connection" + READER]
     assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
 
 
@@ -110,9 +110,9 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, half)
     rooms.handle(TIMES.stall / 2, rooms.machine.tick)
-    assert rooms.machine._rooms[10].wants
+    assert rooms.machine.state(10).wants
     rooms.handle(TIMES.stall + 0.1, rooms.machine.tick)
-    assert rooms.machine._rooms[10].cold == "stalled"
+    assert rooms.machine.state(10).cold == "stalled"
     for slots, limit, reason in ((8, TIMES.read / 2, "read"), (0, TIMES.unread / 2, "slots")):
         rooms = decode()
         for _ in range(8 if not slots else 0):
@@ -121,9 +121,9 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
         rooms.handle(0.0, rooms.machine.ready, PREFILL, ready())
         for tick in range(1, 101):
             rooms.handle(tick * (limit - 0.01) / 100, rooms.machine.tick)
-        assert rooms.machine._rooms[10].wants
+        assert rooms.machine.state(10).wants
         rooms.handle(limit, rooms.machine.tick)
-        assert rooms.machine._rooms[10].cold == reason
+        assert rooms.machine.state(10).cold == reason
 
 
 def announce(segment: int, token: int, *segments: tuple[int, int], last: bool = False) -> Ready:
@@ -167,7 +167,7 @@ def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> 
     rooms.handle(0.0, rooms.machine.open, opened)
     for message in messages:
         actions = rooms.handle(0.0, rooms.machine.ready, PREFILL, message)
-    assert rooms.machine._rooms[10].cold == "protocol"
+    assert rooms.machine.state(10).cold == "protocol"
     assert not of(dact.StartRead, actions)
     acks = [send.message for send in of(dact.Send, actions) if isinstance(send.message, Ack)]
     announced = tuple((one.slot, one.stamp) for one in message.segments)
@@ -178,7 +178,7 @@ def test_a_fail_of_a_code_that_is_not_known_is_one_all_the_same() -> None:
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, room())
     rooms.handle(0.0, rooms.machine.failed, PREFILL, fail(ROOM, 10, "zzz", "no reason"))
-    assert rooms.machine._rooms[10].cold == "prefill_other"
+    assert rooms.machine.state(10).cold == "prefill_other"
 
 
 def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
@@ -214,12 +214,12 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
             rooms.handle(0.0, rooms.machine.ready, PREFILL, ready(segment, generation))
         actions = rooms.handle(0.0, rooms.machine.peer_lost, PREFILL, gone=True)
         assert [note.what for note in of(dact.Note, actions)] == ["lost"]
-    assert not rooms.machine.breaker._states
+    assert not strikes(rooms.machine)
     rooms.handle(0.0, rooms.machine.open, room(100))
     rooms.handle(0.0, rooms.machine.peer_lost, PREFILL)
-    assert rooms.machine.breaker._states
+    assert strikes(rooms.machine)
     rooms.handle(0.0, rooms.machine.peer_lost, PREFILL, gone=True)
-    assert not rooms.machine.breaker._states
+    assert not strikes(rooms.machine)
 
 
 def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:
@@ -285,7 +285,7 @@ def test_invented_readers_are_bounded(
     assert wrong_books(rooms.machine) == []
     for second in range(1, 602):
         rooms.handle(float(second), rooms.machine.tick)
-    assert (rooms.left(), rooms.machine._open) == ({}, {})
+    assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
 
 
 @pytest.mark.parametrize(("warm", "later"), [(True, 1.0), (False, 1.0), (False, 601.0)])

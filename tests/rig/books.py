@@ -47,6 +47,14 @@ def _decode(machine: Any) -> Iterator[str]:
     copying = sum(isinstance(one, Segment) for one in segments._copying)
     reading = sum(len(read.segments) for read in segments._reads)
     yield from _used(machine.slots, reading + copying + held)
+    probes = set[int]().union(*(state.probes for state in machine.breaker._states.values()))
+    if not probes <= machine._rooms.keys():
+        yield "breaker: a probe that is over holds others back"
+
+
+def strikes(machine: Decode) -> dict[bytes, int]:
+    """How many count against a peer, of those that have any."""
+    return {peer: state.strikes for peer, state in machine.breaker._states.items()}
 
 
 def _used(slots: SlotPool, used: int) -> Iterator[str]:

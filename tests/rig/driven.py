@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from rig.books import wrong_books
+from rig.books import strikes, wrong_books
 
 from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slot_format import SlotCheck
@@ -72,12 +72,13 @@ class _Side:
 class Prefill(_Side):
     """`gone`: connections that READYs leave for, to be read by nobody. `unreachable`: those that
     take no message. `slow`: readers that acknowledge what `acknowledge` says; others do at once.
-    `sent`: tokens that readers were sent, by generation; `pages`: of the chunks they came from."""
+    `sent`: tokens that readers were sent, by generation; `pages`: of the chunks they came from.
+    `most`: tokens that fit a slot."""
 
-    def __init__(self, slots: int = SLOTS, patience: float = 1.0) -> None:
+    def __init__(self, slots: int = SLOTS, patience: float = 1.0, most: int = TOKENS) -> None:
         super().__init__(slots, patience)
         self.machine = PrefillMachine(
-            PREFILL, range(4), lambda heads, size: TOKENS, self.slots, self.times, count(1).__next__
+            PREFILL, range(4), lambda heads, size: most, self.slots, self.times, count(1).__next__
         )
         self.gone, self.unreachable, self.slow = set[bytes](), set[bytes](), set[bytes]()
         self.unread: list[tuple[bytes, tuple[int, int]]] = []
@@ -231,8 +232,7 @@ class Decode(_Side):
         self.act()
 
     def wants(self, generation: int) -> bool:
-        return bool(self.machine._rooms[generation].wants)
+        return bool(self.machine.state(generation).wants)
 
     def strikes(self, peer: bytes = PREFILL) -> int:
-        state = self.machine.breaker._states.get(peer)
-        return state.strikes if state is not None else 0
+        return strikes(self.machine).get(peer, 0)

@@ -20,6 +20,7 @@ from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 
 from .answers import serving
+from .books import strikes
 from .threads import HOST, Decode, Prefill, wait_for
 
 PORT = 9000  # of SGLang's own socket of a prefill rank, to which nothing is sent here
@@ -98,7 +99,7 @@ class Site:
         return {
             "servers": len(self.servers._servers), "sockets": len(channel._links._links),
             "of the data plane": len(self.decode.plane._peers),
-            "breakers": len(channel._machine.breaker._states),
+            "breakers": len(strikes(channel._machine)),
         }  # fmt: skip
 
     def __enter__(self) -> Self:

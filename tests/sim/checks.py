@@ -119,9 +119,7 @@ class Checks:
             for action in actions:
                 if type(action) is dact.StartRead:
                     self._note_served(process, instance_of(action.peer))
-                    process.judge.begun(action)
-                elif type(action) is dact.Verdict:
-                    process.judge.said(action)
+            process.judge.asked(actions)
         elif actions:
             self._asked_of_prefill(process, actions)
 
@@ -360,9 +358,6 @@ class Checks:
             raise Finding("left", f"{process.name}: {left}")
         for wrong in wrong_books(machine):
             raise Finding("books", f"{process.name}: {wrong}")
-        is_decode = process.place.server.side == "decode"
-        if is_decode and any(state.probes for state in machine.breaker._states.values()):
-            raise Finding("breaker", f"{process.name}: a probe that is over holds back others")
         slots = process.slots
         if slots.free_slots != slots.count:
             raise Finding("left", f"{process.name}: {slots.free_slots} of {slots.count} free")

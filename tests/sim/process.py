@@ -37,7 +37,7 @@ TOLD = {
     + (method.__defaults__ or ())
     for machine in (prefill_machine.Machine, decode_machine.Machine)
     for name, method in vars(machine).items()
-    if name[0] != "_" and name not in ("advance", "actions", "undone", "left")
+    if name[0] != "_" and name not in ("advance", "actions", "undone", "state", "left")
 }
 """The machines' methods that tell them something, and defaults of their arguments."""
 
