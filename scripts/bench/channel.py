@@ -35,7 +35,7 @@ from sglang_mixkv.draft.layout import Pages
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-rig = importlib.import_module("rig.threads")
+rig = importlib.import_module("rig.channel.threads")
 
 HEADS, TIMES = range(64), Times(100)
 SLOT = slot_bytes(256)

@@ -230,7 +230,7 @@ class Check:
 def made(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
     """RuntimeError with the reason where the kernels are not used."""
     if INTERPRETED:
-        from rig.fake_cuda import FakeCuda
+        from rig.channel.fake_cuda import FakeCuda
 
         fake = FakeCuda()
         with fake.compiling():

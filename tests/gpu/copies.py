@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rig.threads import Decode, Prefill, Reads, wait_for
+from rig.channel.threads import Decode, Prefill, Reads, wait_for
 from torch import Tensor
 
 from sglang_mixkv.channel.data_plane import Read

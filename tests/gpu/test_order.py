@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from rig.threads import Decode, Event, Prefill
+from rig.channel.threads import Decode, Event, Prefill
 
 from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft import rows as product

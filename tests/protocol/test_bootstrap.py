@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import requests
-from rig import servers
-from rig.rank import free_port, wait_for_port
+from rig.channel import servers
+from rig.ring.rank import free_port, wait_for_port
 
 from sglang_mixkv.draft.handshake import MAX_ROW_BYTES, Row, StagingFacts
 from sglang_mixkv.engine import prefill_http

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rig import forks
-from rig.model import Cache, Case, Request, sglang_pool
+from rig.process import forks
+from rig.ring.model import Cache, Case, Request, sglang_pool
 
 import mixkv_demo
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout

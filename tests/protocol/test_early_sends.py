@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-from rig.logs import keep_lines
-from rig.model import Case, Request
-from rig.rank import Rank
-from rig.ring import run
-from rig.special import Special
+from rig.ring.logs import keep_lines
+from rig.ring.model import Case, Request
+from rig.ring.rank import Rank
+from rig.ring.run import run
+from rig.ring.special import Special
 
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.guards.early_sends import EARLY_SENDS, switch_off_early_sends

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rig.faults import GONE, TIMEOUTS
-from rig.model import Case, Request
-from rig.rank import Rank
-from rig.ring import run
-from rig.special import Inject, Special
+from rig.ring.model import Case, Request
+from rig.ring.rank import Rank
+from rig.ring.run import run
+from rig.ring.special import Inject, Special
+from rig.ring.timeouts import GONE, TIMEOUTS
 
 from sglang_mixkv.draft.rows import DraftRows
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from rig.model import Case, Request
-from rig.ring import Outcome, run
-from rig.special import Special
+from rig.ring.model import Case, Request
+from rig.ring.run import Outcome, run
+from rig.ring.special import Special
 
 from sglang_mixkv.engine import handover
 from sglang_mixkv.guards import retraction

@@ -14,10 +14,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from rig.model import Cache, Case, Request, page_tables
-from rig.rank import Rank, reason_of, send
-from rig.ring import run
-from rig.special import Special
+from rig.ring.model import Cache, Case, Request, page_tables
+from rig.ring.rank import Rank, reason_of, send
+from rig.ring.run import run
+from rig.ring.special import Special
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import forks
+from rig.process import forks
 
 import mixkv_demo
 from sglang_mixkv import plugin

@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rig import threads
-from rig.books import wrong_books
-from rig.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
+from rig.channel import threads
+from rig.channel.books import wrong_books
+from rig.channel.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
 
 from sglang_mixkv.channel import loop
 from sglang_mixkv.channel.gate import Gate, start_behind

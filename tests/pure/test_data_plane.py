@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rig.answers import silent
+from rig.process.answers import silent
 
 from sglang_mixkv.channel import mooncake
 from sglang_mixkv.channel.data_plane import (

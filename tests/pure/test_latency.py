@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from rig.threads import CANARY, SEGMENT, Channel, Event, wait_for
+from rig.channel.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
 from sglang_mixkv.channel import data_plane, loop
 from sglang_mixkv.channel.gate import Gate

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import zmq
-from rig.answers import silent
-from rig.resources import resources
-from rig.threads import SEGMENT, Channel, wait_for
+from rig.channel.threads import SEGMENT, Channel, wait_for
+from rig.process.answers import silent
+from rig.process.resources import resources
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
 from sglang_mixkv.channel.sockets import Poller, new_context, new_socket

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rig.driven import PREFILL, READER, TOKENS, Decode, Prefill
+from rig.channel.driven import PREFILL, READER, TOKENS, Decode, Prefill
 
 from sglang_mixkv.channel.messages import Fail
 from sglang_mixkv.channel.slots import (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rig.books import strikes, wrong_books
-from rig.driven import Prefill
+from rig.channel.books import strikes, wrong_books
+from rig.channel.driven import Prefill
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, quota_of, share_of

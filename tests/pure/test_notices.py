@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rig.threads import wait_for
+from rig.channel.threads import wait_for
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.background import Background

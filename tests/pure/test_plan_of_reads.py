@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rig import servers
+from rig.channel import servers
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD

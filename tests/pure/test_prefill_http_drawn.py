@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rig.answers import serving, silent
+from rig.process.answers import serving, silent
 
 web = pytest.importorskip("aiohttp.web")
 

@@ -18,9 +18,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import pytest
-from rig.answers import many, serving, silent
-from rig.servers import PORT, TOKENS, Site, answer_of, publishing, row_of
-from rig.threads import Prefill, wait_for
+from rig.channel.servers import PORT, TOKENS, Site, answer_of, publishing, row_of
+from rig.channel.threads import Prefill, wait_for
+from rig.process.answers import many, serving, silent
 
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times

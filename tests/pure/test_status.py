@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rig.answers import serving
+from rig.process.answers import serving
 
 from sglang_mixkv import series
 from sglang_mixkv.tools import status

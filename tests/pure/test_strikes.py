@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from rig.driven import PREFILL, Decode
+from rig.channel.driven import PREFILL, Decode
 
 from sglang_mixkv.channel.messages import Open, Ready
 from sglang_mixkv.channel.slot_format import SlotCheck

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from rig.threads import (
+from rig.channel.threads import (
     CANARY,
     HEADS,
     HOST,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from rig.driven import PREFILL, READER, TOKENS, Decode, Prefill
+from rig.channel.driven import PREFILL, READER, TOKENS, Decode, Prefill
 
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times

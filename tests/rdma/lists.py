@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from rig.planes import CANARY, GUARD, LIST, MIB, ONE, SIZE, Reader
+from rig.channel.planes import CANARY, GUARD, LIST, MIB, ONE, SIZE, Reader
 
 from sglang_mixkv.channel.data_plane import Peer
 

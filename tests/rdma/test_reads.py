@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from rdma import lists
-from rig.planes import CANARY, GUARD, LIST, MIB, PATIENCE_S, SIZE, Reader, check_bytes, over
-from rig.verbs import devices
+from rdma.verbs import devices
+from rig.channel.planes import CANARY, GUARD, LIST, MIB, PATIENCE_S, SIZE, Reader, check_bytes, over
 
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.tools.doctor_read import devices_in_use

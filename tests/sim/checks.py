@@ -12,7 +12,7 @@ from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.draft.copier import Copy, Kind
 from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.series import NOTES
-from tests.rig.books import wrong_books
+from tests.rig.channel.books import wrong_books
 from tests.sim import memory
 from tests.sim.finding import Finding
 from tests.sim.spared import is_spared

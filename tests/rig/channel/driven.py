@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from rig.books import strikes, wrong_books
+from rig.channel.books import strikes, wrong_books
 
 from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slot_format import SlotCheck

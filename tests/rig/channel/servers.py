@@ -9,6 +9,9 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import msgspec
+from rig.channel.books import strikes
+from rig.channel.threads import HOST, Decode, Prefill, wait_for
+from rig.process.answers import serving
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.times import Times
@@ -18,10 +21,6 @@ from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.prefill_servers import PrefillServers
-
-from .answers import serving
-from .books import strikes
-from .threads import HOST, Decode, Prefill, wait_for
 
 PORT = 9000  # of SGLang's own socket of a prefill rank, to which nothing is sent here
 TOKENS = 20
