@@ -314,7 +314,7 @@ def test_a_room_that_cannot_be_opened_fails_its_request_alone(
     assert one.handle is None, "what was not opened is not closed"
     text = "[MIXKV-SELF-01] its room could not be opened: ZeroDivisionError('why')"
     assert failed(one, manager, text)
-    assert "could not be opened" in caplog.text
+    assert "[MIXKV-SELF-01]" in caplog.text
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -357,7 +357,7 @@ def second(first: Any, manager: Any, number: Any = None) -> Any:
     return type(first)(manager, "10.0.0.2:8998", first.bootstrap_room if number is None else number)
 
 
-def refused(manager: Any, again: Any, reason: str) -> bool:
+def refused(manager: Any, again: Any, got: str) -> bool:
     """Whether it has failed from the start, under a number that no request has."""
     if again.conclude_state is None:
         assert not manager.request_status
@@ -370,7 +370,7 @@ def refused(manager: Any, again: Any, reason: str) -> bool:
     ((given, text),) = [one.args for one in calls(manager, "record_failure")]
     assert given == number
     assert text.startswith("[MIXKV-PAIR-09]")
-    assert f"got {reason}. " in text
+    assert f"got {got}" in text
     return True
 
 
@@ -384,7 +384,7 @@ def test_the_second_use_of_a_number_fails_alone_and_is_counted_on_decode(
     first, manager = use(mixin, mode=mode, reporter=reporter)
     manager.request_status, room = {}, first.bootstrap_room
     manager.stock.poll.return_value = KVPoll.Transferring
-    assert refused(manager, second(first, manager), f"{room}, which is in use")
+    assert refused(manager, second(first, manager), str(room))
     notes = [(note.what, note.peer) for (note,) in (one.args for one in reporter.mock_calls)]
     assert notes == ([("reused", b"")] if mode == "decode" else [])
     assert first.conclude_state is None
@@ -431,7 +431,7 @@ def test_a_sender_that_has_succeeded_leaves_its_number_to_the_next_one(
 def test_a_number_that_cannot_be_sent_fails_where_a_use_of_it_begins(number: Any) -> None:
     manager = MagicMock(request_status={}, local=SimpleNamespace(mode="prefill"))
     again = type("Use", (DraftSender, Stock), {})(manager, "h:1", number)
-    assert refused(manager, again, f"{type(number).__name__} outside of that")
+    assert refused(manager, again, type(number).__name__)
 
 
 # ---------------------------------------------------------------- around SGLang's queues

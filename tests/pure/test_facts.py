@@ -140,7 +140,7 @@ def test_rows_beyond_the_bounds_are_rejected(data):
 
 def test_a_row_has_64_kib_at_most():
     assert read_row(fields().ljust(MAX_ROW_BYTES)) == ROW
-    with pytest.raises(ValueError, match="a row of 65537 bytes"):
+    with pytest.raises(ValueError, match="65537"):
         read_row(fields().ljust(MAX_ROW_BYTES + 1))
 
 

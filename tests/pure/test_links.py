@@ -288,7 +288,7 @@ def test_a_rank_that_cannot_be_reached_leaves_no_socket(
     if fails == "port":
         monkeypatch.setattr(links, "CONNECT_S", 0)
         monkeypatch.setattr(zmq.Socket, "connect", lambda *_: None)
-    with pytest.raises(OSError, match=r"could not be read|no connection"):
+    with pytest.raises(ConnectionError if fails == "memory" else TimeoutError):
         dial()
     assert (plane.held, made[0].closed) == (set(), True)
 
