@@ -174,10 +174,10 @@ class Packing:
         self._list = list_of(slots.count)
         self.turns: RoundRobin[Part] = RoundRobin(self._list)
         self.announcing: dict[Part, None] = {}
-        self._begun: set[Segment] = set()
+        self._begun = 0
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return self._begun
 
     def limit(self, opened: Open) -> int:
         """How many tokens of what this reader wants fit a slot of either side."""
@@ -193,20 +193,20 @@ class Packing:
 
     def start(self) -> tuple[Segment, ...]:
         found = []
-        for part, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - len(self._begun)):
+        for part, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - self._begun):
             segment = part.cut(slot, self._draw())
-            self._begun.add(segment)
             found.append(segment)
             if part.advance():
                 self.turns.add(part.reader, part)
+        self._begun += len(found)
         return tuple(found)
 
     def end(self, segments: Sequence[Segment], outcome: Outcome) -> list[Part]:
         """The parts that this ends, of segments that failed. The slot of one that was not packed is
         free. Where its gate was closed, the request's end follows."""
+        self._begun -= len(segments)
         failed: dict[Part, None] = {}
         for segment in segments:
-            self._begun.remove(segment)
             part = segment.part
             if part.over or outcome is not SlotCheck.OK:
                 self._slots.free(segment.slot)
