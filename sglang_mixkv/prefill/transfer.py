@@ -37,15 +37,15 @@ class Chunk(msgspec.Struct, frozen=True):
 
 class Room:
     """One request, or the readers that have opened one which is not here yet: `use` is None then.
-    `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
-    of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
+    `readers`: how many there are, by their OPENs, and one before. `written`: how many of the chunks
+    are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
     went on, it began, or a reader opened it."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
         self.use: Use | None = None
         self.parts: dict[bytes, Part] = {}  # by reader
-        self.readers = 0
+        self.readers = 1
         self.chunks: list[Chunk] = []
         self.written = 0
         self.sent: float | None = None
@@ -63,11 +63,11 @@ class Room:
     @property
     def missing(self) -> int:
         """Readers that have not opened; at least one where none has."""
-        return (self.readers or 1) - len(self.parts)
+        return self.readers - len(self.parts)
 
     @property
     def all_ended(self) -> bool:
-        if not self.readers or self.missing > 0:
+        if self.missing > 0:
             return False
         for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
             if not (part.complete or part.over):

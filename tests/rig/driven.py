@@ -23,6 +23,7 @@ from sglang_mixkv.prefill.machine import Machine as PrefillMachine
 
 PREFILL, READER = b"prefill_", b"reader_0"
 TOKENS = 10  # of a segment
+BEGAN = 5000.0  # clocks do not begin at 0
 
 
 class _Side:
@@ -30,7 +31,7 @@ class _Side:
         self.times = Times(patience)
         self.slots = SlotPool(slots, self.times)
         self.machine: Any = None
-        self.now = 0.0
+        self.now = BEGAN
         self.notes: list[tuple[bytes, str]] = []
         self.details: list[tuple[str, str]] = []
 
