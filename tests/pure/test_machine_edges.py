@@ -231,6 +231,30 @@ def test_slots_of_segments_that_wait_for_an_earlier_one_are_free_with_their_part
     assert rank.slots.free_slots == SLOTS
 
 
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 15))), max_size=10))
+def test_packs_of_all_readers_under_way_are_two_batches_at_most(
+    steps: list[tuple[bool, set[int]]],
+) -> None:
+    """In whatever order they end: a reader that opens late does not wait behind all of a crowd's.
+    And whatever ends lets another one begin."""
+    rank, readers, most = Held(), 0, 2 * list_of(SLOTS)
+    for opens, ended in [(True, set[int]()), *steps]:
+        if opens:
+            readers += 1
+            rank.open(readers, b"reader%02d" % readers)
+            rank.begin(readers, readers, 50 * TOKENS)
+        packed = [one for at, one in enumerate(rank.jobs) if at in ended]
+        rank.jobs = [one for one in rank.jobs if one not in packed]
+        rank.pack(packed)
+        assert len(rank.jobs) <= most
+        assert rank.books == []
+    while rank.jobs:
+        first, rank.jobs = rank.jobs[0], rank.jobs[1:]
+        rank.pack([first])
+        assert len(rank.jobs) <= most
+    assert rank.sent == dict.fromkeys(range(1, readers + 1), 50 * TOKENS)
+
+
 @pytest.mark.parametrize("failed", [0, 2, 4])
 def test_a_segment_that_cannot_be_packed_fails_its_part_at_once(failed: int) -> None:
     """The reader is notified of it, and SGLang's Success waits no longer."""
