@@ -156,9 +156,10 @@ class World:
             self.clock.after(seconds, self.abort, request, side, told)
 
     def _follow(self, request: Request) -> None:
-        """It has the number of an earlier one, which SGLang has to be done with (engine/rooms.py):
-        decode has closed it, and prefill has ended it, or sent all of its target to readers that
-        still live, as before decode has it computed again (true retraction)."""
+        """It has the number of an earlier one, which SGLang has to be done with (the guard of
+        guards/room_reuse.py): decode has closed it, and prefill has ended it, or sent all of its
+        target to readers that still live, as before decode has it computed again (true
+        retraction)."""
         former = self.lives[request.after]
         receivers = self.groups[request.decode].handles.get(request.after, ())
         senders = self.groups[request.prefill].handles.get(request.after, ())
