@@ -50,12 +50,13 @@ class Clock:
 
 
 class Life:
-    """What became of a request. `reason`: why it failed; `by`: who failed it."""
+    """What became of a request. `reason`: why it failed; `by`: who failed it. `queued`: seconds in
+    which its forwards waited for those of others, whose order another fault may change."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.begun: float | None = None
-        self.ended = 0.0  # on decode
+        self.ended, self.queued = 0.0, 0.0  # on decode; on prefill
         self.outcome = self.reason = self.by = ""
         self.prefill_over = self.written = self.target_begun = False
         self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
@@ -67,7 +68,7 @@ class Life:
     @property
     def took(self) -> float:
         assert self.begun is not None
-        return self.ended - self.begun
+        return self.ended - self.begun - self.queued
 
 
 def _short(line: str) -> str:
