@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from sglang_mixkv.channel.gate import Gate, start_behind
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.layout import Pages
@@ -54,7 +56,7 @@ class Kind(Enum):
     CLEAR = "clear"
 
 
-class Copy(NamedTuple):
+class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
     """`tokens` tokens, from token `first` of `pages` on, of these heads: to be packed into a slot,
     unpacked from it, or cleared, all heads of them. `job`: what the caller knows it by."""
 
@@ -145,16 +147,16 @@ class HostCopier(Copier):
 
     def _copy(self, copy: Copy) -> Ended:
         """It raises nothing."""
-        kind, _, gate, pages, first, tokens, heads, slot, stamp = copy
+        gate, slot, heads = copy.gate, copy.slot, copy.heads
         started, pool, staging = time.perf_counter(), self._store.rows, self._store.staging
         if not gate.enter():
             return copy, None, 0.0
         try:
-            rows, found = pages.rows(first, tokens), SlotCheck.OK
-            if kind is Kind.PACK:
-                pool.pack(rows, heads, staging.slot(slot), stamp)
-            elif kind is Kind.UNPACK:
-                found = pool.unpack(rows, heads, staging.slot(slot), stamp)
+            rows, found = copy.pages.rows(copy.first, copy.tokens), SlotCheck.OK
+            if copy.kind is Kind.PACK:
+                pool.pack(rows, heads, staging.slot(slot), copy.stamp)
+            elif copy.kind is Kind.UNPACK:
+                found = pool.unpack(rows, heads, staging.slot(slot), copy.stamp)
             else:
                 pool.clear(rows)
             return copy, found, time.perf_counter() - started

@@ -37,15 +37,15 @@ class Chunk(msgspec.Struct, frozen=True):
 
 class Room:
     """One request, or the readers that have opened one which is not here yet: `use` is None then.
-    `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
-    of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
+    `readers`: how many there are, by their OPENs, and one before. `written`: how many of the chunks
+    are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
     went on, it began, or a reader opened it."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
         self.use: Use | None = None
         self.parts: dict[bytes, Part] = {}  # by reader
-        self.readers = 0
+        self.readers = 1
         self.chunks: list[Chunk] = []
         self.written = 0
         self.sent: float | None = None
@@ -63,11 +63,11 @@ class Room:
     @property
     def missing(self) -> int:
         """Readers that have not opened; at least one where none has."""
-        return (self.readers or 1) - len(self.parts)
+        return self.readers - len(self.parts)
 
     @property
     def all_ended(self) -> bool:
-        if not self.readers or self.missing > 0:
+        if self.missing > 0:
             return False
         for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
             if not (part.complete or part.over):
@@ -174,10 +174,10 @@ class Packing:
         self._list = list_of(slots.count)
         self.turns: RoundRobin[Part] = RoundRobin(self._list)
         self.announcing: dict[Part, None] = {}
-        self._begun: set[Segment] = set()
+        self._begun = 0
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return self._begun
 
     def limit(self, opened: Open) -> int:
         """How many tokens of what this reader wants fit a slot of either side."""
@@ -193,20 +193,20 @@ class Packing:
 
     def start(self) -> tuple[Segment, ...]:
         found = []
-        for part, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - len(self._begun)):
+        for part, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - self._begun):
             segment = part.cut(slot, self._draw())
-            self._begun.add(segment)
             found.append(segment)
             if part.advance():
                 self.turns.add(part.reader, part)
+        self._begun += len(found)
         return tuple(found)
 
     def end(self, segments: Sequence[Segment], outcome: Outcome) -> list[Part]:
         """The parts that this ends, of segments that failed. The slot of one that was not packed is
         free. Where its gate was closed, the request's end follows."""
+        self._begun -= len(segments)
         failed: dict[Part, None] = {}
         for segment in segments:
-            self._begun.remove(segment)
             part = segment.part
             if part.over or outcome is not SlotCheck.OK:
                 self._slots.free(segment.slot)

@@ -127,7 +127,7 @@ PAGE_SIZES, STAMPS = st.sampled_from([1, 16, 64]), st.integers(0, (1 << 64) - 1)
 EXAMPLES = int(os.environ.get("EXAMPLES", 6))
 
 
-@settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=HealthCheck)
+@settings(max_examples=EXAMPLES, suppress_health_check=HealthCheck)
 @given(batch=batches(), data=st.data())
 def test_a_batch_does_what_draft_rows_does(
     batch: tuple[Side, list[Segment]], data: st.DataObject

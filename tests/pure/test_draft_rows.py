@@ -114,7 +114,7 @@ def canary_slot(size: int) -> torch.Tensor:
 
 
 @by_numpy
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(case=segments(), bit=st.integers(0, 7), data=st.data())
 def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
     by_numpy: bool, case: Segment, bit: int, data: st.DataObject

@@ -32,7 +32,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         {"msgspec", "numpy"}, {"channel.messages", "channel.slot_format", "draft", "errors"},
     ),
     "draft/copier.py": (
-        set(),
+        {"msgspec"},
         {"channel.data_plane", "channel.gate", "channel.slot_format", "draft.layout", "draft.rows"},
     ),
     "draft/rows.py": ({"numpy", "torch"}, {"channel.slot_format", "draft.cuda"}),

@@ -89,12 +89,18 @@ def test_the_end_of_a_read_is_noticed_at_once(channel: Channel) -> None:
     assert best(channel, begin) < AT_ONCE_S
 
 
+@pytest.mark.parametrize("wakes", [True, False])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_the_end_of_a_large_copy_is_noticed_at_once(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, wakes: bool
 ) -> None:
-    """Which its thread makes, so that the channel's sleeps meanwhile."""
+    """Which its thread makes, so that the channel's sleeps meanwhile. Or a device, whose end wakes
+    nobody, so that the channel's thread asks."""
     monkeypatch.setattr(copier, "AT_ONCE", 0)
+    if not wakes:
+        copies = getattr(channel, side).channel._copies
+        monkeypatch.setattr(copies, "_wake", lambda: None)
+        monkeypatch.setattr(copies, "polled", True)
     copy, go = {"prefill": "pack", "decode": "unpack"}[side], threading.Semaphore(0)
     rows = getattr(channel, side).rows
     real, under_way = getattr(rows, copy), threading.Event()
@@ -142,7 +148,8 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, is_decided: bool, reason: str
 ) -> None:
     """To wake a thread costs it 10 us. The rest comes with the next event, or the next tick: what
-    starts a clock, and the end of a request of which nothing is under way."""
+    starts a clock, and the end of a request of which nothing is under way. (Halves that are not
+    decided are of two requests here, since the end of one decides the other.)"""
     prefill, decode = channel.prefill.channel, channel.decode.channel
     woken, made = list[threading.Thread](), list[Any]()
 
@@ -160,7 +167,7 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
 
         monkeypatch.setattr(inlet, "wake", wake)
     assert not wakes(prefill.begin, 1)
-    assert wakes(channel.open, 1, TOKENS)
+    assert wakes(channel.open, 1 if is_decided else 2, TOKENS)
     sent, room = made
     if is_decided:
         pages = channel.prefill.pages(TOKENS)
@@ -283,11 +290,15 @@ def handle(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fails", [look, report, handle])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_the_clock_goes_on_beside_what_fails_each_time(
-    monkeypatch: pytest.MonkeyPatch, side: str, fails: Callable[[Any, Any], None]
-) -> None:
-    """A room is given up by its time, and not by SGLang's scheduler."""
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: str,
+    fails: Callable[[Any, Any], None],
+) -> None:  # fmt: skip
+    """A room is given up by its time, and not by SGLang's scheduler. And the log is not filled,
+    however often the thread looks."""
+    began = time.monotonic()
     with Channel() as channel, monkeypatch.context() as patch:
         worker = getattr(channel, side).channel
+        patch.setattr(worker, "_outstanding", lambda: True)
         if side == "prefill":
             sent = channel.prefill.send(1, TOKENS)  # nobody opens it
             fails(worker, patch)
@@ -299,6 +310,8 @@ def test_the_clock_goes_on_beside_what_fails_each_time(
             channel.decode.channel.target_arrived(room)
             assert decided(channel, room) == ("cold", "deadline")
         assert not worker.broken
+        logged = len([line for line in caplog.messages if "failed over" in line])
+        assert 0 < logged <= 1 + (time.monotonic() - began) / loop.TICK
 
 
 # ---------------------------------------------------------------- CUDA events

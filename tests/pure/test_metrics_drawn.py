@@ -60,7 +60,7 @@ class Req:
         return self.done
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=40), min_size=1, max_size=3))
 @example([[1] * 40])
 @example([[1] * 33])

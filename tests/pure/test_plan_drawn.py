@@ -74,7 +74,6 @@ def held(one: Row) -> set[int]:
     return set(one.draft.heads) if one.draft else set()
 
 
-@settings(deadline=None)
 @given(cases())
 def test_each_head_is_read_once_from_a_rank_of_the_last_stage_that_holds_it(case: Case) -> None:
     in_order = [one for one in case.rows if one in case.last]
@@ -98,7 +97,7 @@ def test_each_head_is_read_once_from_a_rank_of_the_last_stage_that_holds_it(case
     assert (made.version, made.cold) == (PROTOCOL[1], "")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cases())
 def test_where_nothing_is_fetched_the_last_stage_is_opened_all_the_same(case: Case) -> None:
     without = replace(case.own, draft=None, staging=None)

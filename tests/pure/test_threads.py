@@ -366,6 +366,29 @@ def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> N
     worker.close(handle)
 
 
+def test_a_verdict_that_comes_behind_the_schedulers_changes_nothing(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows were in place, and the end of the copies not handled yet, when they were cleared."""
+    worker, copied, go = channel.decode.channel, threading.Event(), threading.Event()
+    real = worker._machine.copied
+
+    def late(*ended: Any) -> None:
+        copied.set()
+        assert go.wait(10)
+        real(*ended)
+
+    monkeypatch.setattr(worker._machine, "copied", late)
+    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    assert copied.wait(10)
+    worker.clear_now(handle)
+    go.set()
+    assert channel.request(2) == ("warm", "")
+    assert worker._machine.state(handle.opened.generation).decided
+    assert channel.state(handle) == ("cold", "broken")
+    channel.end(sent, handle)
+
+
 def test_a_room_whose_rows_cannot_be_cleared_fails(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from sglang_mixkv.channel import gate, slots
@@ -241,7 +242,8 @@ def rows_begin_at_the_prompts_start(patch: Patch) -> None:
 
     def copy_of(self: Any, job: Any) -> Any:
         copy, opened = real(self, job), job.room.opened
-        return copy._replace(first=(copy.first + opened.first_token) % opened.page_size)
+        first = (copy.first + opened.first_token) % opened.page_size
+        return msgspec.structs.replace(copy, first=first)
 
     patch.setattr(DecodeWorker, "_copy_of", copy_of)
 

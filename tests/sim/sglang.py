@@ -156,12 +156,13 @@ class PrefillGroup(Group):
             self._first_chunk(request)
 
     def _chunk(self, request: Request, number: int, first: int) -> None:
-        if self.world.lives[request.id].prefill_over:
+        life, chunk = self.world.lives[request.id], request.chunks[number]
+        if life.prefill_over:
             return
-        chunk = request.chunks[number]
         last = number == len(request.chunks) - 1
         for sender in self.handles[request.id] if chunk.pending else ():
             sender.rank.add_chunk(sender, first, chunk.count, last, True)
+        life.queued += max(0.0, self._stream - self.clock.now)
         self._stream = max(self._stream, self.clock.now) + chunk.seconds
         self.step(self._stream - self.clock.now, self._chunk_done, request, number, first)
 

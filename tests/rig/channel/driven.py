@@ -3,7 +3,7 @@ the clock. Copies end when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -20,9 +20,11 @@ from sglang_mixkv.decode.transfer import Opened, Source
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
+from sglang_mixkv.prefill.transfer import Segment
 
 PREFILL, READER = b"prefill_", b"reader_0"
 TOKENS = 10  # of a segment
+BEGAN = 5000.0  # clocks do not begin at 0
 
 
 class _Side:
@@ -30,7 +32,7 @@ class _Side:
         self.times = Times(patience)
         self.slots = SlotPool(slots, self.times)
         self.machine: Any = None
-        self.now = 0.0
+        self.now = BEGAN
         self.notes: list[tuple[bytes, str]] = []
         self.details: list[tuple[str, str]] = []
 
@@ -92,8 +94,7 @@ class Prefill(_Side):
     def meet(self, action: Any) -> None:
         match action:
             case pact.Pack(segments):
-                self._packed.update((one.stamp, one.chunk.pages) for one in segments)
-                self.do(self.machine.copied, segments)
+                self.pack(segments)
             case pact.Send(connection) if connection in self.unreachable:
                 self.tell(self.machine.unsent, action.message)
                 self.do(self.machine.connection_lost, connection)
@@ -107,6 +108,10 @@ class Prefill(_Side):
                 self.settled[use] = self.now
             case pact.Note(what, reader):
                 self.notes.append((reader, what))
+
+    def pack(self, segments: Sequence[Segment]) -> None:
+        self._packed.update((one.stamp, one.chunk.pages) for one in segments)
+        self.do(self.machine.copied, segments)
 
     def _ready(self, connection: bytes, ready: Ready) -> None:
         generation = ready.generation
