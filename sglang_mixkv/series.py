@@ -130,9 +130,9 @@ FAILS = tuple(what for what, kind in NOTES.items() if kind.series == _FAIL)
 
 
 class Series(NamedTuple):
-    """One metric, by its name behind PREFIX; those that end in _total are counters, the others
-    gauges. `known`: values of its labels that exist from the rank's start, at 0. The others appear
-    when they are counted first."""
+    """One metric, by its name behind PREFIX; those that end in _total are counters, in _seconds
+    histograms, the others gauges. `known`: values of its labels that exist from the rank's start,
+    at 0. The others appear when they are counted first."""
 
     name: str
     sides: Values
@@ -158,6 +158,11 @@ SERIES = (
         _DRAFT, (),
     ),
     Series(
+        "wait_seconds", (DECODE,),
+        "From the target's arrival to the verdict, on this rank; 0 where draft KV came first.",
+        ("state", "reason"), (("warm", ""),),
+    ),
+    Series(
         "finished_requests_total", (DECODE,),
         "Requests that have ended after their transfer, each once.", _DRAFT, (),
     ),
@@ -179,6 +184,7 @@ SERIES = (
     Series(
         "needed_bytes_total", (DECODE,), "KV bytes put in place.", ("component",), (("draft",),)
     ),
+    Series("ready_seconds", (PREFILL,), "From a chunk's forward to its READY, for each reader."),
     Series("sent_bytes_total", (PREFILL,), "KV bytes packed.", ("component",), (("draft",),)),
     Series(
         "unopened_rooms_total", (PREFILL,),

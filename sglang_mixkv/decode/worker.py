@@ -38,7 +38,8 @@ class ReceiveHandle:
     """One request of a receiver, between the scheduler and the channel. `pages`: of `page_size`
     tokens, the draft pool's, from `opened.first_token` on; they are written while `gate` is open.
     `event`: behind an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
-    `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over."""
+    `reason`: the channel's verdict. `arrived`, `decided`: when SGLang's own transfer had succeeded,
+    and when the verdict was there. `request`: SGLang's, once the queue has handed it over."""
 
     request: Any = None
 
@@ -48,8 +49,16 @@ class ReceiveHandle:
         self.opened: ev.Opened
         self.state: ev.State | None = None
         self.reason = ""
-        self.arrived: float | None = None  # when SGLang's own transfer had succeeded
+        self.arrived: float | None = None
+        self.decided: float | None = None
         self.closed = False
+
+    @property
+    def waited(self) -> float | None:
+        """How long the request waited for draft KV alone, where both times are known."""
+        if self.arrived is None or self.decided is None:
+            return None
+        return max(0.0, self.decided - self.arrived)
 
     def rows(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Row numbers of tokens [first, end) of the prompt."""
@@ -157,7 +166,7 @@ class DecodeWorker(Worker):
         except Exception as error:
             if handle.arrived and time.monotonic() - handle.arrived > 2 * self._slowest:
                 handle.gate.close()
-                handle.reason, handle.state = f"an earlier forward: {error!r}", ev.State.FAILED
+                self._decide(handle, ev.State.FAILED, f"an earlier forward: {error!r}")
             return
         logger.error(
             "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
@@ -167,9 +176,13 @@ class DecodeWorker(Worker):
             handle.gate.close()
             if self._store is not None:
                 self._store.rows.clear(handle.rows(opened.first_token, opened.end))
-            handle.reason, handle.state = "broken", ev.State.COLD
+            self._decide(handle, ev.State.COLD, "broken")
         except Exception as error:
-            handle.reason, handle.state = repr(error), ev.State.FAILED
+            self._decide(handle, ev.State.FAILED, repr(error))
+
+    def _decide(self, handle: ReceiveHandle, state: ev.State, reason: str) -> None:
+        """`state` last: the scheduler polls it."""
+        handle.reason, handle.decided, handle.state = reason, time.monotonic(), state
 
     # -- the channel thread
 
@@ -216,7 +229,7 @@ class DecodeWorker(Worker):
                 self._copies.start(list(map(self._copy_of, jobs)))
             case ev.Verdict(ReceiveHandle() as handle, state, reason):
                 if handle.state is None:
-                    handle.reason, handle.state = reason, state
+                    self._decide(handle, state, reason)
             case ev.Forget(peer):
                 self.drop(peer)
                 self._forget_peer(peer)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.prefill.transfer import Connection, Segment, Use
+from sglang_mixkv.prefill.transfer import Chunk, Connection, Segment, Use
 
 __all__ = ["Connection", "Use"]
 
@@ -18,8 +20,11 @@ class Pack(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
+    """`chunks`: of which a READY announces the last segment."""
+
     connection: Connection
     message: Ready | Fail
+    chunks: Sequence[Chunk] = ()
 
 
 class Settled(msgspec.Struct, frozen=True):

@@ -85,7 +85,7 @@ class PrefillWorker(Worker):
     def add_chunk(
         self, handle: SendHandle, first: int, count: int, last: bool, pages: Pages
     ) -> None:
-        pending = bool(pages.events)
+        pending, pages.written = bool(pages.events), time.monotonic()
         chunk = handle, first, count, last, pages, pending
         self._call(self._machine.add_chunk, *chunk, wake=not pending)
         if pending:
@@ -127,7 +127,9 @@ class PrefillWorker(Worker):
     def _look(self, ready: list[Any]) -> Iterator[Call]:
         while self._pending and self._is_written(*self._pending[0]):
             # events are asked in the order of their chunks, which is the stream's
-            yield self._machine.chunk_written, self._pending.popleft()[:1]
+            handle, pages = self._pending.popleft()
+            pages.written = time.monotonic()
+            yield self._machine.chunk_written, (handle,)
         if self._socket in ready:
             yield from self._received()
 
@@ -182,6 +184,9 @@ class PrefillWorker(Worker):
                 self._lost.add(action.connection)
                 self._call(self._machine.connection_lost, action.connection)
                 self._call(self._lost.discard, action.connection)
+            return
+        for chunk in action.chunks:
+            self._reporter.announced(time.monotonic() - chunk.pages.written)
 
 
 def _copy_of(segment: Segment) -> Copy:
