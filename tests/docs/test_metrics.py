@@ -14,11 +14,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mixkv_demo.prometheus import expressions
 from sglang_mixkv.series import PREFIX, SERIES
 
 from .pages import PAGES, ROOT
+from .test_commands import HOME
 
 DASHBOARD, ALERTS = ROOT / "docs" / "dashboard.json", ROOT / "docs" / "alerts.yml"
 ALERT_TESTS = ROOT / "tests" / "alerts_test.yml"
@@ -115,6 +117,18 @@ def test_panels_are_valid_and_show_what_they_say(tmp_path: Path) -> None:
     file = tmp_path / "tests.yml"
     file.write_text(json.dumps({"rule_files": ["rules.yml"], "tests": [one]}))
     promtool("test", "rules", file)
+
+
+def test_each_alert_has_a_page_and_says_what_to_do() -> None:
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    table = (ROOT / "docs" / "metrics.md").read_text()
+    alerts = [rule for rule in rules if "alert" in rule]
+    rows = re.findall(r"(?m)^\| `(MixKV\w+)` \| [^|]+ \| [^|]+ \| ([^|]{15,}) \|$", table)
+    assert sorted(name for name, _ in rows) == sorted({rule["alert"] for rule in alerts})
+    for rule in alerts:
+        page, _, anchor = rule["annotations"]["runbook_url"].removeprefix(HOME).partition("#")
+        heads = re.findall(r"(?m)^#+ (.*)$", (ROOT / page).read_text())
+        assert anchor in {head.lower().replace(" ", "-") for head in heads}
 
 
 @needs_promtool
