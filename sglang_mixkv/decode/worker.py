@@ -55,7 +55,7 @@ class ReceiveHandle:
 
     @property
     def waited(self) -> float | None:
-        """How long the request waited for draft KV alone, where both times are known."""
+        """For draft KV alone; None where the target, or the verdict, never came."""
         if self.arrived is None or self.decided is None:
             return None
         return max(0.0, self.decided - self.arrived)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from sglang_mixkv.channel.messages import Fail, Ready
@@ -24,7 +22,7 @@ class Send(msgspec.Struct, frozen=True):
 
     connection: Connection
     message: Ready | Fail
-    chunks: Sequence[Chunk] = ()
+    chunks: list[Chunk] = []
 
 
 class Settled(msgspec.Struct, frozen=True):

@@ -140,12 +140,11 @@ class Part:
         self.token += count
         return segment
 
-    def ready(self, most: int) -> tuple[Ready, Sequence[Chunk]] | None:
+    def ready(self, most: int) -> tuple[Ready, list[Chunk]] | None:
         """What can be announced now, `most` segments or fewer: those that are packed, up to the
-        first that is not, since segments of a part are announced in their order. And the chunks
-        that end with them."""
-        found: list[Announced] = []
-        ended: list[Chunk] = []
+        first that is not, since segments of a part are announced in their order. And their chunks
+        that end."""
+        found, ended = list[Announced](), list[Chunk]()
         packing = self.packing
         first = packing[0].first if packing else self.token
         while packing and packing[0].packed and len(found) < most:
@@ -222,7 +221,7 @@ class Packing:
                 self.announcing[part] = None
         return list(failed)
 
-    def announce(self, now: float) -> list[tuple[Part, Ready, Sequence[Chunk]]]:
+    def announce(self, now: float) -> list[tuple[Part, Ready, list[Chunk]]]:
         """The READYs that can leave, and the chunks that each ends. Their slots are offered."""
         found = []
         for part in self.announcing:

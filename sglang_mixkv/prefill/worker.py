@@ -85,7 +85,7 @@ class PrefillWorker(Worker):
     def add_chunk(
         self, handle: SendHandle, first: int, count: int, last: bool, pages: Pages
     ) -> None:
-        pending, pages.written = bool(pages.events), time.monotonic()
+        pages.written, pending = time.monotonic(), bool(pages.events)
         chunk = handle, first, count, last, pages, pending
         self._call(self._machine.add_chunk, *chunk, wake=not pending)
         if pending:
@@ -127,15 +127,14 @@ class PrefillWorker(Worker):
     def _look(self, ready: list[Any]) -> Iterator[Call]:
         while self._pending and self._is_written(*self._pending[0]):
             # events are asked in the order of their chunks, which is the stream's
-            handle, pages = self._pending.popleft()
-            pages.written = time.monotonic()
-            yield self._machine.chunk_written, (handle,)
+            yield self._machine.chunk_written, self._pending.popleft()[:1]
         if self._socket in ready:
             yield from self._received()
 
     @staticmethod
     def _is_written(handle: SendHandle, pages: Pages) -> bool:
         """Or nothing will be packed of it."""
+        pages.written = time.monotonic()
         try:
             return handle.ended or all(map(is_over, pages.events))
         except Exception as error:  # each of its packs fails, and so does the part

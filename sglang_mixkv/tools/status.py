@@ -80,14 +80,11 @@ class Page(dict[Sample, float]):
 
     def quantile(self, name: str, share: float) -> float | None:
         """Of a histogram, as Prometheus estimates it; of the rank where it is largest, since a
-        request waits for all of its ranks. None where nothing is counted."""
+        request waits for all of its ranks."""
         ranks: defaultdict[tuple[str, ...], Counter[float]] = defaultdict(Counter)
         for sample, value in self.of(f"{name}_bucket"):
-            at = float(sample.label("le"))
-            ranks[tuple(map(sample.label, RANK))][at] += round(value)
-        return max(
-            (_quantile(one, share) for one in ranks.values() if any(one.values())), default=None
-        )
+            ranks[tuple(map(sample.label, RANK))][float(sample.label("le"))] += round(value)
+        return max((_quantile(one, share) for one in ranks.values() if one.total()), default=None)
 
     def since(self, before: Page) -> Page:
         """Counters as what was added to them, all of them where the server was restarted."""
@@ -235,10 +232,9 @@ def _servers(pages: Pages) -> Iterator[Server]:
     for name, page in pages.items():
         role = max((sample.label("engine_type") for sample in page), default="no plugin")
         ranks = len({tuple(map(sample.label, RANK)) for sample in page})
-        slots, used = page.largest("slots"), page.largest("slots_used")
         wait = "ready_seconds" if role == PREFILL else "wait_seconds"
         waits = page.quantile(wait, 0.5), page.quantile(wait, 0.99)
-        yield Server(name, role, ranks, slots, used, *waits)
+        yield Server(name, role, ranks, page.largest("slots"), page.largest("slots_used"), *waits)
 
 
 def _pairs(since: Pages) -> Iterator[Pair]:
