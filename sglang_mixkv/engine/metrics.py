@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from sglang_mixkv import series
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
-from sglang_mixkv.decode.events import State
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import ABORTED, COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind
+from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, Kind
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -105,7 +106,7 @@ class MetricsReporter(Reporter):
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began, handle.waited))
-        if handle.reason == "broken":
+        if handle.reason == ColdReason.BROKEN:
             self.ticked()
 
     def retracted(self, request: Any) -> None:
@@ -205,11 +206,11 @@ def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]
     made: dict[str, Any] = {}
     gauge = partial(Gauge, multiprocess_mode="mostrecent")
     kinds: dict[str, Any] = {"total": Counter, "seconds": partial(Histogram, buckets=BUCKETS)}
-    for one in SERIES:
+    for one in series.SERIES:
         if side in one.sides:
             kind = kinds.get(one.name.rpartition("_")[2], gauge)
             names, where = [*labels, *one.labels], registry or REGISTRY
-            made[one.name] = kind(PREFIX + one.name, one.help, names, registry=where)
+            made[one.name] = kind(series.PREFIX + one.name, one.help, names, registry=where)
             for values in one.known:
                 made[one.name].labels(*labels.values(), *values)
     return made
@@ -220,10 +221,10 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:
-        return "closed", "prefill_aborted" if reason == ABORTED else ""
+        return "closed", ColdReason.PREFILL_ABORTED if reason == series.ABORTED else ""
     if handle.state is State.WARM:
         return "warm", ""
-    return "cold", handle.reason if handle.reason in COLD else OTHER
+    return "cold", ColdReason(handle.reason)
 
 
 def reporter(side: str) -> MetricsReporter:

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.messages import Announced, Open, Ready
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
 
 Use = Hashable
 Connection = bytes
@@ -37,15 +37,15 @@ class Chunk(msgspec.Struct, frozen=True):
 
 class Room:
     """One request, or the readers that have opened one which is not here yet: `use` is None then.
-    `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
-    of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
+    `readers`: how many there are, by their OPENs, and one before. `written`: how many of the chunks
+    are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
     went on, it began, or a reader opened it."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
         self.use: Use | None = None
         self.parts: dict[bytes, Part] = {}  # by reader
-        self.readers = 0
+        self.readers = 1
         self.chunks: list[Chunk] = []
         self.written = 0
         self.sent: float | None = None
@@ -63,11 +63,11 @@ class Room:
     @property
     def missing(self) -> int:
         """Readers that have not opened; at least one where none has."""
-        return (self.readers or 1) - len(self.parts)
+        return self.readers - len(self.parts)
 
     @property
     def all_ended(self) -> bool:
-        if not self.readers or self.missing > 0:
+        if self.missing > 0:
             return False
         for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
             if not (part.complete or part.over):
@@ -239,17 +239,3 @@ class Packing:
             if segment.packed:
                 self._slots.free(segment.slot)
         part.packing.clear()
-
-
-def refusal(
-    opened: Open, instance: bytes, held: range, limit: Callable[[Open], int]
-) -> tuple[str, str] | None:
-    """A code and a detail where this instance, with these heads, cannot serve it."""
-    wanted = opened.wanted
-    if opened.prefill != instance:
-        return "restarted", "this prefill rank is another instance than the one addressed"
-    if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
-        return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
-    if wanted and limit(opened) < 1:
-        return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-    return None

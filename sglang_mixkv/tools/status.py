@@ -21,7 +21,7 @@ from math import inf
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from sglang_mixkv.series import MEMORY, NOTES, PREFILL, REPORT, STATES, Kind
+from sglang_mixkv.series import MEMORY, NOTES, PREFILL, STATES, ColdReason
 from sglang_mixkv.tools import as_json, parser, point, table
 from sglang_mixkv.tools.client import RequestFailed, request
 
@@ -295,7 +295,7 @@ def _of_pairs(found: Iterable[Pair]) -> Iterator[Wrong]:
             continue
         for reason, number in pair.rooms.most_common():
             if reason != "warm":
-                kind = NOTES.get(f"cold_{reason}", Kind(remedy=REPORT))
+                kind = ColdReason(reason).kind
                 what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
                 what += f": {kind.happened}" * bool(kind.happened)
                 yield Wrong(f"{pair.decode}, prefill {pair.prefill}", what, kind.remedy)

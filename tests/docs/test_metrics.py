@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from mixkv_demo.prometheus import expressions
-from sglang_mixkv.series import PREFIX, SERIES
+from sglang_mixkv.series import PREFIX, SERIES, ColdReason
 
 from .pages import PAGES, ROOT
 from .test_commands import HOME
@@ -48,6 +48,13 @@ def test_series_rules_and_labels_that_are_named_exist(path: Path) -> None:
         assert own <= LABELS[name] | EVERYWHERE, name
     recorded = re.findall(r"(?m)^ *- record: (\S+)$", ALERTS.read_text())
     assert {*RULE.findall(text)} <= {*recorded}
+
+
+def test_troubleshooting_lists_each_reason_for_a_cold_drafter_once() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line[:3] == "| `"]
+    listed = [reason for row in rows for reason in re.findall("`([a-z_]+)`", row)]
+    assert sorted(listed) == sorted(ColdReason)
 
 
 def test_sglangs_own_series_are_still_called_so() -> None:

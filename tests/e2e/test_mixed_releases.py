@@ -16,7 +16,7 @@ from mixkv_demo.launch import Topology
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import disaggregated
-from sglang_mixkv.draft.facts import MIXES
+from sglang_mixkv.decode.compare import MIXES
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 from sglang_mixkv.tools.client import RequestFailed
 

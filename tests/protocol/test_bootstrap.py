@@ -13,7 +13,7 @@ import requests
 from rig import servers
 from rig.rank import free_port, wait_for_port
 
-from sglang_mixkv.draft.facts import MAX_ROW_BYTES, Row, StagingFacts
+from sglang_mixkv.draft.handshake import MAX_ROW_BYTES, Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.engine.names import Names

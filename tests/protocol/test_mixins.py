@@ -19,14 +19,14 @@ import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.decode.events import State
+from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.engine import handover, receiver, sender
 from sglang_mixkv.engine.draft_pool import Draft
 from sglang_mixkv.engine.receiver import DraftReceiver
-from sglang_mixkv.engine.rooms import newest
 from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.guards.room_reuse import newest
 
 NUMBERS = itertools.count(1 << 40)
 PAGE, OTHER_PAGE = 4, 16  # the drafter's, and the target's

@@ -25,9 +25,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_mixkv.engine.receiver import DraftReceiver
-from sglang_mixkv.engine.rooms import RoomUse, around_request
 from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.guards.room_reuse import RoomUse, around_request
 
 REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
 

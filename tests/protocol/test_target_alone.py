@@ -4,7 +4,7 @@ of the draft channel.
 Each rank has a drafter's pool, and runs SGLang's own classes with KV args of the target alone.
 That such targets arrive is proved with the plugin (test_matrix.py, test_random.py),
 which changes nothing of their transfer. Here are the targets that SGLang moves wrongly with a
-drafter or without (sglang_mixkv/draft/facts.py), and what becomes of a pair of which one side
+drafter or without (sglang_mixkv/decode/compare.py), and what becomes of a pair of which one side
 alone hides its drafter.
 """
 

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sglang_mixkv.channel import slot_format
+from sglang_mixkv.channel.slot_format import weights
 from sglang_mixkv.draft import layout
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, Pages, weights
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, Pages
 from sglang_mixkv.draft.window import BLOCKS, LLAMA_EAGLE3, WINDOWED, pages_left_out, window_of
 from sglang_mixkv.errors import MixKVError
 
@@ -49,9 +51,9 @@ def test_weights_are_odd_and_those_of_the_page() -> None:
 
 def test_both_sides_have_one_slot_and_one_sum() -> None:
     """Those of other releases have them too."""
-    assert (layout.HEADER, layout.SPARE, layout.SLOT_OVERHEAD) == (64, 16, 72)
-    assert (layout.SEED, layout.MASK) == (0x2545F4914F6CDD1D, 2**64 - 1)
-    assert list(layout.SlotCheck) == [0, 1, 2, 3]  # as a GPU's kernels give them
+    assert (slot_format.HEADER, slot_format.SPARE, slot_format.SLOT_OVERHEAD) == (64, 16, 72)
+    assert (slot_format.SEED, slot_format.MASK) == (0x2545F4914F6CDD1D, 2**64 - 1)
+    assert list(slot_format.SlotCheck) == [0, 1, 2, 3]  # as a GPU's kernels give them
     assert (layout.MAX_ENTRIES, list(layout.NO_HEADS), layout.NO_HEADS.stop) == (1024, [], 0)
 
 

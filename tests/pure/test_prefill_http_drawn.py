@@ -19,7 +19,7 @@ from rig.answers import serving, silent
 web = pytest.importorskip("aiohttp.web")
 
 from sglang_mixkv.channel.messages import PROTOCOL  # noqa: E402
-from sglang_mixkv.draft.facts import MAX_ROW_BYTES, Row, Target  # noqa: E402
+from sglang_mixkv.draft.handshake import MAX_ROW_BYTES, Row, Target  # noqa: E402
 from sglang_mixkv.engine import prefill_http  # noqa: E402
 from sglang_mixkv.engine.bootstrap import (  # noqa: E402
     KEY,
@@ -163,7 +163,7 @@ def a_server_of(*counts: int, **sizes: Any) -> Callable[[str], tuple[int, bytes]
     return answer
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.lists(st.integers(1, 3), min_size=4, max_size=4))
 def test_every_rank_is_asked_for(counts: list[int]) -> None:
     with serving(a_server_of(*counts)) as address:

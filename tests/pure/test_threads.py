@@ -29,10 +29,11 @@ from rig.threads import (
 )
 
 from sglang_mixkv.channel.messages import draw_instance
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.draft import copier
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 
 TOKENS = 20  # three segments
@@ -254,7 +255,7 @@ def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number:
         assert channel.state(other) == ("warm", "")
         channel.end(sent, other)
     assert channel.request(14) == ("warm", "")
-    assert channel.decode.notes.seen == ["cold_unsent"]
+    assert channel.decode.notes.seen == ["unsent"]
 
 
 # ---------------------------------------------------------------- what raises, what ends
@@ -262,7 +263,7 @@ def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number:
 
 ACTIONS = [
     ("decode", "Send", ("cold", "unsent")), ("decode", "StartRead", ("cold", "read")),
-    ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
+    ("decode", "StartCopies", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
     ("prefill", "Send", ("cold", "deadline or protocol")),
     ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "Settled", ("warm", "")),
@@ -410,6 +411,29 @@ def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> N
     worker.clear_now(handle)
     assert channel.state(handle) == ("cold", "broken")
     worker.close(handle)
+
+
+def test_a_verdict_that_comes_behind_the_schedulers_changes_nothing(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows were in place, and the end of the copies not handled yet, when they were cleared."""
+    worker, copied, go = channel.decode.channel, threading.Event(), threading.Event()
+    real = worker._machine.copied
+
+    def late(*ended: Any) -> None:
+        copied.set()
+        assert go.wait(10)
+        real(*ended)
+
+    monkeypatch.setattr(worker._machine, "copied", late)
+    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    assert copied.wait(10)
+    worker.clear_now(handle)
+    go.set()
+    assert channel.request(2) == ("warm", "")
+    assert worker._machine._rooms[handle.opened.generation].decided
+    assert channel.state(handle) == ("cold", "broken")
+    channel.end(sent, handle)
 
 
 def test_a_room_whose_rows_cannot_be_cleared_fails(

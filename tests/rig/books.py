@@ -10,6 +10,7 @@ from sglang_mixkv.channel.slots import SlotPool, quota_of
 from sglang_mixkv.decode.machine import Machine as Decode
 from sglang_mixkv.decode.segments import Segment
 from sglang_mixkv.decode.transfer import Stage
+from sglang_mixkv.prefill.transfer import MAX_IN_FLIGHT
 
 
 def wrong_books(machine: Any) -> list[str]:
@@ -34,6 +35,8 @@ def _prefill(machine: Any) -> Iterator[str]:
     parts = machine._parts.values()
     packed = sum(one.packed for part in parts for one in part.packing)
     yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.offered)
+    if len(machine._packing) > MAX_IN_FLIGHT:
+        yield f"{len(machine._packing)} segments are packed at once"
     rooms = [*machine._uses.values(), *machine._early.values()]
     if {id(part) for room in rooms for part in room.parts.values()} != set(map(id, parts)):
         yield f"{len(parts)} parts, {[len(room.parts) for room in rooms]} in rooms"

@@ -15,7 +15,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.transfer import server_of
 from sglang_mixkv.decode.worker import ReceiveHandle
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
+from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_mixkv.channel.messages import Open, Ready
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.draft.copier import Copy, Kind
 
 STAGES = "opened", "packed", "ready", "reading", "read", "copying"
@@ -78,11 +78,11 @@ def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) ->
             stop.at("opened", lambda: is_met(peer))
         return has_left
 
-    def reads(action: ev.StartRead) -> Any:
+    def reads(action: act.StartRead) -> Any:
         stop.at("reading", lambda: is_met(action.peer))
         return read(action)
 
-    def ends(action: ev.StartRead, error: str = "") -> None:
+    def ends(action: act.StartRead, error: str = "") -> None:
         if not error:
             stop.at("read", lambda: is_met(action.peer))
         ended(action, error)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.transfer import instance_of
+from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.decode import actions as act
+from sglang_mixkv.decode.transfer import Opened, instance_of
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
 from tests.sim.finding import Finding
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(slots=True)
 class Room:
-    opened: ev.Opened
+    opened: Opened
     parts: dict[bytes, Part]
     progress: float
     first: float | None = None  # READY
@@ -87,7 +87,7 @@ class Blame:
 class Judge:
     rank: DecodeRank
     rooms: dict[int, Room] = field(default_factory=dict)
-    reads: dict[ev.StartRead, Reading] = field(default_factory=dict)
+    reads: dict[act.StartRead, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)  # not warm the last time, since
 
@@ -105,7 +105,7 @@ class Judge:
         if name in _ENDS:
             self._ends(name, args, now)
 
-    def _open(self, now: float, opened: ev.Opened) -> None:
+    def _open(self, now: float, opened: Opened) -> None:
         wanted = [source.peer for source in opened.sources if source.heads]
         found = self.rank.machine._rooms[opened.generation].cold
         number = opened.bootstrap_room
@@ -140,7 +140,7 @@ class Judge:
 
     def _failed(self, now: float, peer: bytes, message: Fail) -> None:
         if message.code == "restarted" and not any(
-            type(one) is ev.Forget and one.peer == peer for one in self.rank.machine._out
+            type(one) is act.Forget and one.peer == peer for one in self.rank.machine._out
         ):
             raise self.wrong("forget", f"{peer} was restarted, and is not asked anew")
 
@@ -156,19 +156,19 @@ class Judge:
         room.progress = now
         room.first = now if room.first is None else room.first
 
-    def begun(self, action: ev.StartRead) -> None:
+    def begun(self, action: act.StartRead) -> None:
         """A read, of segments of one room."""
         segments = action.segments
         room = self.rooms.get(segments[0].room.generation)
         self.reads[action] = Reading(room, action.peer, self.rank.now, len(segments))
 
-    def _read(self, now: float, action: ev.StartRead, error: str) -> None:
+    def _read(self, now: float, action: act.StartRead, error: str) -> None:
         read = self.reads[action]
         room = read.room
         if room is not None and not (error or now > read.began + self._limit(room)):
             room.progress = now
 
-    def server_of(self, read: ev.StartRead) -> int:
+    def server_of(self, read: act.StartRead) -> int:
         """Whose slots it reads."""
         peer = self.reads[read].peer
         return self.rank.world.place_of[instance_of(peer)].server.number
@@ -183,7 +183,7 @@ class Judge:
             return
         for job in jobs:
             room = self.rooms.get(job.room.generation)
-            if room is None or isinstance(job, ev.Clear):
+            if room is None or isinstance(job, act.Clear):
                 continue
             room.progress = now
             for source in room.opened.sources:
@@ -302,8 +302,8 @@ class Judge:
         if own != (found := set(breaker.open_peers())):
             raise self.wrong("breaker", f"open {sorted(found)}, in the place of {sorted(own)}")
 
-    def said(self, verdict: ev.Verdict) -> None:
-        if verdict.state is ev.State.WARM:
+    def said(self, verdict: act.Verdict) -> None:
+        if verdict.state is act.State.WARM:
             self.numbers.pop(verdict.handle.opened.bootstrap_room, None)
 
 

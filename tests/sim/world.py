@@ -50,12 +50,13 @@ class Clock:
 
 
 class Life:
-    """What became of a request. `reason`: why it failed; `by`: who failed it."""
+    """What became of a request. `reason`: why it failed; `by`: who failed it. `queued`: seconds in
+    which its forwards waited for those of others, whose order another fault may change."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.begun: float | None = None
-        self.ended = 0.0  # on decode
+        self.ended, self.queued = 0.0, 0.0  # on decode; on prefill
         self.outcome = self.reason = self.by = ""
         self.prefill_over = self.written = self.target_begun = False
         self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
@@ -67,7 +68,7 @@ class Life:
     @property
     def took(self) -> float:
         assert self.begun is not None
-        return self.ended - self.begun
+        return self.ended - self.begun - self.queued
 
 
 def _short(line: str) -> str:
@@ -156,9 +157,10 @@ class World:
             self.clock.after(seconds, self.abort, request, side, told)
 
     def _follow(self, request: Request) -> None:
-        """It has the number of an earlier one, which SGLang has to be done with (engine/rooms.py):
-        decode has closed it, and prefill has ended it, or sent all of its target to readers that
-        still live, as before decode has it computed again (true retraction)."""
+        """It has the number of an earlier one, which SGLang has to be done with (the guard of
+        guards/room_reuse.py): decode has closed it, and prefill has ended it, or sent all of its
+        target to readers that still live, as before decode has it computed again (true
+        retraction)."""
         former = self.lives[request.after]
         receivers = self.groups[request.decode].handles.get(request.after, ())
         senders = self.groups[request.prefill].handles.get(request.after, ())

@@ -7,11 +7,9 @@ import msgspec
 from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.prefill.transfer import Chunk, Connection, Segment, Use
 
-__all__ = ["Connection", "Use"]
-
 
 class Pack(msgspec.Struct, frozen=True):
-    """They may be packed in any order, and together; `Machine.packed` follows for each, or for
+    """They may be packed in any order, and together; `Machine.copied` follows for each, or for
     several."""
 
     segments: tuple[Segment, ...]
