@@ -146,9 +146,9 @@ FAILS = {w: ColdReason(f"prefill_{w}") for w, kind in NOTES.items() if kind.seri
 
 
 class Series(NamedTuple):
-    """One metric, by its name behind PREFIX; those that end in _total are counters, the others
-    gauges. `known`: values of its labels that exist from the rank's start, at 0. The others appear
-    when they are counted first."""
+    """One metric, by its name behind PREFIX; those that end in _total are counters, in _seconds
+    histograms, the others gauges. `known`: values of its labels that exist from the rank's start,
+    at 0. The others appear when they are counted first."""
 
     name: str
     sides: Values
@@ -169,23 +169,15 @@ SERIES = (
         (("warm", ""), *(("cold", reason) for reason in ColdReason), ("failed", ""),
          ("failed", "reused"), ("closed", ""), ("closed", "prefill_aborted")),
     ),
+    Series("prefill_rooms_total", (DECODE,), "The same by prefill server.", _DRAFT, ()),
     Series(
-        "prefill_rooms_total", (DECODE,), "The same by prefill server, its bootstrap address.",
-        _DRAFT, (),
+        "wait_seconds", (DECODE,), "From the target's arrival to the verdict.", _DRAFT[1:],
+        (("warm", ""),),
     ),
-    Series(
-        "finished_requests_total", (DECODE,),
-        "Requests that have ended after their transfer, each once.", _DRAFT, (),
-    ),
+    Series("finished_requests_total", (DECODE,), "Decoded requests that have ended.", _DRAFT, ()),
     Series("verify_rounds_total", (DECODE,), "Their verify rounds.", _DRAFT, ()),
-    Series(
-        "accepted_tokens_total", (DECODE,),
-        "Tokens of these rounds: accepted drafts, and one more each.", _DRAFT, (),
-    ),
-    Series(
-        "breaker_open", (DECODE,),
-        "1 while the breaker of one of the server's ranks is open.", ("prefill",), (),
-    ),
+    Series("accepted_tokens_total", (DECODE,), "Accepted drafts, and one a round.", _DRAFT, ()),
+    Series("breaker_open", (DECODE,), "1 while one to its ranks is open.", ("prefill",), ()),
     Series("breaker_opened_total", (DECODE,), "How often one opened.", ("prefill",), ()),
     Series(
         "peers_refused_total", (DECODE,),
@@ -195,11 +187,9 @@ SERIES = (
     Series(
         "needed_bytes_total", (DECODE,), "KV bytes put in place.", ("component",), (("draft",),)
     ),
+    Series("ready_seconds", (PREFILL,), "From a chunk's forward to its READY, for each reader."),
     Series("sent_bytes_total", (PREFILL,), "KV bytes packed.", ("component",), (("draft",),)),
-    Series(
-        "unopened_rooms_total", (PREFILL,),
-        "Requests that a decode rank did not open on the channel.",
-    ),
+    Series("unopened_rooms_total", (PREFILL,), "Requests that a decode rank did not open."),
     Series("unrequested_rooms_total", (PREFILL,), "Rooms opened for which no request came."),
     Series(
         "fails_sent_total", (PREFILL,),

@@ -42,7 +42,7 @@ class ReceiveHandle:
     `event`: behind an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
     `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over.
     `arrived`: when SGLang's own transfer had succeeded; the machine has a time of its own, since
-    this one is needed where its thread hangs."""
+    this one is needed where its thread hangs. `decided`: when the verdict was there."""
 
     request: Any = None
 
@@ -53,7 +53,15 @@ class ReceiveHandle:
         self.state: act.State | None = None
         self.reason = ""
         self.arrived: float | None = None
+        self.decided: float | None = None
         self.closed = False
+
+    @property
+    def waited(self) -> float | None:
+        """For draft KV alone; None where the target, or the verdict, never came."""
+        if self.arrived is None or self.decided is None:
+            return None
+        return max(0.0, self.decided - self.arrived)
 
     def rows(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Row numbers of tokens [first, end) of the prompt."""
@@ -161,7 +169,7 @@ class DecodeWorker(Worker):
         except Exception as error:
             if handle.arrived and time.monotonic() - handle.arrived > 2 * self._slowest:
                 handle.gate.close()
-                handle.reason, handle.state = f"an earlier forward: {error!r}", act.State.FAILED
+                self._decide(handle, act.State.FAILED, f"an earlier forward: {error!r}")
             return
         logger.error(
             "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
@@ -171,9 +179,13 @@ class DecodeWorker(Worker):
             handle.gate.close()
             if self._store is not None:
                 self._store.rows.clear(handle.rows(opened.first_token, opened.end))
-            handle.reason, handle.state = ColdReason.BROKEN, act.State.COLD
+            self._decide(handle, act.State.COLD, ColdReason.BROKEN)
         except Exception as error:
-            handle.reason, handle.state = repr(error), act.State.FAILED
+            self._decide(handle, act.State.FAILED, repr(error))
+
+    def _decide(self, handle: ReceiveHandle, state: act.State, reason: str) -> None:
+        """`state` last: the scheduler polls it."""
+        handle.reason, handle.decided, handle.state = reason, time.monotonic(), state
 
     # -- the channel thread
 
@@ -216,7 +228,7 @@ class DecodeWorker(Worker):
                 self._copies.start(list(map(self._copy_of, jobs)))
             case act.Verdict(ReceiveHandle() as handle, state, reason):
                 if handle.state is None:
-                    handle.reason, handle.state = reason, state
+                    self._decide(handle, state, reason)
             case act.Forget(peer):
                 self.drop(peer)
                 self._forget_peer(peer)

@@ -140,12 +140,14 @@ class Pages:
     numbers.
 
     `events`: things with `query() -> bool`. Once all are true, the pages can be read and the KV is
-    in them. `error`: why nobody knows whether it is; nothing can be read then.
+    in them; for a chunk that was `written`, by time.monotonic(). `error`: why nobody knows whether
+    it is; nothing can be read then.
     """
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
         self._pages, self._size, self.events = pages, page_size, events
         self._on_device: Any = None
+        self.written = 0.0
         self.error: Exception | None = None
 
     def rows(self, offset: int, count: int) -> NDArray[np.int64]:

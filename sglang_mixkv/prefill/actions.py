@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.prefill.transfer import Connection, Segment, Use
+from sglang_mixkv.prefill.transfer import Chunk, Connection, Segment, Use
 
 
 class Pack(msgspec.Struct, frozen=True):
@@ -16,8 +16,11 @@ class Pack(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
+    """`chunks`: of which a READY announces the last segment."""
+
     connection: Connection
     message: Ready | Fail
+    chunks: list[Chunk] = []
 
 
 class Settled(msgspec.Struct, frozen=True):

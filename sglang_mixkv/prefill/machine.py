@@ -65,9 +65,9 @@ class Machine:
     def actions(self) -> list[act.Action]:
         """What calls since the last time have led to, in the order in which it must be done."""
         packing = self._packing
-        for part, ready in packing.announce(self._clock) if packing.announcing else ():
+        for part, ready, chunks in packing.announce(self._clock) if packing.announcing else ():
             part.room.progress = self._clock
-            self._out.append(act.Send(part.connection, ready))
+            self._out.append(act.Send(part.connection, ready, chunks))
             if ready.last:
                 self._settle(part.room)
         if packing.turns.owners and (segments := packing.start()):

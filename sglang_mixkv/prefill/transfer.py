@@ -140,22 +140,26 @@ class Part:
         self.token += count
         return segment
 
-    def ready(self, most: int) -> Ready | None:
+    def ready(self, most: int) -> tuple[Ready, list[Chunk]] | None:
         """What can be announced now, `most` segments or fewer: those that are packed, up to the
-        first that is not, since segments of a part are announced in their order."""
-        found: list[Announced] = []
+        first that is not, since segments of a part are announced in their order. And their chunks
+        that end."""
+        found, ended = list[Announced](), list[Chunk]()
         packing = self.packing
         first = packing[0].first if packing else self.token
         while packing and packing[0].packed and len(found) < most:
             segment = packing.popleft()
             found.append(Announced(segment.slot, segment.stamp, segment.count))
+            chunk = segment.chunk
+            if segment.first + segment.count == chunk.first + chunk.count:
+                ended.append(chunk)
         self.complete = self.all_cut and not packing
         if not (found or self.complete):
             return None
         number = self.announced
         self.announced += len(found)
         room, generation = self.opened.room, self.opened.generation
-        return Ready(room, generation, number, first, tuple(found), self.complete)
+        return Ready(room, generation, number, first, tuple(found), self.complete), ended
 
 
 class Packing:
@@ -217,14 +221,14 @@ class Packing:
                 self.announcing[part] = None
         return list(failed)
 
-    def announce(self, now: float) -> list[tuple[Part, Ready]]:
-        """The READYs that can leave. Their slots are offered."""
+    def announce(self, now: float) -> list[tuple[Part, Ready, list[Chunk]]]:
+        """The READYs that can leave, and the chunks that each ends. Their slots are offered."""
         found = []
         for part in self.announcing:
-            while not (part.complete or part.over) and (ready := part.ready(self._list)):
-                for one in ready.segments:
+            while not (part.complete or part.over) and (made := part.ready(self._list)):
+                for one in made[0].segments:
                     self._slots.offer(one.slot, one.stamp, now)
-                found.append((part, ready))
+                found.append((part, *made))
         self.announcing = {}
         return found
 

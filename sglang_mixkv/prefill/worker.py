@@ -87,7 +87,7 @@ class PrefillWorker(Worker):
     def add_chunk(
         self, handle: SendHandle, first: int, count: int, last: bool, pages: Pages
     ) -> None:
-        pending = bool(pages.events)
+        pages.written, pending = time.monotonic(), bool(pages.events)
         chunk = handle, first, count, last, pages, pending
         self._call(self._machine.add_chunk, *chunk, wake=not pending)
         if pending:
@@ -136,6 +136,7 @@ class PrefillWorker(Worker):
     @staticmethod
     def _is_written(handle: SendHandle, pages: Pages) -> bool:
         """Or nothing will be packed of it."""
+        pages.written = time.monotonic()
         try:
             return handle.ended or all(map(is_over, pages.events))
         except Exception as error:  # each of its packs fails, and so does the part
@@ -180,6 +181,9 @@ class PrefillWorker(Worker):
                 self._lost.add(action.connection)
                 self._call(self._machine.connection_lost, action.connection)
                 self._call(self._lost.discard, action.connection)
+            return
+        for chunk in action.chunks:
+            self._reporter.announced(time.monotonic() - chunk.pages.written)
 
 
 def _copy_of(segment: Segment) -> Copy:

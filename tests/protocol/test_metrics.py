@@ -18,6 +18,7 @@ from sglang_mixkv.guards import retraction
 from sglang_mixkv.series import ColdReason
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
+CHUNKS = 3 + 2 + 1
 
 
 def measured(case: Case, **special: Any) -> Outcome:
@@ -42,6 +43,8 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
     assert states(outcome) == {("warm",): decode_tp * len(REQUESTS)}
     needed = outcome.total("needed_bytes_total", "draft")
     assert needed == outcome.total("sent_bytes_total", "draft") > 0
+    assert outcome.total("wait_seconds", "warm") == decode_tp * len(REQUESTS)
+    assert outcome.total("ready_seconds") == CHUNKS * max(prefill_tp, decode_tp), "by reader"
     for report in outcome.prefill + outcome.decode:
         assert report.counted["copy_seconds_total",] > 0
         assert report.counted["slots",] >= report.counted["slots_used",]

@@ -42,6 +42,21 @@ class Rank(metrics.MetricsReporter):
                 found[tuple(labels[label] for label in own)] = float(parts[2])
         return found
 
+    def buckets(self, name: str) -> dict[tuple[str, ...], dict[float, float]]:
+        """Of a histogram, by values of its own labels: how many observations each bucket has, by
+        its upper bound; those without any are left out."""
+        found: dict[tuple[str, ...], dict[float, float]] = {}
+        below: dict[tuple[str, ...], float] = {}
+        for line in generate_latest(self.registry).decode().splitlines():
+            if parts := re.fullmatch(rf"{series.PREFIX}{name}_bucket{{(.*)}} (\S+)", line):
+                labels = dict(re.findall(r'(\w+)="(.*?)"', parts[1]))
+                own = next(one.labels for one in SERIES if one.name == name)
+                at, count = tuple(labels[label] for label in own), float(parts[2])
+                if more := count - below.get(at, 0):
+                    found.setdefault(at, {})[float(labels["le"])] = more
+                below[at] = count
+        return found
+
     def count(self) -> None:
         self._count_rooms()
         self._look()
@@ -75,6 +90,50 @@ def test_rounds_and_tokens_are_counted(histograms: list[Any]) -> None:
     assert one.of("verify_rounds_total") == ({("a:1", "warm", ""): len(rounds)} if rounds else {})
     assert one.of("accepted_tokens_total") == ({("a:1", "warm", ""): tokens} if tokens else {})
     assert one.of("finished_requests_total") == {("a:1", "warm", ""): len(histograms)}
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "closed", "arrived", "decided", "expected"),
+    [
+        (act.State.WARM, "", "", 5.0, 5.0004, {("warm", ""): {0.001: 1}}),
+        (act.State.WARM, "", "", 5.0, 5.003, {("warm", ""): {0.005: 1}}),
+        (act.State.WARM, "", "", 5.0, 4.0, {("warm", ""): {0.001: 1}}),  # its rows came first
+        (act.State.COLD, "deadline", "", 5.0, 5.31, {("cold", "deadline"): {0.5: 1}}),
+        (act.State.COLD, "of a later release", "", 5.0, 6.5, {("cold", "other"): {2.0: 1}}),
+        (act.State.FAILED, "why", "", 5.0, 14.9, {("failed", ""): {10.0: 1}}),
+        (act.State.WARM, "", series.ABORTED, 5.0, 17.0,
+         {("closed", "prefill_aborted"): {float("inf"): 1}}),
+        (None, "", "failed on decode", 5.0, None, {}),  # it ended before a verdict
+        (act.State.COLD, "lost", "failed on decode", None, 5.0, {}),  # the target never came
+    ],
+)  # fmt: skip
+def test_a_request_waits_from_the_targets_arrival_to_the_verdict(
+    state: act.State | None, reason: str, closed: str, arrived: float | None,
+    decided: float | None, expected: dict[tuple[str, ...], dict[float, float]],
+) -> None:  # fmt: skip
+    """Once, under the outcome that rooms_total counts."""
+    one, handle = Rank(), ReceiveHandle([], 1, None, "a:1")
+    handle.state, handle.reason, handle.arrived, handle.decided = state, reason, arrived, decided
+    one.ended(handle, closed)
+    assert one.buckets("wait_seconds") == {}, "the scheduler's thread counts nothing"
+    for _ in range(2):
+        one.count()
+    assert one.buckets("wait_seconds") == expected
+    (outcome,) = one.of("rooms_total")
+    assert expected.keys() <= {outcome}
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.floats(0, 30), min_size=1, max_size=20))
+@example([0.001, 0.0010001, 10.0, 10.1])
+def test_chunks_are_observed_in_the_bucket_of_their_time(seconds: list[float]) -> None:
+    one, expected = Rank(PREFILL), dict[float, float]()
+    for each in seconds:
+        one.announced(each)
+        bound = next((at for at in metrics.BUCKETS if each <= at), float("inf"))
+        expected[bound] = expected.get(bound, 0) + 1
+    assert one.buckets("ready_seconds") == {(): dict(sorted(expected.items()))}
+    assert (metrics.BUCKETS[0], metrics.BUCKETS[-1]) == (0.001, 10.0)
 
 
 def test_rooms_are_counted_at_each_tick_and_drafts_once_a_second(
@@ -155,7 +214,8 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
     assert one.of("copy_seconds_total") == {(): 0.25}
     page = generate_latest(one.registry).decode()
     for known in (s for s in SERIES if side in s.sides for _ in s.known):
-        assert f"{series.PREFIX}{known.name}{{" in page, "it is there before it is counted"
+        name = series.PREFIX + known.name + "_bucket" * known.name.endswith("_seconds")
+        assert f"{name}{{" in page, "it is there before it is counted"
 
 
 @pytest.mark.parametrize(

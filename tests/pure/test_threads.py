@@ -19,6 +19,7 @@ from rig.channel.threads import (
     PAGE,
     SEGMENT,
     SLOTS,
+    SOON_S,
     Channel,
     Decode,
     Event,
@@ -351,6 +352,51 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     assert channel.state(handle) == ("cold", "broken")
     assert not channel.decode.rows_of(handle).any()
     assert not handle.gate.enter(), "the thread that is left would write to them"
+
+
+@pytest.mark.parametrize(
+    ("held", "prefix"), [((), 0), ((0,), 0), ((1,), 8), ((0, 2), 0), ((2,), 20)]
+)
+def test_each_chunk_is_timed_once_from_its_forward_to_its_ready(
+    channel: Channel, held: tuple[int, ...], prefix: int
+) -> None:
+    """Of three chunks, of one segment or several; those in `held` wait for their forward. A chunk
+    within the reader's prefix has no READY."""
+    handle, sender = channel.open(1, 40 - prefix, first=prefix, page=PAGE), channel.prefill.channel
+    sent, forward, times = sender.begin(1), Event(), channel.prefill.notes.announcing
+    rows = channel.prefill.pages(40).rows(0, 40)
+    chunks = [number for number, end in enumerate((20, 24, 40)) if end > prefix]
+    for number, (first, end) in enumerate(((0, 20), (20, 24), (24, 40))):
+        pages = Pages(rows[first:end], 1, [forward] * (number in held))
+        sender.add_chunk(sent, first, end - first, end == 40, pages)
+    wait_before = [number for number in chunks if number < min(held, default=9)]
+    assert wait_for(lambda: len(times) == len(wait_before))
+    time.sleep(0.3)
+    forward.done = True
+    assert channel.state(handle) == ("warm", "")
+    assert wait_for(lambda: len(times) == len(chunks))
+    for number, seconds in zip(chunks, times, strict=True):  # 1 was written, and waited for 0
+        assert (seconds > 0.25) == (number not in held and number not in wait_before)
+    channel.end(sent, handle)
+
+
+def test_a_request_without_its_target_waits_for_nothing(channel: Channel) -> None:
+    """One whose target has arrived waits until the verdict, which is once, whoever made it."""
+    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    assert channel.state(handle) == ("warm", "")
+    assert handle.waited is None
+    channel.decode.channel.target_arrived(handle)
+    assert handle.waited == 0
+    channel.end(sent, handle)
+    handle = channel.open(2, SEGMENT)
+    channel.decode.channel.target_arrived(handle)
+    assert handle.waited is None
+    time.sleep(0.1)
+    sent = channel.prefill.send(2, SEGMENT)
+    assert channel.state(handle) == ("warm", "")
+    assert handle.waited is not None
+    assert 0.1 <= handle.waited < SOON_S
+    channel.end(sent, handle)
 
 
 def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> None:

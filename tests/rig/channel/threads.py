@@ -96,12 +96,14 @@ class Reads(DataPlane):
 
 
 class Reporter:
-    """`seen`, `details`: of all notes. `bytes`, `copying`: of all copies, and seconds. `ticks`: how
-    often the channel's thread looked at its clock."""
+    """`seen`, `details`: of all notes. `bytes`, `copying`: of all copies, and seconds.
+    `announcing`: seconds from chunks to their READYs. `ticks`: how often the channel's thread
+    looked at its clock."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.details: list[str] = []
+        self.announcing: list[float] = []
         self.bytes, self.copying, self.ticks = 0, 0.0, 0
 
     def __call__(self, note: Any) -> None:
@@ -110,6 +112,9 @@ class Reporter:
 
     def moved(self, size: int, seconds: float) -> None:
         self.bytes, self.copying = self.bytes + size, self.copying + seconds
+
+    def announced(self, seconds: float) -> None:
+        self.announcing.append(seconds)
 
     def ended(self, entry: Any, reason: str) -> None: ...
 
