@@ -410,13 +410,19 @@ def test_a_number_is_free_once_its_use_is_cleared(mixin: type) -> None:
     assert newest(first.bootstrap_room) is third
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("mixin", [DraftSender, DraftReceiver])
 @pytest.mark.parametrize("status", [*STATUSES, KVPoll.Success])
 def test_a_sender_that_has_succeeded_leaves_its_number_to_the_next_one(
-    mixin: type, status: Any
+    mixin: type, status: Any, is_packed: bool
 ) -> None:
+    """Decode may send a request again that it has retracted while the first one is still packed,
+    whose sender waits for that under its new number."""
     first, manager = use(mixin)
     room = first.bootstrap_room
+    if mixin is DraftSender:
+        first.init(1)
+    manager.prefill_channel.release.return_value = is_packed
     manager.request_status, manager.stock.poll.return_value = {room: status}, status
     manager.transfer_infos = manager.req_to_decode_prefix_len = {}
     again = second(first, manager)
@@ -425,6 +431,7 @@ def test_a_sender_that_has_succeeded_leaves_its_number_to_the_next_one(
     assert (first.bootstrap_room < 0) == leaves
     if leaves:
         assert manager.request_status == {first.bootstrap_room: status}
+        assert first.poll() == (status if is_packed else KVPoll.Transferring)
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 63, True, 1.0, "7", None])
