@@ -90,6 +90,7 @@ class Blame:
 class Judge:
     rank: DecodeRank
     rooms: dict[int, Room] = field(default_factory=dict)
+    closed: dict[int, Room] = field(default_factory=dict)
     reads: dict[act.StartRead, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)  # not warm the last time, since
@@ -139,7 +140,8 @@ class Judge:
             room.arrived = now
 
     def _close(self, now: float, generation: int, reason: str) -> None:
-        if self.rooms.pop(generation, None) is not None:
+        if (room := self.rooms.pop(generation, None)) is not None:
+            self.closed[generation] = room
             self._release(generation)
 
     def _failed(self, now: float, peer: bytes, message: Fail) -> None:
@@ -197,7 +199,9 @@ class Judge:
         if outcome is not SlotCheck.OK:
             return
         for job in jobs:
-            room = self.rooms.get(job.room.generation)
+            # a copy that ended beside its room's close says as much of its peer
+            number = job.room.generation
+            room = self.rooms.get(number) or self.closed.get(number)
             if room is None or isinstance(job, act.Clear):
                 continue
             room.progress = now
