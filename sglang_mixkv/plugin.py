@@ -57,8 +57,8 @@ def _register() -> None:
 
 
 def _around(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Of `engine/` where this process has opted in; what is in this file looks for itself."""
-    if name.startswith("engine.") and not _is_enabled(_published()):
+    """Where this process has opted in; what is in this file looks for itself."""
+    if not (name.startswith("plugin.") or _is_enabled(_published())):
         return original(*args, **kwargs)
     return _hook(name)(original, *args, **kwargs)
 

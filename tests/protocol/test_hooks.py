@@ -17,6 +17,7 @@ import pytest
 from sglang_mixkv import config, plugin, refusals
 from sglang_mixkv.config import Config
 from sglang_mixkv.engine import manager, releases
+from sglang_mixkv.engine.seams import HOOKS
 from sglang_mixkv.refusals import Rule
 
 ON, OFF = Config(enabled=True, allow_untested_sglang=True), Config()
@@ -159,12 +160,18 @@ def test_not_opted_in_each_hook_is_sglangs_own(
     monkeypatch.setattr(plugin, "_hook", lambda name: hook)
     published(given(OFF))
     assert plugin.kv_class(steps.original, MOONCAKE, SENDER) == "SGLang's"
-    assert plugin._around("engine.one.hook", steps.original, 1, two=2) == "SGLang's"
-    assert steps.mock_calls == [call.original(MOONCAKE, SENDER), call.original(1, two=2)]
-    assert plugin._around("plugin.hook", steps.original, 1, two=2) == "ours"
+    assert steps.mock_calls == [call.original(MOONCAKE, SENDER)]
+    names = set(HOOKS.values())
+    looks = {"plugin.add_flags", "plugin.attach_config", "plugin.kv_class"}  # for itself
+    assert looks < names
+    for name in names:
+        found = plugin._around(name, steps.original, 1, two=2)
+        assert found == ("ours" if name in looks else "SGLang's"), name
+    assert steps.mock_calls[1:] == [call.original(1, two=2)] * len(names - looks)
     published(given())
-    assert plugin._around("engine.one.hook", steps.original, 1, two=2) == "ours"
-    assert hook.mock_calls == [call(steps.original, 1, two=2)] * 2
+    hook.reset_mock()
+    assert {plugin._around(name, steps.original, 1, two=2) for name in names} == {"ours"}
+    assert hook.mock_calls == [call(steps.original, 1, two=2)] * len(names)
 
 
 @pytest.mark.parametrize("error", [ImportError, ValueError])

@@ -525,16 +525,39 @@ def test_what_prefill_says_of_a_request_is_handed_on(deferred: bool, reason: Any
 ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # begins alike
 
 
+class Locked(dict[str, Any]):
+    """Nobody may look at it, or change it, without its lock."""
+
+    def __init__(self, lock: Any, **entries: Any) -> None:
+        super().__init__(entries)
+        self._lock = lock
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            assert self._lock.locked(), name
+        return super().__getattribute__(name)
+
+    def __iter__(self) -> Any:
+        assert self._lock.locked()
+        return super().__iter__()
+
+    def __delitem__(self, key: str) -> None:
+        assert self._lock.locked()
+        super().__delitem__(key)
+
+
 def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     """SGLang's heartbeats may not have noticed. Its keys of a connection: as in
-    CommonKVReceiver._setup_bootstrap_infos."""
+    CommonKVReceiver._setup_bootstrap_infos. Its threads change that table under the lock."""
     manager: Any = DraftManager.__new__(DraftManager)
     manager.servers = MagicMock()
-    manager.connection_pool = {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
-    manager.connection_lock = threading.Lock()
+    lock = manager.connection_lock = threading.Lock()
+    entries: dict[str, Any] = {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
+    pool = manager.connection_pool = Locked(lock, **entries)
     manager.forget_server(ADDRESS)
     manager.servers.forget.assert_called_once_with(ADDRESS)
-    assert list(manager.connection_pool) == [f"{OTHER}_0_0_0"]
+    with lock:  # which is free again
+        assert list(pool) == [f"{OTHER}_0_0_0"]
 
 
 def test_a_slot_that_holds_no_token_is_refused_with_what_would() -> None:

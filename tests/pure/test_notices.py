@@ -158,13 +158,15 @@ def test_nothing_is_sent_for_a_room_that_has_ended_or_whose_pages_decode_would_f
 
 
 class Receiver:
-    """Of a refused request, as far as it notifies prefill."""
+    """Of a refused request, as far as it notifies prefill. As SGLang's it does so once."""
 
     def __init__(self) -> None:
-        self.told = list[str]()
+        self.told, self.abort_notified = list[str](), True  # by `_fail`, before its ranks are known
 
     def ensure_abort_notified(self) -> None:
-        self.told.append("abort")
+        if not self.abort_notified:
+            self.abort_notified = True
+            self.told.append("abort")
 
 
 @pytest.mark.parametrize(("under_way", "is_sent"), [(-1, True), (0, False), (1, False)])

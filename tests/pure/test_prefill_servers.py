@@ -618,6 +618,50 @@ def test_a_rank_that_was_restarted_at_another_port_is_found(
     other.close()
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "is_another"),
+    [
+        (200, None, False), (200, b"", True), (200, b'{"protocol":1,"rows":[]}', True),
+        (404, b"", True), (409, b"no sglang-mixkv", True), (500, b"", False),
+        (503, b"not all prefill ranks have registered", False), (0, b"late", False),
+        (0, None, False),
+    ],
+)  # fmt: skip
+def test_a_server_that_is_doubted_is_given_up_for_what_it_says_alone(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch,
+    status: int, body: bytes | None, is_another: bool,
+) -> None:  # fmt: skip
+    """Other facts are another server's. No answer, a late one, or one that it cannot give yet (and
+    those of something in between) are none: what is connected to it stays."""
+    monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
+    monkeypatch.setattr(prefill_http, "ASK_S", 0.3)
+    facts, doubts, go = answer_of(row_of(prefill)), list[str](), threading.Event()
+
+    def answer(path: str) -> tuple[int, bytes]:
+        if not site.table:
+            return 200, facts
+        doubts.append(path)
+        if not status and body:
+            go.wait()
+        return status or 200, facts if body is None else body
+
+    def is_heard() -> bool:
+        """The answer to one doubt, and what came of it, lie before the next one's question."""
+        if entry is site.table.get(address):
+            site.servers.check(address)
+        return len(doubts) > 2 or entry is not site.table.get(address)
+
+    with serving(answer) as address:
+        assert site.is_ready(address)
+        entry = site.table[address]
+        site.servers.ensure(address)
+        assert wait_for(is_heard)
+        assert (site.table.get(address) is not entry) == is_another
+        if not is_another:
+            assert site.request(address, prefill) == "warm"
+        go.set()
+
+
 def test_a_rank_that_registers_late_is_found(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -796,8 +840,8 @@ def test_plans_are_those_of_the_ranks_that_a_request_has(site: Site, prefill: Pr
 
 
 class Receiver:
-    """As far as SGLang's is asked to tell prefill of an abort. Its sockets are in a dict of its
-    class, as SGLang's are."""
+    """As far as SGLang's is asked to tell prefill of an abort, which it does once. Its sockets are
+    in a dict of its class, as SGLang's are."""
 
     abort_notified = True
     bootstrap_infos: Any = ()
@@ -810,7 +854,9 @@ class Receiver:
         self.fresh: list[bool] = []  # there was no socket yet
 
     def ensure_abort_notified(self) -> None:
-        assert not self.abort_notified
+        if self.abort_notified:
+            return
+        self.abort_notified = True
         self.fresh.append(not self._socket_cache)
         self.told.append([info["rank_port"] for info in self.bootstrap_infos])
         for info in self.bootstrap_infos:

@@ -19,9 +19,9 @@ BACKEND = "mooncake"
 @dataclass(frozen=True)
 class Cache:
     """One model's KV cache. `kind` mla: one latent row of `k_bytes` a token and layer.
-    mha: K and V rows of `heads` heads, `k_bytes` and `v_bytes` each. `dtype`: bf16 or fp8.
-    `index_k`: for DSA (mla, pages of 64), whether each layer has index keys: one that shares the
-    top-k of an earlier layer has none."""
+    mha: K and V rows of `heads` heads, `k_bytes` and `v_bytes` each. `dtype`: bf16 or fp8, or as
+    torch names it. `index_k`: for DSA (mla, pages of 64), whether each layer has index keys: one
+    that shares the top-k of an earlier layer has none."""
 
     kind: str
     layers: int = 1
@@ -179,7 +179,8 @@ def sglang_pool(
     )
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[cache.dtype]
+    names = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+    dtype = getattr(torch, names.get(cache.dtype, cache.dtype))
     page_size = case.page_size * dcp
     size = (case.pool_pages - 1) * page_size  # SGLang adds a page of its own in front
     common = {
