@@ -110,7 +110,8 @@ def test_a_wire_that_is_cut(reader: Reader) -> None:
 
 
 UD = pytest.mark.xfail(
-    strict=True, reason="UCX aborts a process whose device goes down (ud_verbs.c: Fatal)"
+    strict=True,
+    reason="soft-RoCE ends a UD queue pair that cannot send; UCX aborts the process (ud_verbs.c)",
 )
 
 
