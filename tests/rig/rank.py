@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from rig import model
-from rig.forks import STRETCH
 from rig.memory import Ended, Memory
 from rig.model import Case
 from rig.releases import Releases
@@ -23,7 +22,7 @@ from rig.watched_server import tables
 
 from mixkv_demo.series import totals
 
-LIMIT_S = 60 * STRETCH
+LIMIT_S = 60
 """The longest wait of a rank for another; the requests of a round end within half of it."""
 PAUSE_S = {"prefill": 5e-4, "decode": 1e-3}
 
@@ -47,7 +46,7 @@ class Rank(Memory):
     """One rank's manager over its memory. `host`: its address; `server_host`: rank 0's."""
 
     host = server_host = "127.0.0.1"
-    slack_s = 2.0 * STRETCH
+    slack_s = 2.0
     """An idle manager's workers tidy up within that."""
 
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
