@@ -10,11 +10,12 @@ from sglang_mixkv.tools.status import samples
 
 def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:
     """Summed over ranks, by their names behind the prefix and the values of their own labels, but
-    for the label `without` and empty values. Raises ValueError."""
+    for the label `without` and empty values. A histogram's value is how often it was observed.
+    Raises ValueError."""
     own = {PREFIX.replace(":", "_") + one.name: one for one in SERIES}
     found: Counter[tuple[str, ...]] = Counter()
     for sample, value in samples(text):
-        if one := own.get(sample.name):
+        if one := own.get(sample.name.removesuffix("_count")):
             labels = (sample.label(name) for name in one.labels if name != without)
             found[one.name, *filter(None, labels)] += value  # type: ignore[assignment]
     return found

@@ -6,7 +6,8 @@ same tables beside a server.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from enum import StrEnum
+from typing import Literal, NamedTuple, Self
 
 from sglang_mixkv.errors import REASONS
 
@@ -46,39 +47,57 @@ SAME_DRAFTER = "Give both sides the same drafter"
 TRACEBACK = "See the traceback above"
 _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 
-NOTES = {
-    # on decode: why a room is cold
-    "cold_deadline": Kind("draft KV did not come in time", NETWORK),
-    "cold_lost": Kind(
-        "the channel's connection is lost", "Is it up? Its port (SGLANG_MIXKV_PORT) must be open"
-    ),
-    "cold_read": Kind("its staging buffer could not be read", NETWORK),
-    "cold_slots": Kind("no slot of this rank was free", MEMORY),
-    "cold_stalled": Kind("this process stood still", "Look at the load of this host"),
-    "cold_stale": Kind("the slot no longer held what was announced", REPORT),
-    "cold_unpack": Kind("draft KV could not be unpacked", TRACEBACK),
-    "cold_protocol": Kind("an announcement that does not fit", REPORT),
-    "cold_prefill_pack": Kind("prefill could not pack", "See prefill's log"),
-    "cold_prefill_slow": Kind("prefill gave up packing", "Look at prefill's load, and its log"),
-    "cold_prefill_heads": Kind("prefill does not serve these heads", MEMORY + " on prefill"),
-    "cold_prefill_full": Kind("too many rooms without a request", "See prefill's log"),
-    "cold_prefill_restarted": Kind("it was started anew", "Nothing: it is resolved again"),
-    "cold_prefill_other": Kind("prefill refused for a reason of a later release", REPORT),
-    "cold_no_drafter": Kind("one side has none", SAME_DRAFTER, logged=False),
-    "cold_mismatch": Kind("the two sides' differ", SAME_DRAFTER, logged=False),
-    "cold_breaker": Kind(
-        "three requests in a row had no draft KV", "The other reasons say why", logged=False
-    ),
-    "cold_prefill_aborted": Kind(
-        "prefill aborted them", "Nothing: their clients went away", logged=False
-    ),
-    "cold_repeated": Kind(
-        "their room number came again, and its last request was not warm", "Nothing", logged=False
-    ),
-    "cold_unsent": Kind("a message of the room could not be made", TRACEBACK, logged=False),
-    "cold_broken": Kind(
-        "the channel did not decide in time, or has ended", "See decode's log", logged=False
-    ),
+
+class ColdReason(StrEnum):
+    """Why a decode rank's room is cold: what metrics and a FAIL name it, and its `kind` in the log
+    (`happened`, `remedy`, `logged`). A name that is none of these is OTHER."""
+
+    kind: Kind
+
+    def __new__(cls, name: str, happened: str = "", remedy: str = "", logged: bool = True) -> Self:
+        one = str.__new__(cls, name)
+        one._value_, one.kind = name, Kind(happened, remedy, logged=logged)
+        return one
+
+    @classmethod
+    def _missing_(cls, value: object) -> ColdReason:
+        return cls.OTHER
+
+    # fmt: off
+    DEADLINE = "deadline", "draft KV did not come in time", NETWORK
+    LOST = ("lost", "the channel's connection is lost",
+            "Is it up? Its port (SGLANG_MIXKV_PORT) must be open")
+    READ = "read", "its staging buffer could not be read", NETWORK
+    SLOTS = "slots", "no slot of this rank was free", MEMORY
+    STALLED = "stalled", "this process stood still", "Look at the load of this host"
+    STALE = "stale", "the slot no longer held what was announced", REPORT
+    UNPACK = "unpack", "draft KV could not be unpacked", TRACEBACK
+    PROTOCOL = "protocol", "an announcement that does not fit", REPORT
+    PREFILL_PACK = "prefill_pack", "prefill could not pack", "See prefill's log"
+    PREFILL_SLOW = "prefill_slow", "prefill gave up packing", "Look at prefill's load, and its log"
+    PREFILL_HEADS = "prefill_heads", "prefill does not serve these heads", MEMORY + " on prefill"
+    PREFILL_FULL = "prefill_full", "too many rooms without a request", "See prefill's log"
+    PREFILL_RESTARTED = "prefill_restarted", "it was started anew", "Nothing: it is resolved again"
+    PREFILL_OTHER = "prefill_other", "prefill refused for a reason of a later release", REPORT
+    NO_DRAFTER = "no_drafter", "one side has none", SAME_DRAFTER, False
+    MISMATCH = "mismatch", "the two sides' differ", SAME_DRAFTER, False
+    BREAKER = ("breaker", "three requests in a row had no draft KV",
+               "The other reasons say why", False)
+    PREFILL_ABORTED = ("prefill_aborted", "prefill aborted them",
+                       "Nothing: their clients went away", False)
+    REPEATED = ("repeated", "their room number came again, and its last request was not warm",
+                "Nothing", False)
+    UNSENT = "unsent", "a message of the room could not be made", TRACEBACK, False
+    BROKEN = "broken", "the channel did not decide in time, or has ended", "See decode's log", False
+    OTHER = "other", "a reason that this release does not know", REPORT, False
+    # fmt: on
+
+
+Cold = ColdReason | Literal[""]
+"""Of a room: "" as long as it is not cold."""
+
+NOTES: dict[str, Kind] = {
+    **{reason: reason.kind for reason in ColdReason},
     # on decode: anything else
     "breaker_opened": Kind(
         "three requests in a row without draft KV", NETWORK, "breaker_opened_total",
@@ -119,20 +138,17 @@ NOTES = {
 }  # fmt: skip
 """By the note's `what`."""
 
-COLD = (*(what[5:] for what in NOTES if what.startswith("cold_")), OTHER)
-"""Why a decode rank's room is cold: all reasons that its code has, and one for any other."""
-
-FAILS = tuple(what for what, kind in NOTES.items() if kind.series == _FAIL)
-"""Codes of the FAIL messages that a prefill rank sends."""
+FAILS = {w: ColdReason(f"prefill_{w}") for w, kind in NOTES.items() if kind.series == _FAIL}
+"""Codes of the FAIL messages that a prefill rank sends, and what they make a room on decode."""
 
 
 # ---------------------------------------------------------------- series
 
 
 class Series(NamedTuple):
-    """One metric, by its name behind PREFIX; those that end in _total are counters, the others
-    gauges. `known`: values of its labels that exist from the rank's start, at 0. The others appear
-    when they are counted first."""
+    """One metric, by its name behind PREFIX; those that end in _total are counters, in _seconds
+    histograms, the others gauges. `known`: values of its labels that exist from the rank's start,
+    at 0. The others appear when they are counted first."""
 
     name: str
     sides: Values
@@ -150,26 +166,18 @@ SERIES = (
         "rooms_total", (DECODE,),
         "Requests on this rank, by how their drafter began; `closed`: they ended first.",
         ("state", "reason"),
-        (("warm", ""), *(("cold", reason) for reason in COLD), ("failed", ""),
+        (("warm", ""), *(("cold", reason) for reason in ColdReason), ("failed", ""),
          ("failed", "reused"), ("closed", ""), ("closed", "prefill_aborted")),
     ),
+    Series("prefill_rooms_total", (DECODE,), "The same by prefill server.", _DRAFT, ()),
     Series(
-        "prefill_rooms_total", (DECODE,), "The same by prefill server, its bootstrap address.",
-        _DRAFT, (),
+        "wait_seconds", (DECODE,), "From the target's arrival to the verdict.", _DRAFT[1:],
+        (("warm", ""),),
     ),
-    Series(
-        "finished_requests_total", (DECODE,),
-        "Requests that have ended after their transfer, each once.", _DRAFT, (),
-    ),
+    Series("finished_requests_total", (DECODE,), "Decoded requests that have ended.", _DRAFT, ()),
     Series("verify_rounds_total", (DECODE,), "Their verify rounds.", _DRAFT, ()),
-    Series(
-        "accepted_tokens_total", (DECODE,),
-        "Tokens of these rounds: accepted drafts, and one more each.", _DRAFT, (),
-    ),
-    Series(
-        "breaker_open", (DECODE,),
-        "1 while the breaker of one of the server's ranks is open.", ("prefill",), (),
-    ),
+    Series("accepted_tokens_total", (DECODE,), "Accepted drafts, and one a round.", _DRAFT, ()),
+    Series("breaker_open", (DECODE,), "1 while one to its ranks is open.", ("prefill",), ()),
     Series("breaker_opened_total", (DECODE,), "How often one opened.", ("prefill",), ()),
     Series(
         "peers_refused_total", (DECODE,),
@@ -179,11 +187,9 @@ SERIES = (
     Series(
         "needed_bytes_total", (DECODE,), "KV bytes put in place.", ("component",), (("draft",),)
     ),
+    Series("ready_seconds", (PREFILL,), "From a chunk's forward to its READY, for each reader."),
     Series("sent_bytes_total", (PREFILL,), "KV bytes packed.", ("component",), (("draft",),)),
-    Series(
-        "unopened_rooms_total", (PREFILL,),
-        "Requests that a decode rank did not open on the channel.",
-    ),
+    Series("unopened_rooms_total", (PREFILL,), "Requests that a decode rank did not open."),
     Series("unrequested_rooms_total", (PREFILL,), "Rooms opened for which no request came."),
     Series(
         "fails_sent_total", (PREFILL,),

@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 OF_THE_RUN = pytest.StashKey[str]()
 FAILED = pytest.StashKey[bool]()
@@ -19,6 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder's is."""
     config.stash[OF_THE_RUN] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="mixkv-")
     tempfile.tempdir = None
+    # what a drawn case takes says more of the machine than of the code
+    settings.register_profile("untimed", settings.default, deadline=None)
+    settings.load_profile("untimed")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

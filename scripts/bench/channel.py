@@ -25,15 +25,17 @@ from common import Record, options, show
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import Extent, Read
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
+from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.draft.copier import Copier, Copy, Ended
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-rig = importlib.import_module("rig.threads")
+rig = importlib.import_module("rig.channel.threads")
 
 HEADS, TIMES = range(64), Times(100)
 SLOT = slot_bytes(256)
@@ -103,7 +105,7 @@ class Pair:
             worker._copies._work.put(None)
             worker._copies = AtOnce(worker._store, worker._reporter.moved)
         prefill, decode = self._sides
-        self.source = ev.Source(decode.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)
+        self.source = Source(decode.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)
         while not self.decode.knows(self.source.peer):
             time.sleep(1e-3)
         self._room = 0
@@ -126,7 +128,7 @@ class Pair:
         while any(handle.state is None for handle in handles):
             time.sleep(1e-4)
         seconds = time.perf_counter() - began
-        assert all(handle.state is ev.State.WARM for handle in handles)
+        assert all(handle.state is act.State.WARM for handle in handles)
         time.sleep(SETTLE_S)
         cpu = [after - before for before, after in zip(cpu, self._cpu(), strict=True)]
         for one, handle in zip(sent, handles, strict=True):

@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-load = importlib.import_module("rig.load")  # sets what SGLang's import reads
-forks = importlib.import_module("rig.forks")
-model = importlib.import_module("rig.model")
-rig = importlib.import_module("rig.rank")
-special = importlib.import_module("rig.special")
+load = importlib.import_module("rig.ring.load")  # sets what SGLang's import reads
+forks = importlib.import_module("rig.process.forks")
+model = importlib.import_module("rig.ring.model")
+rig = importlib.import_module("rig.ring.rank")
+special = importlib.import_module("rig.ring.special")
 
 SIDES = ("prefill", "decode")
 LAYOUTS = ("runs", "random")

@@ -23,11 +23,10 @@ import msgspec
 
 from sglang_mixkv.channel import data_plane, messages
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import Opened
 from sglang_mixkv.decode.plan import judge, make_plan
-from sglang_mixkv.decode.transfer import Room
-from sglang_mixkv.draft import facts
-from sglang_mixkv.draft.facts import Target
+from sglang_mixkv.decode.transfer import Opened, Room
+from sglang_mixkv.draft import handshake
+from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine import bootstrap, prefill_http
 from sglang_mixkv.errors import MixKVError
@@ -47,12 +46,12 @@ MEMORY = data_plane.Memory(BASE, SLOT_BYTES * SLOTS)
 DRAFT = DraftFacts("Llama", "EAGLE3", 4, (64, 64), "bfloat16")
 
 
-def new_row(rank: int, tp: int, name: bytes) -> facts.Row:
-    return facts.Row(
+def new_row(rank: int, tp: int, name: bytes) -> handshake.Row:
+    return handshake.Row(
         messages.PROTOCOL, "0.3.0", "0.5.23", name, "10.0.0.1", 9000 + rank, "tcp://10.0.0.1:9100",
         tp, rank, 0, (64, 128), "nixl", Target(8, 8, layer_ids=False, even=True), 1,
         DraftLayout(DRAFT, tp, rank),
-        facts.StagingFacts("nixl", b"endpoint", BASE, SLOT_BYTES, SLOTS),
+        handshake.StagingFacts("nixl", b"endpoint", BASE, SLOT_BYTES, SLOTS),
     )  # fmt: skip
 
 
@@ -74,10 +73,10 @@ def message(data: bytes) -> None:
 def row(data: bytes) -> None:
     """A row, several of them, or a server's whole answer."""
     with suppress(ValueError):
-        facts.read_row(data)
+        handshake.read_row(data)
     with suppress(ValueError, RecursionError):  # aiohttp's own JSON refuses the request
         kept = bootstrap._kept(json.loads(data))
-        assert kept is None or len(kept) <= facts.MAX_ROW_BYTES
+        assert kept is None or len(kept) <= handshake.MAX_ROW_BYTES
     for body in (data, b'{"rows":[%b]}' % data):
         with suppress(MixKVError):
             rows = prefill_http.read_rows(body)

@@ -80,10 +80,6 @@ class Worker(ABC):
         """What has come beside copies. `ready`: sockets with messages."""
 
     @abstractmethod
-    def _copied(self) -> Iterable[Call]:
-        """For the ends of copies."""
-
-    @abstractmethod
     def _do(self, action: Any) -> None: ...
 
     def _run(self) -> None:
@@ -106,6 +102,10 @@ class Worker(ABC):
         yield from self._look(ready)
         if self._copies is not None and self._copies.done:
             yield from self._copied()
+
+    def _copied(self) -> Iterator[Call]:
+        for ended in self._copies.ended():
+            yield self._machine.copied, ended
 
     def _ticks(self) -> Iterator[Call]:
         """Apart from the others: a look that raises again and again stops no clock."""

@@ -14,6 +14,9 @@ class Reporter(Protocol):
     def moved(self, size: int, seconds: float) -> None:
         """`size` bytes of draft KV were packed, or put in place."""
 
+    def announced(self, seconds: float) -> None:
+        """So long after a chunk was written, its last READY has left for a reader."""
+
     def ended(self, handle: Any, reason: str) -> None:
         """SGLang has ended a request on decode: it goes on with it, or has failed it for `reason`.
         The scheduler's thread calls this."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
@@ -49,6 +50,7 @@ def list_of(count: int) -> int:
     return max(1, quota_of(count) // 4)
 
 
+@lru_cache(1024)
 def share_of(count: int, owners: int) -> int:
     """How many each of so many owners may hold."""
     return max(1, min(quota_of(count), (count - count // 4) // owners))

@@ -1,5 +1,4 @@
-"""Which rooms start cold at once: by circuit breakers of prefill ranks, and where a room number
-comes again whose last request was not warm.
+"""Circuit breakers of prefill ranks: which rooms start cold at once.
 
 A rank whose draft KV does not come costs each request the deadline. After three such requests in a
 row its breaker opens: rooms are cold at once, and one room after 1, 2, 4, ... 30 s is a probe. Its
@@ -76,25 +75,3 @@ class Breaker:
     def open_peers(self) -> list[bytes]:
         """In any thread."""
         return [peer for peer, state in list(self._states.items()) if state.is_open]
-
-
-class Numbers:
-    """Room numbers whose last request here was not warm. Its OPEN may have been lost with a
-    connection: prefill would take the number's next OPEN for that one's, and send another request's
-    KV. A prefill rank has met a request that was warm. `seconds`: its half of one is over then."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._since: dict[int, float] = {}  # the oldest first
-
-    def is_doubtful(self, number: int, now: float) -> bool:
-        """Asked for each request, which is not warm yet."""
-        since = self._since
-        while since and now - since[oldest := next(iter(since))] > self._seconds:
-            del since[oldest]
-        doubtful = since.pop(number, None) is not None
-        since[number] = now
-        return doubtful
-
-    def was_warm(self, number: int) -> None:
-        self._since.pop(number, None)

@@ -16,10 +16,10 @@ from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import Message
 from sglang_mixkv.channel.sockets import Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.transfer import peer_of
+from sglang_mixkv.decode import actions as act
+from sglang_mixkv.decode.transfer import Peer, peer_of
 from sglang_mixkv.draft.copier import Store
-from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.draft.handshake import Row
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -34,7 +34,7 @@ class Link:
     """`memory`: the data plane's peer, None on a rank without a drafter. `mending`: a thread makes
     another one. `closed`: nobody has the link any more."""
 
-    def __init__(self, peer: ev.Peer, row: Row, dealer: Dealer, memory: Any) -> None:
+    def __init__(self, peer: Peer, row: Row, dealer: Dealer, memory: Any) -> None:
         self.peer, self.row, self.dealer, self.memory = peer, row, dealer, memory
         self.mending = self.closed = False
 
@@ -46,12 +46,8 @@ class Links:
     def __init__(self, store: Store | None, times: Times) -> None:
         self._store, self._times, self._context = store, times, new_context()
         self.poller = Poller()
-        self._links: dict[ev.Peer, Link] = {}
+        self._links: dict[Peer, Link] = {}
         self._of_dealer: dict[Dealer, Link] = {}
-
-    def use_device(self) -> None:
-        if self._store is not None:
-            self._store.rows.use_device()
 
     def dial(self, row: Row, server: str) -> Link:
         """A link for `add` or `hang_up`. May block; raises ValueError for what is no address that a
@@ -66,7 +62,7 @@ class Links:
                 raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
             if self._store is not None:
                 assert row.staging is not None
-                self.use_device()
+                self._store.rows.use_device()
                 memory = self._store.plane.connect(row.staging.endpoint)
         except BaseException:
             dealer.close()
@@ -85,7 +81,7 @@ class Links:
         self._links[link.peer] = self._of_dealer[link.dealer] = link
         self.poller.register(link.dealer)
 
-    def drop(self, peer: ev.Peer) -> None:
+    def drop(self, peer: Peer) -> None:
         link = self._links.pop(peer, None)
         if link is None:
             return
@@ -93,12 +89,12 @@ class Links:
         del self._of_dealer[link.dealer]
         self.hang_up(link)
 
-    def __contains__(self, peer: ev.Peer) -> bool:
+    def __contains__(self, peer: Peer) -> bool:
         return peer in self._links
 
     # -- messages
 
-    def send(self, peer: ev.Peer, message: Message) -> bool:
+    def send(self, peer: Peer, message: Message) -> bool:
         """Whether it left. What left may still be lost, with its connection."""
         link = self._links.get(peer)
         with contextlib.suppress(zmq.ZMQError):
@@ -108,7 +104,7 @@ class Links:
                 return True
         return False
 
-    def received(self, ready: Sequence[Any]) -> Iterator[tuple[ev.Peer, Message | ValueError]]:
+    def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
         """What came over these sockets."""
         for dealer in ready:
             for _ in range(BATCH):
@@ -124,11 +120,7 @@ class Links:
 
     # -- reads
 
-    @property
-    def reading(self) -> bool:
-        return self._store is not None and self._store.plane.busy
-
-    def read(self, action: ev.StartRead) -> bool:
+    def read(self, action: act.StartRead) -> bool:
         """Begin it; False where the prefill rank is gone."""
         link, store = self._links.get(action.peer), self._store
         if link is None or link.row.staging is None or store is None:
@@ -143,7 +135,7 @@ class Links:
         store.plane.start((action, link, memory), memory, extents)
         return True
 
-    def ended(self) -> Iterator[tuple[ev.StartRead, str]]:
+    def ended(self) -> Iterator[tuple[act.StartRead, str]]:
         """The reads that have ended, and why they failed. A connection that broke is made anew in
         the background, since no backend does that by itself."""
         if self._store is None:
@@ -168,7 +160,7 @@ class Links:
         assert link.row.staging is not None
         plane, error = self._store.plane, None
         try:
-            self.use_device()
+            self._store.rows.use_device()
             plane.forget(link.memory)
             link.memory = plane.connect(link.row.staging.endpoint)
             if link.closed:

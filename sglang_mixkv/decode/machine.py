@@ -18,16 +18,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_mixkv.channel.messages import Fail, Open, Ready
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.breaker import Breaker, Numbers
+from sglang_mixkv.decode import actions as act
+from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.segments import Job, Segments
-from sglang_mixkv.decode.transfer import Room, Stage
+from sglang_mixkv.decode.transfer import Generation, Numbers, Opened, Peer, Room, Stage
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
+from sglang_mixkv.series import FAILS, ColdReason
 
-PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
 TICKS = 0.5  # seconds within which a thread that runs has ticked; no room's stall is shorter
 
 
@@ -39,8 +39,8 @@ class Machine:
         self.breaker, self.slots = Breaker(), slots
         self._numbers = Numbers(times.early_room)
         self._segments = Segments(slots)
-        self._rooms: dict[ev.Generation, Room] = {}
-        self._out: list[ev.Action] = []
+        self._rooms: dict[Generation, Room] = {}
+        self._out: list[act.Action] = []
         self._clock = float("-inf")
 
     def advance(self, now: float) -> None:
@@ -50,42 +50,42 @@ class Machine:
             for room in list(self._rooms.values()):
                 if room.wants and stood_still > room.limits.stall:
                     detail = f"this rank stood still for {stood_still:.1f} s"
-                    self._go_cold(room, "stalled", detail)
+                    self._go_cold(room, ColdReason.STALLED, detail)
 
-    def actions(self) -> list[ev.Action]:
+    def actions(self) -> list[act.Action]:
         """What calls since the last time have led to, in the order in which it must be done."""
         actions, self._out = self._out, []
         return actions + self._segments.actions(self._clock)
 
     # -- SGLang's side
 
-    def open(self, opened: ev.Opened) -> None:
+    def open(self, opened: Opened) -> None:
         """SGLang has sent a request's metadata. One Verdict follows, unless `close` comes before.
         `forward_done` follows where the room is `pending`."""
         wanted = [source.peer for source in opened.sources if source.heads]
         cold = opened.cold
         if self._numbers.is_doubtful(opened.bootstrap_room, self._clock) and wanted:
-            cold = cold or "repeated"
+            cold = cold or ColdReason.REPEATED
         if wanted and not cold and self.breaker.blocked(wanted, opened.generation, self._clock):
-            cold = "breaker"
+            cold = ColdReason.BREAKER
         room = Room(opened, not cold, self._times, self._clock)
         self._rooms[opened.generation] = room
         for source in opened.sources:
             message = room.message(source, self._instance, self._slot_bytes)
-            self._out.append(ev.Send(source.peer, message))
+            self._out.append(act.Send(source.peer, message))
         if cold:
             self._go_cold(room, cold, "")
         elif room.complete:
-            self._decide(room, ev.State.WARM)
+            self._decide(room, act.State.WARM)
 
-    def forward_done(self, generation: ev.Generation, error: str = "") -> None:
+    def forward_done(self, generation: Generation, error: str = "") -> None:
         """The earlier forward is over; with an `error` nobody knows, and another call follows."""
         room = self._rooms.get(generation)
         if room is None:
             return
         if error:
             if room.wants:
-                self._go_cold(room, "unpack", error)
+                self._go_cold(room, ColdReason.UNPACK, error)
             return
         room.pending = False
         for segment in room.of_stage(Stage.HELD):
@@ -93,13 +93,13 @@ class Machine:
         if room.cold:
             self._clear(room)
 
-    def target_arrived(self, generation: ev.Generation) -> None:
+    def target_arrived(self, generation: Generation) -> None:
         """SGLang's own transfer of the room has succeeded: from now on draft KV may be late."""
         room = self._rooms.get(generation)
         if room is not None and room.arrived is None:
             room.arrived = self._clock
 
-    def close(self, generation: ev.Generation, reason: str = "") -> None:
+    def close(self, generation: Generation, reason: str = "") -> None:
         """SGLang is done with the room, and its gate is closed. `reason`: why it failed."""
         room = self._rooms.pop(generation, None)
         if room is None:
@@ -108,13 +108,13 @@ class Machine:
         for source in room.opened.sources:
             part = room.parts.get(source.peer)
             if reason or (part is not None and not part.last and not room.cold):
-                self._out.append(ev.Send(source.peer, room.failure("closed", reason)))
+                self._out.append(act.Send(source.peer, room.failure("closed", reason)))
         room.closed = True
         self._segments.drop(room)
 
     # -- peers
 
-    def ready(self, peer: ev.Peer, ready: Ready) -> None:
+    def ready(self, peer: Peer, ready: Ready) -> None:
         """The peer announces segments, or its end of a room."""
         room = self._rooms.get(ready.generation)
         part = room.parts.get(peer) if room is not None else None
@@ -123,46 +123,46 @@ class Machine:
             self._segments.acknowledge(peer, self._segments.not_read(peer, ready.segments))
             return
         if ready.segment < part.announced:
-            self._out.append(ev.Note("doubled", peer, f"segment {ready.segment}"))
+            self._out.append(act.Note("doubled", peer, f"segment {ready.segment}"))
             return  # the first copy's ACK is this one's
         if violation := part.violation(ready, room.opened):
             self._segments.acknowledge(peer, ready.segments)
-            self._go_cold(room, "protocol", violation, peer)
+            self._go_cold(room, ColdReason.PROTOCOL, violation, peer)
             return
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
-        self.slots.sign(peer, self._clock)
         for segment in part.accept(ready, room, self._clock):
             self._segments.add(segment)
+        self.slots.sign(peer, self._clock)
         if not ready.segments:
             self._finish(room)
 
-    def failed(self, peer: ev.Peer, message: Fail) -> None:
+    def failed(self, peer: Peer, message: Fail) -> None:
         """The peer sends no more of a room."""
         room = self._rooms.get(message.generation)
         if message.code == "restarted":
-            self._out.append(ev.Forget(peer))
+            self._out.append(act.Forget(peer))
         part = room.parts.get(peer) if room is not None else None
         if room is not None and part is not None and not part.last and room.wants:
             part.last = True  # and is not answered
-            code = "prefill_" + (message.code if message.code in PREFILL_CODES else "other")
-            code = "unsent" if message.code == "unsent" else code  # not by prefill
-            self._go_cold(room, code, message.detail, peer)
+            reason = FAILS.get(message.code, ColdReason.PREFILL_OTHER)
+            reason = ColdReason.UNSENT if message.code == ColdReason.UNSENT else reason
+            self._go_cold(room, reason, message.detail, peer)
 
-    def peer_lost(self, peer: ev.Peer, gone: bool = False) -> None:
+    def peer_lost(self, peer: Peer, gone: bool = False) -> None:
         """A message could not be sent. `gone`: the peer is dropped: not read, and not struck."""
         for room in list(self._rooms.values()):
             part = room.parts.get(peer)
             if part is None or not room.wants or (part.complete if gone else part.last):
                 continue
             why = "its server was given up" if gone else "a message could not be sent"
-            self._go_cold(room, "lost", why, peer, strikes=[peer] * (not gone))
+            self._go_cold(room, ColdReason.LOST, why, peer, strikes=[peer] * (not gone))
         if gone:
             self.breaker.forget(peer)
 
     # -- segments
 
-    def read_ended(self, read: ev.StartRead, error: str = "") -> None:
+    def read_ended(self, read: act.StartRead, error: str = "") -> None:
         """Nothing of it lands in local slots any more. All is there, unless there is an `error`."""
         self._segments.end_read(read, self._clock, error)
         if error or self._clock > read.until:
@@ -178,18 +178,18 @@ class Machine:
             else:
                 self._segments.copy(segment)
 
-    def _read_failed(self, read: ev.StartRead, detail: str) -> None:
+    def _read_failed(self, read: act.StartRead, detail: str) -> None:
         read.failed = True
         room = read.segments[0].room
         if room.wants:
-            self._go_cold(room, "read", detail, read.peer, strikes=[read.peer])
+            self._go_cold(room, ColdReason.READ, detail, read.peer, strikes=[read.peer])
 
     def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
-        """These jobs of Copy actions have all ended so."""
+        """These jobs of StartCopies actions have all ended so."""
         rooms: dict[Room, None] = {}
         self._segments.end_jobs(jobs)
         for job in jobs:
-            if isinstance(job, ev.Clear):
+            if isinstance(job, act.Clear):
                 self._cleared(job.room, outcome)
                 continue
             rooms[job.room] = None
@@ -198,7 +198,8 @@ class Machine:
                 if len(job.part.placed) == 1:
                     self.breaker.came(job.peer)
             elif outcome is not None and job.room.wants:
-                reason = "stale" if outcome in (SlotCheck.STALE, SlotCheck.DIFFERS) else "unpack"
+                is_stale = outcome in (SlotCheck.STALE, SlotCheck.DIFFERS)
+                reason = ColdReason.STALE if is_stale else ColdReason.UNPACK
                 self._go_cold(job.room, reason, repr(outcome)[:300], job.peer)
         for room in rooms:
             if outcome is SlotCheck.OK:
@@ -212,50 +213,50 @@ class Machine:
             for peer, part in room.parts.items():
                 if part.announced:  # one without says nothing of reads
                     self.breaker.forget(peer)
-            self._decide(room, ev.State.WARM)
+            self._decide(room, act.State.WARM)
 
     # -- cold
 
     def _go_cold(
-        self, room: Room, reason: str, detail: str, *peers: ev.Peer, strikes: Sequence[ev.Peer] = ()
+        self, room: Room, why: ColdReason, detail: str, *peers: Peer, strikes: Sequence[Peer] = ()
     ) -> None:
         """`peers`: named in the log; `strikes`: those that it counts against."""
-        room.cold = reason
+        room.cold = why
         for peer in peers or (b"",):
-            self._out.append(ev.Note("cold_" + reason, peer, detail))
+            self._out.append(act.Note(why, peer, detail))
         for peer in strikes:
             if self.breaker.record_failure(peer, room.generation, self._clock):
-                self._out.append(ev.Note("breaker_opened", peer, detail))
+                self._out.append(act.Note("breaker_opened", peer, detail))
         self.breaker.release_probe(room.generation)
         for part in room.parts.values():
             if not part.last:
-                self._out.append(ev.Send(part.source.peer, room.failure(reason, detail)))
+                self._out.append(act.Send(part.source.peer, room.failure(why, detail)))
         self._segments.drop(room)
         self._clear(room)
 
     def _clear(self, room: Room) -> None:
-        """Clear the rows of a cold room, once nothing else writes to them."""
+        """Zero a cold room's rows that are not in place, once nothing else writes to them."""
         if room.pending or room.copying or room.decided or room.closed:
             return
-        if room.placed_to >= room.opened.end:
-            self._decide(room, ev.State.COLD)
+        if (first := room.placed_to) >= room.opened.end:
+            self._decide(room, act.State.COLD)
         else:
-            self._segments.clear(room)
+            self._segments.copy(act.Clear(room, first, room.opened.end))
 
     def _cleared(self, room: Room, outcome: Outcome) -> None:
         if room.closed or outcome is None:
             return
         if outcome is SlotCheck.OK:
-            self._decide(room, ev.State.COLD)
+            self._decide(room, act.State.COLD)
         else:
-            self._out.append(ev.Note("not_cleared", b"", detail := repr(outcome)[:300]))
-            self._decide(room, ev.State.FAILED, detail)
+            self._out.append(act.Note("not_cleared", b"", detail := repr(outcome)[:300]))
+            self._decide(room, act.State.FAILED, detail)
 
-    def _decide(self, room: Room, state: ev.State, detail: str = "") -> None:
+    def _decide(self, room: Room, state: act.State, detail: str = "") -> None:
         room.decided = True
-        if state is ev.State.WARM:
+        if state is act.State.WARM:
             self._numbers.was_warm(room.opened.bootstrap_room)
-        self._out.append(ev.Verdict(room.opened.handle, state, detail or room.cold))
+        self._out.append(act.Verdict(room.opened.handle, state, detail or room.cold))
 
     # -- time
 
@@ -267,22 +268,28 @@ class Machine:
             waiting = room.of_stage(Stage.WAITING)
             # prefill uses a slot again after `slot_aside`, whether it was read or not
             if waiting and self._clock - waiting[0].since >= room.limits.unread:
-                self._go_cold(room, "slots", "no slot was free to read it", waiting[0].peer)
+                self._go_cold(room, ColdReason.SLOTS, "no slot was free", waiting[0].peer)
             elif room.wants and self._clock >= room.deadline(self._times):
                 late = self._segments.late(room, self._clock - self._times.shortest_wait)
-                self._go_cold(room, "deadline", "its KV is late", *room.missing(), strikes=late)
+                self._go_cold(
+                    room, ColdReason.DEADLINE, "its KV is late", *room.missing(), strikes=late
+                )
 
     # -- actions that raised, and books
 
-    def undone(self, action: ev.Action, error: Exception) -> None:
+    def undone(self, action: act.Action, error: Exception) -> None:
         """This action raised. A message concerns its generation alone; slots of an ACK expire."""
         match action:
-            case ev.Send(peer, Open(generation=generation) | Fail(generation=generation)):
-                self.failed(peer, Fail(0, generation, "unsent", repr(error)[:300]))
-            case ev.StartRead():
+            case act.Send(peer, Open(generation=generation) | Fail(generation=generation)):
+                self.failed(peer, Fail(0, generation, ColdReason.UNSENT, repr(error)[:300]))
+            case act.StartRead():
                 self.read_ended(action, repr(error)[:300])
-            case ev.Copy(jobs):
+            case act.StartCopies(jobs):
                 self.copied(jobs, error)
+
+    def state(self, generation: Generation) -> Room | None:
+        """The room, to be read and not changed; None once it is closed."""
+        return self._rooms.get(generation)
 
     def left(self) -> dict[str, int]:
         """What is left of requests, by name; empty on an idle rank."""

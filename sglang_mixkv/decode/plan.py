@@ -12,10 +12,12 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.decode.compare import NO_DRAFTER, Difference, Severity, differences
 from sglang_mixkv.decode.transfer import Source, peer_of
-from sglang_mixkv.draft.facts import NO_DRAFTER, Difference, Row, Severity, differences
+from sglang_mixkv.draft.handshake import Row
 from sglang_mixkv.draft.layout import NO_HEADS, readers_of, routes
 from sglang_mixkv.errors import MixKVError, refuse
+from sglang_mixkv.series import Cold, ColdReason
 
 Rows = Mapping[tuple[str, int], Row]
 
@@ -30,34 +32,36 @@ class Plan(msgspec.Struct, frozen=True):
 
     sources: tuple[Source, ...]
     version: int = PROTOCOL[1]
-    cold: str = ""
+    cold: Cold = ""
     infos: tuple[Any, ...] = ()
 
 
 def judge(
     rows: Collection[Row], own: Row, *, serve_mismatch: bool
-) -> tuple[str, tuple[Difference, ...]]:
+) -> tuple[Cold, tuple[Difference, ...]]:
     """Why requests to a server with these rows are cold, "" for warm, and the differences that are
     served. MixKVError where it is refused. `serve_mismatch`: other drafters are cold."""
     _check_instances(rows)
     known = {str(d): d for row in rows for d in differences(row, own)}
     if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
         known = {k: d for k, d in known.items() if d.what != NO_DRAFTER}
-    cold = ""
+    cold: Cold = ""
     for text, difference in known.items():
         if difference.severity is Severity.REFUSED:
             raise MixKVError("MIXKV-PAIR-03", text)
         if difference.severity is Severity.COLD:
-            cold = cold or "no_drafter"
+            cold = cold or ColdReason.NO_DRAFTER
         elif serve_mismatch:
-            cold = "mismatch"
+            cold = ColdReason.MISMATCH
         else:
             hint = "Or serve with a cold drafter: --mixkv-on-draft-mismatch cold."
             raise MixKVError("MIXKV-PAIR-03", f"{text} {hint}")
     return cold, tuple(known.values())
 
 
-def make_plan(infos: Sequence[Any], rows: Rows, own: Row, cold: str = "", server: str = "") -> Plan:
+def make_plan(
+    infos: Sequence[Any], rows: Rows, own: Row, cold: Cold = "", server: str = ""
+) -> Plan:
     """Raises MixKVError where these ranks are refused. `cold`: of `judge`. `server`: its bootstrap
     address."""
     found = [_row_of(info, rows) for info in infos]

@@ -10,20 +10,20 @@ from collections.abc import Iterable, Sequence
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
-from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.transfer import Part, Room, Segment, Stage
+from sglang_mixkv.decode import actions as act
+from sglang_mixkv.decode.transfer import Part, Peer, Room, Segment, Stage
 
-Job = Segment | ev.Clear
+Job = Segment | act.Clear
 
 
 class Segments:
     def __init__(self, slots: SlotPool) -> None:
         self._slots, self._list = slots, list_of(slots.count)
         self._turns: RoundRobin[Segment] = RoundRobin()
-        self._reads: dict[ev.StartRead, None] = {}  # in flight
+        self._reads: dict[act.StartRead, None] = {}  # in flight
         self._copying: set[Job] = set()
         self._jobs: list[Job] = []  # those of them that are not asked for yet
-        self._acks: dict[ev.Peer, list[tuple[int, int]]] = {}
+        self._acks: dict[Peer, list[tuple[int, int]]] = {}
 
     def add(self, segment: Segment) -> None:
         segment.room.segments[segment] = None
@@ -44,17 +44,17 @@ class Segments:
         for segment in room.of_stage(Stage.WAITING) + room.of_stage(Stage.HELD):
             self.remove(segment)
 
-    def acknowledge(self, peer: ev.Peer, announced: Iterable[Announced]) -> None:
+    def acknowledge(self, peer: Peer, announced: Iterable[Announced]) -> None:
         acks = self._acks.setdefault(peer, [])
         for one in announced:
             acks.append((one.slot, one.stamp))
 
-    def actions(self, now: float) -> list[ev.Action]:
+    def actions(self, now: float) -> list[act.Action]:
         """ACKs, reads of as many waiting segments as there are slots for, and copies."""
-        found: list[ev.Action] = []
+        found: list[act.Action] = []
         for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
-                found.append(ev.Send(peer, Ack(tuple(slots[first : first + MAX_LIST]))))
+                found.append(act.Send(peer, Ack(tuple(slots[first : first + MAX_LIST]))))
         self._acks = {}
         if self._turns.owners:
             parts: dict[Part, list[Segment]] = {}
@@ -63,52 +63,45 @@ class Segments:
                 parts.setdefault(segment.part, []).append(segment)
             for segments in parts.values():
                 for first in range(0, len(segments), self._list):
-                    found.append(self._read(segments[first : first + self._list], now))
+                    some = segments[first : first + self._list]
+                    for one in some:
+                        self._slots.offer(one.slot, one.announced.stamp, now)
+                    read = act.StartRead(some[0].peer, some, now, now + some[0].room.limits.read)
+                    self._reads[read] = None
+                    found.append(read)
         if self._jobs:
-            found.append(ev.Copy(tuple(self._jobs)))
+            found.append(act.StartCopies(tuple(self._jobs)))
             self._jobs = []
         return found
 
-    def _read(self, segments: list[Segment], now: float) -> ev.StartRead:
-        for one in segments:
-            self._slots.offer(one.slot, one.announced.stamp, now)
-        room, peer = segments[0].room, segments[0].peer
-        read = ev.StartRead(peer, segments, now, now + room.limits.read)
-        self._reads[read] = None
-        return read
-
-    def end_read(self, read: ev.StartRead, now: float, error: str) -> None:
+    def end_read(self, read: act.StartRead, now: float, error: str) -> None:
         """Its segments are acknowledged."""
         del self._reads[read]
-        if not error:
-            self._slots.sign(read.peer, now, served=True)
+        self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         if self._slots.barred:
             self._slots.barred = {one.peer for one in self._reads if one.failed}
-        self.acknowledge(read.peer, [segment.announced for segment in read.segments])
+        if not error:
+            self._slots.sign(read.peer, now, served=True)
 
-    def overdue(self, now: float) -> list[ev.StartRead]:
+    def overdue(self, now: float) -> list[act.StartRead]:
         """Reads that take too long, and have not failed yet. Their peers get no slot any more until
         these have ended."""
         found = [one for one in self._reads if one.until <= now and not one.failed]
         self._slots.barred.update(read.peer for read in found)
         return found
 
-    def late(self, room: Room, since: float) -> list[ev.Peer]:
+    def late(self, room: Room, since: float) -> list[Peer]:
         """Peers whose rows are missing, and not only because this rank has no slot for them, an
         earlier forward runs on it, or copies wait: a read of their own began before then."""
         here = {one.peer for one in room.segments if one.stage is not Stage.READING}
         here -= {read.peer for read in self._reads if read.began <= since}
         return [peer for peer in room.missing() if peer not in here]
 
-    def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
+    def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those that no read in flight has."""
         reads = [read for read in self._reads if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
-
-    def clear(self, room: Room) -> None:
-        """Ask for zeros in the rows that are not in place."""
-        self.copy(ev.Clear(room, room.placed_to, room.opened.end))
 
     def copy(self, job: Job) -> None:
         """Ask for a segment's copy from its slot to the pool, or for zeros."""

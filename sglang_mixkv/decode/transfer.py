@@ -1,4 +1,5 @@
-r"""Room, Part and Segment of a decode rank: a request, what a prefill rank sends of it, in pieces.
+r"""Room, Part and Segment of a decode rank: a request, what a prefill rank sends of it, in pieces;
+and Numbers, which knows whether a room number came again too early.
 
 A room is named by its *generation*, since SGLang uses its room numbers again. A *peer* is a prefill
 rank as one prefill server names it: what another server says of the same rank is another peer, so
@@ -19,16 +20,10 @@ from enum import Enum
 
 import msgspec
 
-from sglang_mixkv.channel.messages import (
-    INSTANCE_BYTES,
-    PROTOCOL,
-    Announced,
-    Fail,
-    Open,
-    Ready,
-    fail,
-)
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.messages import Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.series import Cold
 
 Generation = int
 Peer = bytes
@@ -40,12 +35,12 @@ def peer_of(instance: bytes, server: str) -> Peer:
 
 
 def instance_of(peer: Peer) -> bytes:
-    return peer[:INSTANCE_BYTES]
+    return peer[: messages.INSTANCE_BYTES]
 
 
 def server_of(peer: Peer) -> str:
     """The server's bootstrap address."""
-    return peer[INSTANCE_BYTES:].decode()
+    return peer[messages.INSTANCE_BYTES :].decode()
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -77,9 +72,9 @@ class Opened(msgspec.Struct, frozen=True):
     sources: tuple[Source, ...]
     first_token: int
     end: int
-    cold: str = ""
+    cold: Cold = ""
     pending: bool = False
-    version: int = PROTOCOL[1]
+    version: int = messages.PROTOCOL[1]
     handle: Hashable = None
     page_size: int = 1
 
@@ -188,7 +183,7 @@ class Room:
         self.first_ready: float | None = None
         self.arrived: float | None = None
         self.copying = 0
-        self.cold = ""
+        self.cold: Cold = ""
         self.decided = self.closed = False
 
     @property
@@ -236,3 +231,25 @@ class Room:
         took = 0.0 if self.first_ready is None else self.arrived - self.first_ready
         wait = min(max(3 * took, times.shortest_wait), times.longest_wait)
         return min(max(self.arrived, self.progress) + wait, self.arrived + times.whole_wait)
+
+
+class Numbers:
+    """Room numbers whose last request here was not warm. Its OPEN may have been lost with a
+    connection: prefill would take the number's next OPEN for that one's, and send another request's
+    KV. A prefill rank has met a request that was warm. `seconds`: its half of one is over then."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: dict[int, float] = {}  # the oldest first
+
+    def is_doubtful(self, number: int, now: float) -> bool:
+        """Asked for each request, which is not warm yet."""
+        since = self._since
+        while since and now - since[oldest := next(iter(since))] > self._seconds:
+            del since[oldest]
+        doubtful = since.pop(number, None) is not None
+        since[number] = now
+        return doubtful
+
+    def was_warm(self, number: int) -> None:
+        self._since.pop(number, None)

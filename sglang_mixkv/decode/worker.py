@@ -23,13 +23,15 @@ from sglang_mixkv.channel.loop import Call, Worker
 from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.links import Link, Links
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.segments import Job
+from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Source
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.series import Cold, ColdReason
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -38,18 +40,28 @@ class ReceiveHandle:
     """One request of a receiver, between the scheduler and the channel. `pages`: of `page_size`
     tokens, the draft pool's, from `opened.first_token` on; they are written while `gate` is open.
     `event`: behind an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
-    `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over."""
+    `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over.
+    `arrived`: when SGLang's own transfer had succeeded; the machine has a time of its own, since
+    this one is needed where its thread hangs. `decided`: when the verdict was there."""
 
     request: Any = None
 
     def __init__(self, pages: Any, page_size: int, event: Any, prefill: str = "") -> None:
         self.event, self.gate, self.prefill = event, Gate(), prefill
         self.pages = Pages(np.asarray(pages, dtype=np.int64), page_size)
-        self.opened: ev.Opened
-        self.state: ev.State | None = None
+        self.opened: Opened
+        self.state: act.State | None = None
         self.reason = ""
-        self.arrived: float | None = None  # when SGLang's own transfer had succeeded
+        self.arrived: float | None = None
+        self.decided: float | None = None
         self.closed = False
+
+    @property
+    def waited(self) -> float | None:
+        """For draft KV alone; None where the target, or the verdict, never came."""
+        if self.arrived is None or self.decided is None:
+            return None
+        return max(0.0, self.decided - self.arrived)
 
     def rows(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Row numbers of tokens [first, end) of the prompt."""
@@ -69,13 +81,13 @@ class DecodeWorker(Worker):
 
     def __init__(
         self, machine: Machine, store: Store | None, times: Times, reporter: Reporter,
-        forget_peer: Callable[[ev.Peer], None], check_peer: Callable[[ev.Peer], None],
+        forget_peer: Callable[[Peer], None], check_peer: Callable[[Peer], None],
     ) -> None:  # fmt: skip
         self._forget_peer, self._check_peer = forget_peer, check_peer
         self._links = Links(store, times)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
         super().__init__(machine, self._links.poller, reporter, times, store)
-        self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
+        self._forwards: dict[Generation, Any] = {}  # events of rooms that are pending
         self._draws = messages.draws()
         self._counter = itertools.count(next(self._draws) >> 33)  # 30 bits
         self._thread.start()
@@ -86,17 +98,17 @@ class DecodeWorker(Worker):
         """Rooms that are opened from here on can name this peer, until it is dropped."""
         self._call(self._links.add, link)
 
-    def drop(self, peer: ev.Peer) -> None:
+    def drop(self, peer: Peer) -> None:
         """Close its socket and its connection in the data plane. Rooms that wait for its rows go
         cold: its server is gone, so that waiting for the deadline would gain nothing."""
         self._call(self._drop, peer)
 
-    def knows(self, peer: ev.Peer) -> bool:
+    def knows(self, peer: Peer) -> bool:
         return peer in self._links
 
     # -- the scheduler's thread
 
-    def _new_generation(self) -> ev.Generation:
+    def _new_generation(self) -> Generation:
         """Greater than all before; the low half cannot be guessed.
 
         The counter has 31 bits and begins below 2^30, so that it rises for at least 2^30 uses: at
@@ -107,12 +119,12 @@ class DecodeWorker(Worker):
         return (next(self._counter) & 0x7FFFFFFF) << 32 | next(self._draws) & 0xFFFFFFFF
 
     def open(
-        self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[ev.Source, ...],
-        first_token: int, end: int, cold: str = "", version: int = PROTOCOL[1], page_size: int = 1,
+        self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[Source, ...],
+        first_token: int, end: int, cold: Cold = "", version: int = PROTOCOL[1], page_size: int = 1,
     ) -> None:  # fmt: skip
-        """SGLang has sent the request's metadata; see ev.Opened."""
+        """SGLang has sent the request's metadata; see Opened."""
         generation, pending = self._new_generation(), handle.event is not None
-        handle.opened = opened = ev.Opened(
+        handle.opened = opened = Opened(
             generation, bootstrap_room, sources, first_token, end, cold, pending, version, handle,
             page_size,
         )  # fmt: skip
@@ -157,7 +169,7 @@ class DecodeWorker(Worker):
         except Exception as error:
             if handle.arrived and time.monotonic() - handle.arrived > 2 * self._slowest:
                 handle.gate.close()
-                handle.reason, handle.state = f"an earlier forward: {error!r}", ev.State.FAILED
+                self._decide(handle, act.State.FAILED, f"an earlier forward: {error!r}")
             return
         logger.error(
             "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
@@ -167,14 +179,18 @@ class DecodeWorker(Worker):
             handle.gate.close()
             if self._store is not None:
                 self._store.rows.clear(handle.rows(opened.first_token, opened.end))
-            handle.reason, handle.state = "broken", ev.State.COLD
+            self._decide(handle, act.State.COLD, ColdReason.BROKEN)
         except Exception as error:
-            handle.reason, handle.state = repr(error), ev.State.FAILED
+            self._decide(handle, act.State.FAILED, repr(error))
+
+    def _decide(self, handle: ReceiveHandle, state: act.State, reason: str) -> None:
+        """`state` last: the scheduler polls it."""
+        handle.reason, handle.decided, handle.state = reason, time.monotonic(), state
 
     # -- the channel thread
 
     def _outstanding(self) -> bool:
-        return bool(self._forwards) or self._links.reading
+        return bool(self._forwards) or (self._store is not None and self._store.plane.busy)
 
     def _look(self, ready: list[Any]) -> Iterator[Call]:
         for generation, event in list(self._forwards.items()):
@@ -188,39 +204,35 @@ class DecodeWorker(Worker):
             yield self._machine.read_ended, ended
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):
-                self._reporter(ev.Note("unreadable", peer, str(message)))
+                self._reporter(act.Note("unreadable", peer, str(message)))
             elif isinstance(message, Ready):
                 yield self._machine.ready, (peer, message)
             elif isinstance(message, Fail):
                 yield self._machine.failed, (peer, message)
 
-    def _drop(self, peer: ev.Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         """A message without a link drops none: it may be there again."""
         self._links.drop(peer)
         self._machine.peer_lost(peer, True)
 
-    def _copied(self) -> Iterator[Call]:
-        for ended in self._copies.ended():
-            yield self._machine.copied, ended
-
-    def _do(self, action: ev.Action) -> None:
+    def _do(self, action: act.Action) -> None:
         match action:
-            case ev.Send(peer, message):
+            case act.Send(peer, message):
                 if not self._links.send(peer, message):
                     self._call(self._machine.peer_lost, peer, peer not in self._links)
                     self._check_peer(peer)
-            case ev.StartRead():
+            case act.StartRead():
                 if not self._links.read(action):
                     self._call(self._machine.read_ended, action, "the prefill rank is gone")
-            case ev.Copy(jobs):
+            case act.StartCopies(jobs):
                 self._copies.start(list(map(self._copy_of, jobs)))
-            case ev.Verdict(ReceiveHandle() as handle, state, reason):
+            case act.Verdict(ReceiveHandle() as handle, state, reason):
                 if handle.state is None:
-                    handle.reason, handle.state = reason, state
-            case ev.Forget(peer):
+                    self._decide(handle, state, reason)
+            case act.Forget(peer):
                 self.drop(peer)
                 self._forget_peer(peer)
-            case ev.Note():
+            case act.Note():
                 self._reporter(action)
 
     def _copy_of(self, job: Job) -> Copy:
@@ -228,7 +240,7 @@ class DecodeWorker(Worker):
         assert isinstance(handle, ReceiveHandle)
         assert self._store is not None
         request = job, handle.gate, handle.pages
-        if isinstance(job, ev.Clear):
+        if isinstance(job, act.Clear):
             tokens = job.first_token - first, job.end - job.first_token
             return Copy(Kind.CLEAR, *request, *tokens, self._store.rows.heads)
         one, heads = job.announced, job.part.source.heads

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from sglang_mixkv.channel.gate import Gate, start_behind
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.draft.layout import Pages
 
 if TYPE_CHECKING:
     from sglang_mixkv.channel.data_plane import DataPlane

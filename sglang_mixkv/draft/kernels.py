@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_mixkv.draft.layout import GOLDEN, HEADER, MIX, SEED, SlotCheck
+from sglang_mixkv.channel.slot_format import GOLDEN, HEADER, MIX, SEED, SlotCheck
 
 UNIT = 16  # bytes
 TOKENS, COLUMN = 64, 16  # of a tile: tokens, words of each
@@ -37,7 +37,7 @@ _PACK, _UNPACK, _SEAL, _SETTLE, _CLEAR = (tl.constexpr(mode) for mode in range(l
 
 @triton.jit
 def _weights(place: tl.tensor) -> tl.tensor:
-    """As layout.weights."""
+    """As slot_format.weights."""
     found = (place.to(tl.uint32) + 1).to(tl.uint64) * _GOLDEN
     found = (found ^ (found >> 32)) * _MIX
     return ((found ^ (found >> 32)) | 1).to(tl.int64)

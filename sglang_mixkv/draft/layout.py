@@ -1,4 +1,4 @@
-r"""The drafter's KV cache on one rank, who reads which of its heads, and how they lie in a slot.
+r"""The drafter's KV cache on one rank, and who reads which of its heads.
 
 The cache is a list of *entries*, K of layer 0, K of layer 1, ..., then V of each layer. In an entry
 each token has a row of the rank's heads, heads x head_bytes[entry]. K and V may differ in width.
@@ -17,36 +17,20 @@ Which ranks meet is SGLang's rule, `CommonKVManager._resolve_rank_mapping`
 Each head that the decode rank holds is read once, from the first of its prefill ranks that holds
 it. Where heads are replicated, some prefill ranks are read by nobody; they are opened all the same,
 with no heads, since they cannot tell "not needed" from "not yet".
-
-A *segment* is some tokens of one request for one reader, in a *slot* of the staging buffer:
-
-    | stamp, 8 bytes | sum, 8 | unused, 48 | payload | zeros up to a multiple of 8 |
-
-The payload is entry after entry, each [tokens, heads, head bytes]. The sum is that of the payload's
-words of 8 bytes, each times the odd weight of its place, and of the stamp times SEED, modulo 2**64.
-A reader knows the stamp from READY, makes the sum of what it read, and compares both:
-
-* A change within one word always shows, since each weight is odd.
-* Another segment always shows: its stamp differs, and since SEED is odd, so does the sum.
-* Other changes, such as two segments mixed, escape where their differences, each times its weight,
-  add up to zero: once in 2**64 for bytes that know nothing of the weights, and always for two words
-  of which both have the highest bit flipped and no other.
-
-What protects a slot is the ACK; stamp and sum are the second net. A second stamp behind the payload
-would show nothing more: a read has no order, so equal stamps prove nothing of what is between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_mixkv.errors import MixKVError, refuse
+from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
+from sglang_mixkv.errors import refuse
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -54,32 +38,7 @@ Heads = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 MAX_ENTRIES = 1024
 NO_HEADS = range(0)
-
-HEADER = 64  # bytes in front of the payload
-SPARE = 16  # of the first byte without a meaning
-SLOT_OVERHEAD = HEADER + 8  # bytes: the header, and padding behind the payload
-GOLDEN, MIX, SEED = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0x2545F4914F6CDD1D
-"""Of the sum: two multipliers that make a weight of a place, and the stamp's weight. All odd."""
-MASK = (1 << 64) - 1
-
-
-class SlotCheck(IntEnum):
-    """What a reader finds in a slot. STALE: another stamp, DIFFERS: another sum. ERROR: whether the
-    copy was made is unknown."""
-
-    OK = 0
-    STALE = 1
-    DIFFERS = 2
-    ERROR = 3
-
-
-def weights(count: int) -> NDArray[np.uint64]:
-    """Of the first `count` places of a payload. They are computed, so that a GPU need not read them
-    and both sides agree on them without a table."""
-    half = np.uint64(32)
-    found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-    found = (found ^ (found >> half)) * np.uint64(MIX)
-    return (found ^ (found >> half)) | np.uint64(1)
+_no_route = partial(refuse, "MIXKV-PAIR-04")
 
 
 def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
@@ -122,6 +81,13 @@ def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
     return tuple(table)
 
 
+def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
+    """Attention-TP ranks on prefill that a decode rank meets. One size divides the other."""
+    ratio = max(1, prefill_tp // decode_tp)
+    first = rank * prefill_tp // decode_tp
+    return range(first, first + ratio)
+
+
 def readers_of(prefill_tp: int, decode_tp: int) -> int:
     """How many decode ranks open one prefill rank for a request."""
     if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
@@ -132,10 +98,6 @@ def readers_of(prefill_tp: int, decode_tp: int) -> int:
             "Change --tp or --attn-dp-size on one side",
         )
     return max(1, decode_tp // prefill_tp)
-
-
-def _no_route(expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
-    return refuse("MIXKV-PAIR-04", expected, got, consequence, remedy)
 
 
 class DraftFacts(msgspec.Struct, frozen=True):
@@ -178,12 +140,14 @@ class Pages:
     numbers.
 
     `events`: things with `query() -> bool`. Once all are true, the pages can be read and the KV is
-    in them. `error`: why nobody knows whether it is; nothing can be read then.
+    in them; for a chunk that was `written`, by time.monotonic(). `error`: why nobody knows whether
+    it is; nothing can be read then.
     """
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
         self._pages, self._size, self.events = pages, page_size, events
         self._on_device: Any = None
+        self.written = 0.0
         self.error: Exception | None = None
 
     def rows(self, offset: int, count: int) -> NDArray[np.int64]:

@@ -44,9 +44,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft.cuda import CudaError, Driver, Event, UnsafeError
 from sglang_mixkv.draft.kernels import COLUMN, TOKENS, UNIT, WARPS, compiled
-from sglang_mixkv.draft.layout import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows
 
 MOST = 64  # slots of a batch

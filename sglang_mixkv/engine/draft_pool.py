@@ -8,7 +8,7 @@ import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_server_args, get_spec
+from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
@@ -78,11 +78,10 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
         raise refuse(
             "MIXKV-START-05",
             "a drafter with KV heads apart from the target's entries, or an MLA drafter behind an "
-            "MLA target's",
-            f"{count} entries of a drafter behind those of a target",
+            "MLA target's", f"{count} entries of a drafter behind those of a target",
             "SGLang would pair the drafter's entries with others, or end requests",
             "Use a drafter with KV heads",
-        )
+        )  # fmt: skip
 
 
 def _check_pool(pool: Any) -> None:
@@ -97,31 +96,15 @@ def _check_pool(pool: Any) -> None:
 
 def _not_whole(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-START-05",
-        "a drafter whose K and V rows are all of its cache",
-        got,
+        "MIXKV-START-05", "a drafter whose K and V rows are all of its cache", got,
         "a part of it would stay behind on prefill",
         "Use a drafter without these, or --speculative-draft-kv-cache-dtype bfloat16",
-    )
+    )  # fmt: skip
 
 
 def _not_cut(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-START-05",
-        "a draft KV pool with rows of [tokens, heads, head size] (NHD)",
-        got,
+        "MIXKV-START-05", "a draft KV pool with rows of [tokens, heads, head size] (NHD)", got,
         "heads would be cut at wrong offsets",
         "Unset SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT",
-    )
-
-
-def clear_retracted(pool: Any, table: Any, request: Any) -> None:
-    """Zeros in the rows that Req.load_kv_cache fills in the target's pool, where SGLang's backup of
-    a retracted request has these alone; its host pool has the drafter's beside them. On the current
-    stream, which resume_retracted_reqs has made wait for the forward that may have written."""
-    if get_disagg().disaggregation_decode_retraction_backup != "cpu_tensor":
-        return
-    rows = table.req_to_token[request.kv.req_pool_idx, : request.seqlen - 1].long()
-    with torch.inference_mode():
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
-            buffer[rows] = 0
+    )  # fmt: skip

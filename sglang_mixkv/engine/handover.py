@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_mixkv.engine import draft_pool, storage
+from sglang_mixkv.engine import storage
+from sglang_mixkv.guards import retraction
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -77,7 +78,7 @@ def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs
         try:
             local.reporter.retracted(request)
             if local.handed.pool is not None:
-                draft_pool.clear_retracted(local.handed.pool, queue.req_to_token_pool, request)
+                retraction.clear_retracted(local.handed.pool, queue.req_to_token_pool, request)
         except Exception:
             logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")
     return resumed

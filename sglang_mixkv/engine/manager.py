@@ -21,11 +21,13 @@ from sglang_mixkv.decode.transfer import server_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.engine import draft_pool
 from sglang_mixkv.engine.bootstrap import KEY, DraftBootstrapServer
-from sglang_mixkv.engine.notices import AbortedRequests
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankContext, RankManager
 from sglang_mixkv.engine.receiver import DraftReceiver
-from sglang_mixkv.engine.sender import DraftSender, switch_off_early_sends
+from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.engine.sender import DraftSender
+from sglang_mixkv.guards.aborts import AbortedRequests
+from sglang_mixkv.guards.early_sends import switch_off_early_sends
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker
 from sglang_mixkv.series import ABORTED
@@ -53,7 +55,7 @@ class DraftManager(RankManager):
         note = ""
         if mode == DisaggregationMode.PREFILL:
             self.aborted = AbortedRequests(self)
-            note = switch_off_early_sends(self.backend)
+            note = switch_off_early_sends(self.backend, sglang_version())
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
             self._make_decode_channel()

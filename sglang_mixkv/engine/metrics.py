@@ -16,16 +16,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from sglang_mixkv import series
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
-from sglang_mixkv.decode.events import State
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import ABORTED, COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind
+from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, Kind
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
+BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Of histograms: upper bounds, in seconds."""
 LOOK_S = 1.0
 MAX_LOGGED = 1024  # pairs of peer and note; beyond them nothing new is logged
 MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
@@ -56,7 +59,7 @@ class MetricsReporter(Reporter):
     def __init__(self, side: str, labels: Mapping[str, str] | None, registry: Any = None) -> None:
         self.name_of: Callable[[bytes], str] = lambda _: ""
         self._side, self._labels = side, tuple((labels or {}).values())
-        self._ended: deque[tuple[Any, Began | None]] = deque(maxlen=MAX_WATCHED)
+        self._ended: deque[tuple[Any, Began | None, float | None]] = deque(maxlen=MAX_WATCHED)
         self._watched: dict[str, tuple[weakref.ref[Any], list[int], Began]] = {}
         self._prefills: set[str] = set()
         self._logged: set[tuple[str, bytes]] = set()
@@ -86,6 +89,9 @@ class MetricsReporter(Reporter):
         self._record(name, "draft", amount=size)
         self._record("copy_seconds_total", amount=seconds)
 
+    def announced(self, seconds: float) -> None:
+        self._record("ready_seconds", amount=seconds)
+
     def kernels(self, used: bool) -> None:
         """Whether kernels copy, on a GPU."""
         self._record("gpu_kernels", amount=used)
@@ -99,14 +105,14 @@ class MetricsReporter(Reporter):
         not decide the room, and may have ended."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
-            self._ended.append((handle.request, began))
-        if handle.reason == "broken":
+            self._ended.append((handle.request, began, handle.waited))
+        if handle.reason == ColdReason.BROKEN:
             self.ticked()
 
     def retracted(self, request: Any) -> None:
         """SGLang has resumed a request that it had retracted, from its own backup."""
         if self._made:
-            self._ended.append((request, None))
+            self._ended.append((request, None, None))
 
     def ticked(self) -> None:
         """Count the rooms that have ended, and once a second the drafts of requests that have."""
@@ -138,11 +144,13 @@ class MetricsReporter(Reporter):
 
     def _count_rooms(self) -> None:
         while self._ended:
-            request, began = self._ended.popleft()
+            request, began, waited = self._ended.popleft()
             if began is not None:
                 _, *outcome = began
                 self._record("rooms_total", *outcome)
                 self._record("prefill_rooms_total", self._known(began.prefill), *outcome)
+                if waited is not None:
+                    self._record("wait_seconds", *outcome, amount=waited)
             self._watch(request, began)
 
     def _watch(self, request: Any, began: Began | None) -> None:
@@ -173,11 +181,14 @@ class MetricsReporter(Reporter):
         return prefill
 
     def _record(self, name: str, *values: str, amount: float = 1) -> None:
-        """Add to a counter, or set a gauge."""
+        """Add to a counter or a histogram, or set a gauge."""
         try:
             if made := self._made:
                 one = made[name].labels(*self._labels, *values)
-                one.inc(amount) if name.endswith("_total") else one.set(amount)
+                if name.endswith("_seconds"):
+                    one.observe(amount)
+                else:
+                    one.inc(amount) if name.endswith("_total") else one.set(amount)
         except Exception:
             self._stop()
 
@@ -190,15 +201,16 @@ def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]
     """The series of one side, by name. prometheus_client looks at PROMETHEUS_MULTIPROC_DIR when it
     is imported, which SGLang sets before it starts the schedulers: it is imported as late as SGLang
     does (observability/metrics_collector.py)."""
-    from prometheus_client import REGISTRY, Counter, Gauge
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     made: dict[str, Any] = {}
     gauge = partial(Gauge, multiprocess_mode="mostrecent")
-    for one in SERIES:
+    kinds: dict[str, Any] = {"total": Counter, "seconds": partial(Histogram, buckets=BUCKETS)}
+    for one in series.SERIES:
         if side in one.sides:
-            kind = Counter if one.name.endswith("_total") else gauge
+            kind = kinds.get(one.name.rpartition("_")[2], gauge)
             names, where = [*labels, *one.labels], registry or REGISTRY
-            made[one.name] = kind(PREFIX + one.name, one.help, names, registry=where)
+            made[one.name] = kind(series.PREFIX + one.name, one.help, names, registry=where)
             for values in one.known:
                 made[one.name].labels(*labels.values(), *values)
     return made
@@ -209,10 +221,10 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:
-        return "closed", "prefill_aborted" if reason == ABORTED else ""
+        return "closed", ColdReason.PREFILL_ABORTED if reason == series.ABORTED else ""
     if handle.state is State.WARM:
         return "warm", ""
-    return "cold", handle.reason if handle.reason in COLD else OTHER
+    return "cold", ColdReason(handle.reason)
 
 
 def reporter(side: str) -> MetricsReporter:

@@ -1,4 +1,4 @@
-"""Threads for calls that may hang, and looking up the names of prefill servers in such.
+"""Looks up the names of prefill servers, in threads.
 
 A look-up cannot be ended, and takes a minute where name servers are silent. Each name has one at a
 time, so that a name costs one thread, and only those who ask for it wait.
@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from sglang_mixkv.background import in_thread
+
 AT_ONCE = 1024  # look-ups
 FRESH_S = 0.3  # for a look-up of a name that was answered before
 REMEMBERED = 4096  # names
-
-
-def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """What a call gives, from a thread that ends with it, and holds up no end of the process."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*args))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 class Names(AbstractResolver):

@@ -1,125 +1,20 @@
-"""SGLang's own messages that end the other side's half of a request, where SGLang sends none; and
-the event loops that they, and the questions to prefill servers, run in.
-
-    prefill aborts    decode would wait for SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s
-    decode refuses    prefill would hold the request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT,
-                      300 s, and a router that waits for both halves its client
-
-SGLang's sends block for up to 30 s where the other side is gone, or stands still: threads send.
+"""SGLang's own ABORT to the prefill ranks of a refused server, each of which would hold the request
+for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both halves its
+client. SGLang's sends block for up to 30 s where the other side is gone, or stands still: a thread
+sends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import logging
-import threading
-import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
-from sglang.srt.disaggregation.base.conn import KVPoll
-
-from sglang_mixkv.engine.names import in_thread
+from sglang_mixkv.background import MAX_NOTICES, Background
 from sglang_mixkv.engine.prefill_http import Ranks
-from sglang_mixkv.engine.rooms import RoomUse, newest
-from sglang_mixkv.series import ABORTED
 
-logger = logging.getLogger(f"sglang.{__name__}")
-
-MAX_NOTICES = 4096  # under way; the other side waits for its timeout beyond them
-BLOCKED_AT_ONCE = 256  # decode ranks
-LOOK_S, LATE_S = 1.0, 300.0  # SGLang's timeout, beyond which decode waits no more
 PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT; decode's own answer has the reason, and leads
 LINGER_MS = 1000  # for what was just sent
-
-
-class Background:
-    """An event loop beside SGLang's threads. `threads`: how much may block at once."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        self._name, self._places = name, asyncio.Semaphore(threads)
-        self._loop = asyncio.new_event_loop()
-        self.running: set[Future[Any]] = set()
-        self._sending: WeakValueDictionary[Any, asyncio.Lock] = WeakValueDictionary()
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nobody waits for its end."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        self.running.add(future)
-        future.add_done_callback(self._ended)
-
-    def _ended(self, future: Future[Any]) -> None:
-        self.running.discard(future)
-        if error := future.exception():
-            text = "[MIXKV-SELF-01] sglang-mixkv: the other side is not notified, and waits"
-            logger.error(text, exc_info=error)
-
-    async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        async with self._places:
-            return await asyncio.wrap_future(in_thread(self._name, call, *args))
-
-    async def send(self, to: Any, message: Callable[..., None], **fields: Any) -> None:
-        """One at a time `to` each, so that one that is gone takes one thread."""
-        async with self._sending.setdefault(to, asyncio.Lock()):
-            await self.in_thread(partial(message, **fields))
-
-
-class AbortedRequests:
-    """Notifies decode of an abort on prefill. `manager`: SGLang's, of a prefill rank."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self._background = Background("mixkv-notify", BLOCKED_AT_ONCE)
-
-    def add(self, sender: RoomUse) -> None:
-        """A room that SGLang has concluded is left alone. After Success decode goes on with the
-        request. After Failed decode was notified, or must not be, since NIXL could not say that its
-        writes have ended (transfer_worker in nixl/conn.py)."""
-        room, manager = sender.bootstrap_room, self._manager
-        if manager.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
-            return
-        is_place = len(self._background.running) < MAX_NOTICES
-        if manager.enable_deferred_decode_kv_release and is_place:
-            self._background.run(self._notify(sender, room, self._targets(room)))
-
-    def _targets(self, room: int) -> Any:
-        """The decode ranks that wait for KV of this rank; None before metadata of any have come."""
-        infos = list(self._manager.transfer_infos.get(room, {}).values())
-        targets = {(one.endpoint, one.dst_port) for one in infos if not one.is_dummy}
-        return targets if infos else None
-
-    async def _notify(self, sender: RoomUse, room: int, targets: Any) -> None:
-        until = time.monotonic() + LATE_S
-        while targets is None and time.monotonic() < until:
-            await asyncio.sleep(LOOK_S)
-            targets = self._late(sender, room)
-        fields = {"bootstrap_room": room, "status": KVPoll.Failed, "failure_reason": ABORTED}
-        send, message = self._background.send, self._manager.send_kv_status_message  # logs errors
-        await asyncio.gather(*(send(to, message, targets=[to], **fields) for to in targets or ()))
-
-    def _late(self, sender: RoomUse, room: int) -> Any:
-        """The targets of a room that was aborted before they came; () where nothing is left to do.
-        SGLang's thread (bootstrap_thread) notes the prefix, and then the status, once all decode
-        ranks have come: the room's tables are cleared then. Where its scheduler has not cleared the
-        sender, that asks for the status again and clears it: a status that is gone would be
-        WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
-        tables = self._manager
-        if newest(room) not in (None, sender):  # the number is another request's
-            return ()
-        if room not in tables.req_to_decode_prefix_len or room not in tables.request_status:
-            return None
-        targets = self._targets(room) or ()
-        if newest(room) is None:
-            sender.clear()
-        else:
-            tables.req_to_decode_prefix_len.pop(room, None)
-            tables.transfer_infos.pop(room, None)
-        return targets
 
 
 class RefusedRequests:

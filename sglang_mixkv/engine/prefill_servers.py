@@ -19,19 +19,21 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
+from sglang_mixkv.background import Background
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import Peer
 from sglang_mixkv.decode.worker import DecodeWorker
-from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.draft.handshake import Row
 from sglang_mixkv.engine.names import Names
-from sglang_mixkv.engine.notices import Background, RefusedRequests
+from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.series import Cold
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -56,7 +58,7 @@ class _Server:
     def __init__(self, address: str) -> None:
         self.address, self.asked = address, time.monotonic()
         self.rows: Rows = {}
-        self.cold = ""  # why all of its requests are
+        self.cold: Cold = ""  # why all of its requests are
         self.peers: list[Peer] = []
         self.ready = self.doubted = self.gone = False
         self.plans: dict[tuple[int, ...], Plan] = {}  # by identity of SGLang's entries
@@ -235,7 +237,10 @@ class PrefillServers:
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:
             raise ConnectionError("SGLang's GET /route has failed")
-        for row in _to_connect(server.rows.values(), info):
+        rows = server.rows.values()
+        stage = max((row.pp_rank for row in rows if row.draft), default=None)
+        contacted = (r for r in rows if r.attn_tp_rank in info.target_tp_ranks and r.address)
+        for row in (r for r in contacted if r.pp_rank == stage):
             try:
                 link = self._channel.dial(row, server.address)
             except Exception as error:
@@ -252,10 +257,3 @@ class PrefillServers:
                 self._channel.hang_up(link)
                 raise ConnectionAbortedError("it was given up in the meantime")
         return info
-
-
-def _to_connect(rows: Collection[Row], info: Any) -> Iterable[Row]:
-    """Rows of the ranks of the drafter's stage that this rank's requests can contact."""
-    stage = max((row.pp_rank for row in rows if row.draft), default=None)
-    contacted = (row for row in rows if row.attn_tp_rank in info.target_tp_ranks and row.address)
-    return (row for row in contacted if row.pp_rank == stage)

@@ -19,19 +19,21 @@ from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
+from sglang_mixkv.channel.slot_format import SPARE
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.copier import Store
 from sglang_mixkv.draft.cuda import UnsafeError
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
-from sglang_mixkv.draft.layout import SPARE, DraftLayout
+from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
+from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
+from sglang_mixkv.guards.aborts import AbortedRequests
 from sglang_mixkv.prefill.worker import PrefillWorker
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -41,6 +43,7 @@ class RankManager:
     """DraftManager (manager.py), as far as its senders and receivers know it."""
 
     local: RankContext
+    aborted: AbortedRequests  # on prefill
     prefill_channel: PrefillWorker | None = None
     decode_channel: DecodeWorker | None = None
     # SGLang's
@@ -109,24 +112,15 @@ class RankContext:
                 plane.name, plane.endpoint, staging.address, staging.slot_bytes, staging.count
             )
         return Row(
-            protocol=PROTOCOL,
-            plugin=__version__,
-            engine=sglang_version(),
-            instance=self.instance,
-            rank_ip=manager.local_ip,
-            rank_port=manager.rank_port,
-            address=address,
-            attn_tp=manager.attn_tp_size,
-            attn_tp_rank=manager.attn_tp_rank,
-            pp_rank=manager.pp_rank or 0,
-            aux_item_lens=tuple(self.kv_args.aux_item_lens),
-            backend=self.backend,
-            target=_target(manager),
+            protocol=PROTOCOL, plugin=__version__, engine=sglang_version(), instance=self.instance,
+            rank_ip=manager.local_ip, rank_port=manager.rank_port, address=address,
+            attn_tp=manager.attn_tp_size, attn_tp_rank=manager.attn_tp_rank,
+            pp_rank=manager.pp_rank or 0, aux_item_lens=tuple(self.kv_args.aux_item_lens),
+            backend=self.backend, target=_target(manager),
             topk=get_spec().speculative_eagle_topk or 0,
-            draft=self.draft.layout if self.draft else None,
-            staging=facts,
+            draft=self.draft.layout if self.draft else None, staging=facts,
             patience=self.config.patience,
-        )
+        )  # fmt: skip
 
     def banner(self) -> str:
         whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {self.mode}"
@@ -211,10 +205,6 @@ def _target(manager: Any) -> Target:
     mla, half = manager.is_mla_backend or manager.is_hybrid_mla_backend, len(lens) // 2
     heads = getattr(args, "total_kv_head_num", 1)  # decode has it with SGLang's staging alone
     return Target(
-        heads=0 if mla else heads,
-        entries=len(lens),
-        layer_ids=bool(args.kv_layer_ids),
-        even=mla or lens[:half] == lens[half:],
-        stages=manager.pp_size or 1,
-        dcp=manager.dcp_size,
-    )
+        heads=0 if mla else heads, entries=len(lens), layer_ids=bool(args.kv_layer_ids),
+        even=mla or lens[:half] == lens[half:], stages=manager.pp_size or 1, dcp=manager.dcp_size,
+    )  # fmt: skip

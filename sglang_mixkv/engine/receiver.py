@@ -7,13 +7,13 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankManager, forward_event
-from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.guards.room_reuse import RoomUse
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -85,7 +85,7 @@ class DraftReceiver(RoomUse):
             if self.channel.is_lost(handle):
                 self.channel.clear_now(handle)
             return KVPoll.Transferring
-        if handle.state is ev.State.FAILED:
+        if handle.state is act.State.FAILED:
             self._fail(f"[MIXKV-SELF-01] draft rows could not be cleared: {handle.reason}")
             return KVPoll.Failed
         return status

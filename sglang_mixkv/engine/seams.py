@@ -1,9 +1,10 @@
 """What the plugin depends on inside SGLang, each with the reason: SEAMS are the functions that it
 hooks, overrides or calls, ATTRIBUTES what it reads or sets.
 
-Of this package only `plugin.py`, `engine/` and `tools/plan_*.py` use SGLang. `check` (releases.py)
-looks for these in each opted-in process, and tests/protocol/test_seams.py for uses that are not
-here. With each function are the parameters that are passed or read by name; SGLang may have more.
+Of this package only `plugin.py`, `engine/`, `guards/` and `tools/plan_*.py` use SGLang. `check`
+(releases.py) looks for these in each opted-in process, and tests/protocol/test_seams.py for uses
+that are not here. With each function are the parameters that are passed or read by name; SGLang may
+have more.
 Behind an arrow is the plugin's function around it.
 """
 
@@ -31,7 +32,7 @@ _FUNCTIONS = {
     # these have new draft rows
     f"{_DECODE}resume_retracted_reqs": "-> engine.handover.around_resume",
     # refuses a room number that is used twice, or cannot be sent
-    f"{_TOKENIZER}_init_req_state": "obj request -> engine.rooms.around_request",
+    f"{_TOKENIZER}_init_req_state": "obj request -> guards.room_reuse.around_request",
     # makes this rank's side of the channel
     f"{_MANAGER}__init__": "args disaggregation_mode server_args is_mla_backend",
     f"{_MANAGER}_register_topology_row": "url payload",  # this rank's row travels with SGLang's

@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.engine.notices import AbortedRequests
 from sglang_mixkv.engine.rank import RankManager, forward_event
-from sglang_mixkv.engine.releases import sglang_version
-from sglang_mixkv.engine.rooms import RoomUse
+from sglang_mixkv.guards.room_reuse import SenderRoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-EARLY_SENDS = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
-
-def switch_off_early_sends(backend: str) -> str:
-    """Switch SGLang's early sends off where SGLang itself does not wait for what it sends, and say
-    so. An operator's own setting stays.
-
-    A prefix that prefill has cached is sent while the forward of the rest begins (prefill.py,
-    maybe_send_cached_prefix_chunk), and with each further chunk the one before. The event behind
-    the forward that writes it goes along; NIXL's manager drops it, and Mooncake's did not wait for
-    it up to 0.5.21. The target's own KV could then leave before it is written.
-    """
-    waits = backend == "mooncake" and not sglang_version().startswith("0.5.21")
-    if EARLY_SENDS in os.environ or waits:
-        return ""
-    os.environ[EARLY_SENDS] = "0"
-    return f"; {EARLY_SENDS}=0, since SGLang's {backend} does not wait"
-
-
-class _Manager(RankManager):
-    aborted: AbortedRequests
-
-
-class DraftSender(RoomUse):
+class DraftSender(SenderRoomUse):
     """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init. Of
     SGLang's statuses only Success is changed, to Transferring, while draft KV is packed."""
 
-    kv_mgr: _Manager
+    kv_mgr: RankManager
     handle: SendHandle | None = None
     channel: PrefillWorker  # of a `handle`
     _first = 0
@@ -99,14 +74,6 @@ class DraftSender(RoomUse):
         """SGLang's failure_exception calls it, too, and sets conclude_state before."""
         self._end("failed on prefill" if self.conclude_state == KVPoll.Failed else "")
         super().clear()  # type: ignore[misc]
-
-    def _leave(self) -> bool:
-        """True retraction may begin the next use of the number before the scheduler has seen that
-        this one succeeded."""
-        if super().poll() == KVPoll.Success:  # type: ignore[misc]
-            self._move()
-            return True
-        return False
 
     def abort(self) -> None:
         self._end("aborted on prefill")

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, fail
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
-from sglang_mixkv.prefill import events as ev
-from sglang_mixkv.prefill.transfer import Chunk, Packing, Part, Room, Segment, refusal
+from sglang_mixkv.prefill import actions as act
+from sglang_mixkv.prefill.transfer import Chunk, Connection, Packing, Part, Room, Segment, Use
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
 """Parts of one connection, and of all. Each takes some 500 bytes. Readers can be invented without
@@ -47,12 +47,12 @@ class Machine:
         self._instance, self._heads, self._times = instance, heads, times
         self.slots = slots
         self._packing = Packing(segment_tokens, slots, draw_stamp)
-        self._uses: dict[ev.Use, Room] = {}
+        self._uses: dict[Use, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._early: dict[int, Room] = {}  # by number: opened before SGLang's sender is here
         self._parts: dict[int, Part] = {}  # by generation
-        self._open: Counter[ev.Connection] = Counter()  # parts
-        self._out: list[ev.Action] = []
+        self._open: Counter[Connection] = Counter()  # parts
+        self._out: list[act.Action] = []
         self._clock, self._seen = 0.0, float("inf")
 
     def advance(self, now: float) -> None:
@@ -62,22 +62,22 @@ class Machine:
         self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
 
-    def actions(self) -> list[ev.Action]:
+    def actions(self) -> list[act.Action]:
         """What calls since the last time have led to, in the order in which it must be done."""
         packing = self._packing
-        for part, ready in packing.announce(self._clock) if packing.announcing else ():
+        for part, ready, chunks in packing.announce(self._clock) if packing.announcing else ():
             part.room.progress = self._clock
-            self._out.append(ev.Send(part.connection, ready))
+            self._out.append(act.Send(part.connection, ready, chunks))
             if ready.last:
                 self._settle(part.room)
         if packing.turns.owners and (segments := packing.start()):
-            self._out.append(ev.Pack(segments))
+            self._out.append(act.Pack(segments))
         actions, self._out = self._out, []
         return actions
 
     # -- SGLang's side
 
-    def begin(self, use: ev.Use, number: int) -> None:
+    def begin(self, use: Use, number: int) -> None:
         """SGLang made a sender for the room of this number. Settled follows for it, unless `end`
         comes before."""
         stale = self._current.get(number)
@@ -89,7 +89,7 @@ class Machine:
         self._settle(room)
 
     def add_chunk(
-        self, use: ev.Use, first: int, count: int, last: bool, pages: Any = None,
+        self, use: Use, first: int, count: int, last: bool, pages: Any = None,
         pending: bool = False,
     ) -> None:  # fmt: skip
         """SGLang handed a chunk over: tokens [first, first + count) of the prompt, in `pages`.
@@ -101,12 +101,12 @@ class Machine:
             room.chunks.append(Chunk(use, first, count, last, pages, pending))
             self._packing.add(room.note_written(pending=False))
 
-    def chunk_written(self, use: ev.Use) -> None:
+    def chunk_written(self, use: Use) -> None:
         """The first of the use's pending chunks is."""
         if (room := self._uses.get(use)) is not None:
             self._packing.add(room.note_written(pending=True))
 
-    def target_sent(self, use: ev.Use) -> None:
+    def target_sent(self, use: Use) -> None:
         """SGLang's own transfer of the use has succeeded. From now on packing that makes no
         progress is given up."""
         room = self._uses.get(use)
@@ -114,7 +114,7 @@ class Machine:
             room.sent = self._clock
             self._settle(room)
 
-    def end(self, use: ev.Use, reason: str = "") -> None:
+    def end(self, use: Use, reason: str = "") -> None:
         """SGLang is done with the sender, and its gate is closed. `reason`: why it failed."""
         room = self._uses.pop(use, None)
         if room is None:
@@ -127,14 +127,14 @@ class Machine:
 
     # -- readers
 
-    def received(self, connection: ev.Connection, message: Open | Ack | Fail) -> None:
+    def received(self, connection: Connection, message: Open | Ack | Fail) -> None:
         """A reader's message. `connection`: what a reply is addressed to."""
         match message:
             case Open() as opened:
                 self._opened(connection, opened)
             case Ack(slots):
                 for slot in self.slots.acknowledge(slots, self._clock):
-                    self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
+                    self._out.append(act.Note("unknown_ack", b"", f"slot {slot}"))
             case Fail(generation=generation):
                 if (part := self._parts.get(generation)) is not None:
                     self._over(part)
@@ -146,10 +146,9 @@ class Machine:
         if (part := self._parts.get(message.generation)) is not None:
             self._over(part)
 
-    def _opened(self, connection: ev.Connection, opened: Open) -> None:
+    def _opened(self, connection: Connection, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
-        why = refusal(opened, self._instance, self._heads, self._packing.limit)
-        if why:
+        if why := self._refusal(opened):
             self._refuse(connection, opened, *why)
             return
         if generation in self._parts:
@@ -179,9 +178,20 @@ class Machine:
         self._packing.add((part,))
         self._settle(room)
 
-    def _refuse(self, connection: ev.Connection, opened: Open, code: str, detail: str) -> None:
-        self._out.append(ev.Note(code, opened.reader, detail))
-        self._out.append(ev.Send(connection, fail(opened.room, opened.generation, code, detail)))
+    def _refusal(self, opened: Open) -> tuple[str, str] | None:
+        """A code and a detail where this rank cannot serve it."""
+        wanted, held = opened.wanted, self._heads
+        if opened.prefill != self._instance:
+            return "restarted", "this prefill rank is another instance than the one addressed"
+        if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
+            return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
+        if wanted and self._packing.limit(opened) < 1:
+            return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
+        return None
+
+    def _refuse(self, connection: Connection, opened: Open, code: str, detail: str) -> None:
+        self._out.append(act.Note(code, opened.reader, detail))
+        self._out.append(act.Send(connection, fail(opened.room, opened.generation, code, detail)))
 
     def _forget(self, part: Part) -> None:
         del self._parts[part.opened.generation]
@@ -189,7 +199,7 @@ class Machine:
         if not self._open[part.connection]:
             del self._open[part.connection]
 
-    def connection_lost(self, connection: ev.Connection) -> None:
+    def connection_lost(self, connection: Connection) -> None:
         """Nothing can be sent over it any more. What was sent may have arrived."""
         for part in [p for p in self._parts.values() if p.connection == connection]:
             self._over(part)
@@ -212,11 +222,11 @@ class Machine:
     def _settle(self, room: Room, given_up: bool = False) -> None:
         if room.use is not None and not room.settled and (given_up or room.all_ended):
             room.settled = True
-            self._out.append(ev.Settled(room.use))
+            self._out.append(act.Settled(room.use))
 
     # -- packing
 
-    def packed(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
+    def copied(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
         """These segments of Pack actions have all ended so. If it is OK, their bytes are in the
         slots."""
         if failed := self._packing.end(segments, outcome):
@@ -240,25 +250,25 @@ class Machine:
                 self._forget(part)
                 if not part.ended:
                     detail = f"room {room.number}: no request came"
-                    self._out.append(ev.Note("early", part.reader, detail))
+                    self._out.append(act.Note("early", part.reader, detail))
         for slot in self.slots.expire(self._clock):
-            self._out.append(ev.Note("expired", b"", f"slot {slot} was never acknowledged"))
+            self._out.append(act.Note("expired", b"", f"slot {slot} was never acknowledged"))
 
     def _give_up(self, room: Room) -> None:
         if room.missing > 0:
             detail = f"room {room.number}: {room.missing} readers have not opened it"
-            self._out.append(ev.Note("unopened", b"", detail))
+            self._out.append(act.Note("unopened", b"", detail))
         self._fail(room.parts.values(), "slow", "packing made no progress")
         self._settle(room, given_up=True)
 
     # -- actions that raised, and books
 
-    def undone(self, action: ev.Action, error: Exception) -> None:
+    def undone(self, action: act.Action, error: Exception) -> None:
         """This action raised, and was not done."""
         match action:
-            case ev.Pack(segments):
-                self.packed(segments, error)
-            case ev.Send(message=message):
+            case act.Pack(segments):
+                self.copied(segments, error)
+            case act.Send(message=message):
                 self.unsent(message)
 
     def left(self) -> dict[str, int]:

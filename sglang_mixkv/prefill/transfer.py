@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.messages import Announced, Open, Ready
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
 
 Use = Hashable
 Connection = bytes
@@ -37,15 +37,15 @@ class Chunk(msgspec.Struct, frozen=True):
 
 class Room:
     """One request, or the readers that have opened one which is not here yet: `use` is None then.
-    `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
-    of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
+    `readers`: how many there are, by their OPENs, and one before. `written`: how many of the chunks
+    are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
     went on, it began, or a reader opened it."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
         self.use: Use | None = None
         self.parts: dict[bytes, Part] = {}  # by reader
-        self.readers = 0
+        self.readers = 1
         self.chunks: list[Chunk] = []
         self.written = 0
         self.sent: float | None = None
@@ -63,11 +63,11 @@ class Room:
     @property
     def missing(self) -> int:
         """Readers that have not opened; at least one where none has."""
-        return (self.readers or 1) - len(self.parts)
+        return self.readers - len(self.parts)
 
     @property
     def all_ended(self) -> bool:
-        if not self.readers or self.missing > 0:
+        if self.missing > 0:
             return False
         for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
             if not (part.complete or part.over):
@@ -140,22 +140,26 @@ class Part:
         self.token += count
         return segment
 
-    def ready(self, most: int) -> Ready | None:
+    def ready(self, most: int) -> tuple[Ready, list[Chunk]] | None:
         """What can be announced now, `most` segments or fewer: those that are packed, up to the
-        first that is not, since segments of a part are announced in their order."""
-        found: list[Announced] = []
+        first that is not, since segments of a part are announced in their order. And their chunks
+        that end."""
+        found, ended = list[Announced](), list[Chunk]()
         packing = self.packing
         first = packing[0].first if packing else self.token
         while packing and packing[0].packed and len(found) < most:
             segment = packing.popleft()
             found.append(Announced(segment.slot, segment.stamp, segment.count))
+            chunk = segment.chunk
+            if segment.first + segment.count == chunk.first + chunk.count:
+                ended.append(chunk)
         self.complete = self.all_cut and not packing
         if not (found or self.complete):
             return None
         number = self.announced
         self.announced += len(found)
         room, generation = self.opened.room, self.opened.generation
-        return Ready(room, generation, number, first, tuple(found), self.complete)
+        return Ready(room, generation, number, first, tuple(found), self.complete), ended
 
 
 class Packing:
@@ -217,14 +221,14 @@ class Packing:
                 self.announcing[part] = None
         return list(failed)
 
-    def announce(self, now: float) -> list[tuple[Part, Ready]]:
-        """The READYs that can leave. Their slots are offered."""
+    def announce(self, now: float) -> list[tuple[Part, Ready, list[Chunk]]]:
+        """The READYs that can leave, and the chunks that each ends. Their slots are offered."""
         found = []
         for part in self.announcing:
-            while not (part.complete or part.over) and (ready := part.ready(self._list)):
-                for one in ready.segments:
+            while not (part.complete or part.over) and (made := part.ready(self._list)):
+                for one in made[0].segments:
                     self._slots.offer(one.slot, one.stamp, now)
-                found.append((part, ready))
+                found.append((part, *made))
         self.announcing = {}
         return found
 
@@ -235,17 +239,3 @@ class Packing:
             if segment.packed:
                 self._slots.free(segment.slot)
         part.packing.clear()
-
-
-def refusal(
-    opened: Open, instance: bytes, held: range, limit: Callable[[Open], int]
-) -> tuple[str, str] | None:
-    """A code and a detail where this instance, with these heads, cannot serve it."""
-    wanted = opened.wanted
-    if opened.prefill != instance:
-        return "restarted", "this prefill rank is another instance than the one addressed"
-    if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
-        return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
-    if wanted and limit(opened) < 1:
-        return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-    return None

@@ -25,9 +25,9 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import events as ev
+from sglang_mixkv.prefill import actions as act
 from sglang_mixkv.prefill.machine import Machine
-from sglang_mixkv.prefill.transfer import Segment
+from sglang_mixkv.prefill.transfer import Connection, Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -38,12 +38,14 @@ RCVMORE = int(zmq.RCVMORE)
 
 class SendHandle:
     """One sender's request, between the scheduler and the channel. Its pages are read while `gate`
-    is open. `settled`: the channel packs no more of it."""
+    is open. `settled`: the channel packs no more of it. `sent`: when SGLang's own transfer had
+    succeeded; the machine has a time of its own, since this one is needed where its thread hangs.
+    """
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
         self.settled = False
-        self.sent: float | None = None  # when SGLang's own transfer had succeeded
+        self.sent: float | None = None
         self.ended = False
 
 
@@ -66,7 +68,7 @@ class PrefillWorker(Worker):
         poller.register(self._socket)
         super().__init__(machine, poller, reporter, times, store)
         self._pending: deque[tuple[SendHandle, Pages]] = deque()  # chunks that may not be written
-        self._lost: set[ev.Connection] = set()
+        self._lost: set[Connection] = set()
         self._thread.start()
 
     def _bind(self, host: str, port: int) -> int:
@@ -85,7 +87,7 @@ class PrefillWorker(Worker):
     def add_chunk(
         self, handle: SendHandle, first: int, count: int, last: bool, pages: Pages
     ) -> None:
-        pending = bool(pages.events)
+        pages.written, pending = time.monotonic(), bool(pages.events)
         chunk = handle, first, count, last, pages, pending
         self._call(self._machine.add_chunk, *chunk, wake=not pending)
         if pending:
@@ -134,6 +136,7 @@ class PrefillWorker(Worker):
     @staticmethod
     def _is_written(handle: SendHandle, pages: Pages) -> bool:
         """Or nothing will be packed of it."""
+        pages.written = time.monotonic()
         try:
             return handle.ended or all(map(is_over, pages.events))
         except Exception as error:  # each of its packs fails, and so does the part
@@ -150,27 +153,23 @@ class PrefillWorker(Worker):
             except zmq.Again:
                 return
             except ValueError as error:
-                self._reporter(ev.Note("unreadable", b"", str(error)))
+                self._reporter(act.Note("unreadable", b"", str(error)))
                 continue
             if isinstance(message, Open | Ack | Fail):
                 yield self._machine.received, (connection, message)
 
-    def _copied(self) -> Iterator[Call]:
-        for ended in self._copies.ended():
-            yield self._machine.packed, ended
-
-    def _do(self, action: ev.Action) -> None:
+    def _do(self, action: act.Action) -> None:
         match action:
-            case ev.Pack(segments):
+            case act.Pack(segments):
                 self._copies.start(list(map(_copy_of, segments)))
-            case ev.Send():
+            case act.Send():
                 self._send(action)
-            case ev.Settled(SendHandle() as handle):
+            case act.Settled(SendHandle() as handle):
                 handle.settled = True
-            case ev.Note():
+            case act.Note():
                 self._reporter(action)
 
-    def _send(self, action: ev.Send) -> None:
+    def _send(self, action: act.Send) -> None:
         frame = messages.encode(action.message)
         self._poller.used(self._socket)
         try:
@@ -182,6 +181,9 @@ class PrefillWorker(Worker):
                 self._lost.add(action.connection)
                 self._call(self._machine.connection_lost, action.connection)
                 self._call(self._lost.discard, action.connection)
+            return
+        for chunk in action.chunks:
+            self._reporter.announced(time.monotonic() - chunk.pages.written)
 
 
 def _copy_of(segment: Segment) -> Copy:

@@ -32,10 +32,10 @@ import zmq
 
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory, Peer
+from sglang_mixkv.channel.slot_format import SPARE
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
-from sglang_mixkv.draft.layout import SPARE
 
 READ = 8
 """How many slots are read, all at once; twice, and the faster counts."""

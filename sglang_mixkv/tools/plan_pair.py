@@ -20,8 +20,10 @@ import msgspec
 from sglang_mixkv import __version__, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
-from sglang_mixkv.draft.facts import Difference, Row, Severity, differences
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, heads_on_rank, readers_of, routes
+from sglang_mixkv.decode.compare import Difference, Severity, differences
+from sglang_mixkv.draft import layout
+from sglang_mixkv.draft.handshake import Row
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_server import Model, Server
@@ -138,18 +140,11 @@ def _row_bytes(model: Model, tp: int) -> set[int]:
 # ---------------------------------------------------------------- figures
 
 
-def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
-    """Prefill ranks that a decode rank asks, by SGLang's CommonKVManager._resolve_rank_mapping."""
-    ratio = max(1, prefill_tp // decode_tp)
-    first = rank * prefill_tp // decode_tp
-    return range(first, first + ratio)
-
-
 def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:
     for rank in range(ours):
-        ranks = contacted(theirs, ours, rank)
-        held = [heads_on_rank(facts.total_heads, theirs, other) for other in ranks]
-        table = routes(held, heads_on_rank(facts.total_heads, ours, rank))
+        ranks = layout.contacted(theirs, ours, rank)
+        held = [layout.heads_on_rank(facts.total_heads, theirs, other) for other in ranks]
+        table = layout.routes(held, layout.heads_on_rank(facts.total_heads, ours, rank))
         for other, heads in zip(ranks, table, strict=True):
             yield Read(rank, other, tuple(heads), facts.bytes_per_token(len(heads)))
 
@@ -174,13 +169,13 @@ def _fleet(reads: list[Read], prefill: Server, decode: Server, servers: tuple[in
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
     """Sizes that do not divide, and a drafter's heads that do not."""
     try:
-        readers_of(prefill.attention_tp, decode.attention_tp)
+        layout.readers_of(prefill.attention_tp, decode.attention_tp)
     except MixKVError as error:
         yield str(error)
     for side in (prefill, decode):
         try:
             if side.facts is not None and side.attention_tp:
-                heads_on_rank(side.facts.total_heads, side.attention_tp, 0)
+                layout.heads_on_rank(side.facts.total_heads, side.attention_tp, 0)
         except MixKVError as error:
             yield str(error.about(side.role))
 

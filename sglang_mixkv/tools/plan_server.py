@@ -18,7 +18,7 @@ import msgspec
 
 from sglang_mixkv import refusals
 from sglang_mixkv.config import ATTRIBUTE, Config, resolve, truth
-from sglang_mixkv.draft.facts import Target
+from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import rules, sglang_version

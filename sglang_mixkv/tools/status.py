@@ -17,10 +17,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from sglang_mixkv.series import MEMORY, NOTES, REPORT, STATES, Kind
+from sglang_mixkv.series import MEMORY, NOTES, PREFILL, STATES, ColdReason
 from sglang_mixkv.tools import as_json, parser, point, table
 from sglang_mixkv.tools.client import RequestFailed, request
 
@@ -77,11 +78,28 @@ class Page(dict[Sample, float]):
             counted[sample.label(label)] += round(value)
         return sum((max(one.values(), key=most) for one in ranks.values()), Counter())
 
+    def quantile(self, name: str, share: float) -> float | None:
+        """Of a histogram, as Prometheus estimates it; of the rank where it is largest, since a
+        request waits for all of its ranks."""
+        ranks: defaultdict[tuple[str, ...], Counter[float]] = defaultdict(Counter)
+        for sample, value in self.of(f"{name}_bucket"):
+            ranks[tuple(map(sample.label, RANK))][float(sample.label("le"))] += round(value)
+        return max((_quantile(one, share) for one in ranks.values() if one.total()), default=None)
+
     def since(self, before: Page) -> Page:
         """Counters as what was added to them, all of them where the server was restarted."""
-        counters = (sample for sample in self if sample.name.endswith("_total"))
+        counters = (sample for sample in self if sample.name.endswith(("_total", "_bucket")))
         added = {sample: self[sample] - before.get(sample, 0) for sample in counters}
         return Page(self | added) if all(value >= 0 for value in added.values()) else self
+
+
+def _quantile(buckets: Counter[float], share: float) -> float:
+    low, below, wanted = 0.0, 0, share * max(buckets.values())
+    for bound, count in sorted(buckets.items()):
+        if count >= wanted:
+            break
+        low, below = bound, count
+    return low if bound == inf else low + (bound - low) * (wanted - below) / (count - below)
 
 
 Pages = dict[str, Page]
@@ -130,17 +148,22 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[s
 
 @dataclass(frozen=True)
 class Server:
-    """`ranks`: that have series of the plugin. `slots_used`: of the rank that uses most."""
+    """`ranks`: that have series of the plugin. `slots_used`: of the rank that uses most. `p50`,
+    `p99`: seconds that requests wait for draft KV; on prefill from a chunk's forward to its READY.
+    """
 
     name: str
     role: str
     ranks: int
     slots: int
     slots_used: int
+    p50: float | None
+    p99: float | None
 
     def row(self) -> tuple[str, ...]:
         slots = f"{self.slots_used} of {self.slots}" if self.slots else NONE
-        return self.name, self.role, str(self.ranks or NONE), slots
+        waits = (NONE if one is None else f"{1000 * one:.0f} ms" for one in (self.p50, self.p99))
+        return self.name, self.role, str(self.ranks or NONE), slots, *waits
 
 
 @dataclass(frozen=True)
@@ -184,7 +207,7 @@ class Status:
     unread: dict[str, str]
 
     def text(self) -> str:
-        head: tuple[str, ...] = ("server", "role", "ranks", "slots in use")
+        head: tuple[str, ...] = ("server", "role", "ranks", "slots in use", "wait: p50", "p99")
         lines = [*table([head, *(one.row() for one in self.servers)]), ""]
         if self.pairs:
             head = "decode", "prefill", "requests", "warm", "accept: warm", "cold", "retracted"
@@ -201,7 +224,7 @@ def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> St
     new counts from its start."""
     before = first or Pages()
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
-    found, rows = [*_servers(now)], [*_pairs(since)]
+    found, rows = [*_servers(since)], [*_pairs(since)]
     return Status(found, rows, [*_of_servers(found), *_of_counts(since), *_of_pairs(rows)], unread)
 
 
@@ -209,7 +232,9 @@ def _servers(pages: Pages) -> Iterator[Server]:
     for name, page in pages.items():
         role = max((sample.label("engine_type") for sample in page), default="no plugin")
         ranks = len({tuple(map(sample.label, RANK)) for sample in page})
-        yield Server(name, role, ranks, page.largest("slots"), page.largest("slots_used"))
+        wait = "ready_seconds" if role == PREFILL else "wait_seconds"
+        waits = page.quantile(wait, 0.5), page.quantile(wait, 0.99)
+        yield Server(name, role, ranks, page.largest("slots"), page.largest("slots_used"), *waits)
 
 
 def _pairs(since: Pages) -> Iterator[Pair]:
@@ -270,7 +295,7 @@ def _of_pairs(found: Iterable[Pair]) -> Iterator[Wrong]:
             continue
         for reason, number in pair.rooms.most_common():
             if reason != "warm":
-                kind = NOTES.get(f"cold_{reason}", Kind(remedy=REPORT))
+                kind = ColdReason(reason).kind
                 what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
                 what += f": {kind.happened}" * bool(kind.happened)
                 yield Wrong(f"{pair.decode}, prefill {pair.prefill}", what, kind.remedy)

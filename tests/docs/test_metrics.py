@@ -14,15 +14,22 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mixkv_demo.prometheus import expressions
-from sglang_mixkv.series import PREFIX, SERIES
+from sglang_mixkv.series import PREFIX, SERIES, ColdReason
 
 from .pages import PAGES, ROOT
+from .test_commands import HOME
 
 DASHBOARD, ALERTS = ROOT / "docs" / "dashboard.json", ROOT / "docs" / "alerts.yml"
 ALERT_TESTS = ROOT / "tests" / "alerts_test.yml"
 LABELS = {PREFIX + one.name: {*one.labels} for one in SERIES}
+LABELS |= {
+    f"{name}_{part}": labels | {"le"}
+    for name, labels in LABELS.items() if name.endswith("_seconds")
+    for part in ("bucket", "sum", "count")
+}  # fmt: skip
 EVERYWHERE = {"model_name", "engine_type", "instance"}  # of SGLang, and of each scrape
 NAME, RULE = re.compile(r"sglang:[a-z0-9_]+"), re.compile(r"sglang_mixkv:[a-z0-9_:]+")
 
@@ -41,6 +48,13 @@ def test_series_rules_and_labels_that_are_named_exist(path: Path) -> None:
         assert own <= LABELS[name] | EVERYWHERE, name
     recorded = re.findall(r"(?m)^ *- record: (\S+)$", ALERTS.read_text())
     assert {*RULE.findall(text)} <= {*recorded}
+
+
+def test_troubleshooting_lists_each_reason_for_a_cold_drafter_once() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line[:3] == "| `"]
+    listed = [reason for row in rows for reason in re.findall("`([a-z_]+)`", row)]
+    assert sorted(listed) == sorted(ColdReason)
 
 
 def test_sglangs_own_series_are_still_called_so() -> None:
@@ -89,7 +103,14 @@ def test_panels_are_valid_and_show_what_they_say(tmp_path: Path) -> None:
         "Accept length by prefill server": [(', prefill="a:1"', 4), (', prefill="b:2"', 4)],
         "What cold drafters cost": [("", 1 - 3.25 / 4)],
         "Accept length by state": [(', state="warm"', 4), (', state="cold"', 1)],
+        "Wait for draft KV": [("", 0.0075)],
     }
+    for rank, bound in ((0, "0.005"), (1, "0.01")):  # that up to 5 ms, this 5 to 10: it counts
+        series += [
+            {"series": f'sglang:mixkv_wait_seconds_bucket{{model_name="m", instance="d:1", '
+                       f'tp_rank="{rank}", le="{le}"}}', "values": f"0+{60 * (le >= bound)}x20"}
+            for le in ("0.005", "0.01", "Inf")
+        ]  # fmt: skip
     tests = [
         {"expr": panels()[panel][0], "eval_time": "15m",
          "exp_samples": [{"labels": f'{{instance="d:1"{at}}}', "value": v} for at, v in samples]}
@@ -103,6 +124,18 @@ def test_panels_are_valid_and_show_what_they_say(tmp_path: Path) -> None:
     file = tmp_path / "tests.yml"
     file.write_text(json.dumps({"rule_files": ["rules.yml"], "tests": [one]}))
     promtool("test", "rules", file)
+
+
+def test_each_alert_has_a_page_and_says_what_to_do() -> None:
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    table = (ROOT / "docs" / "metrics.md").read_text()
+    alerts = [rule for rule in rules if "alert" in rule]
+    rows = re.findall(r"(?m)^\| `(MixKV\w+)` \| [^|]+ \| [^|]+ \| ([^|]{15,}) \|$", table)
+    assert sorted(name for name, _ in rows) == sorted({rule["alert"] for rule in alerts})
+    for rule in alerts:
+        page, _, anchor = rule["annotations"]["runbook_url"].removeprefix(HOME).partition("#")
+        heads = re.findall(r"(?m)^#+ (.*)$", (ROOT / page).read_text())
+        assert anchor in {head.lower().replace(" ", "-") for head in heads}
 
 
 @needs_promtool

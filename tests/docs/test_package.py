@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from rig.answers import serving
+from rig.process.answers import serving
 
 from sglang_mixkv import __version__
 from sglang_mixkv.__main__ import COMMANDS

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from rig.unserved import skip_unserved
+from rig.ring.unserved import skip_unserved
 
 from mixkv_demo.client import Answer, accept_length
 from mixkv_demo.launch import Topology

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rig.threads import wait_for
+from rig.channel.threads import wait_for
 
 from mixkv_demo.processes import Fleet, ServerDied
 

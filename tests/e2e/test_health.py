@@ -103,7 +103,7 @@ def test_one_cold_prefill_and_one_whose_draft_kv_is_corrupted_later() -> None:
         assert (lengths[a]["warm"] or 0) > 3.3 > (lengths[b]["cold"] or 9)
         (wrong,) = [one for one in found.wrong if "prefill" in one.where]
         assert wrong.where.endswith(b)
-        assert "(no_drafter): one side has none" in wrong.what
+        assert "(no_drafter)" in wrong.what
         assert eventually(lambda: bool(firing(prometheus)))
         assert list(firing(prometheus)) == ["MixKVColdDrafters"]
         send(PAST, a_alone)

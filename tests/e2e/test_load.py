@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from rig import watched_server
+from rig.process import watched_server
 
 from mixkv_demo import launch
 from mixkv_demo.client import Answer, NoAnswer, accept_length

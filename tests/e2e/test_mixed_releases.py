@@ -16,7 +16,7 @@ from mixkv_demo.launch import Topology
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import disaggregated
-from sglang_mixkv.draft.facts import MIXES
+from sglang_mixkv.decode.compare import MIXES
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 from sglang_mixkv.tools.client import RequestFailed
 
@@ -56,7 +56,7 @@ def test_a_mix_is_served_where_sglang_serves_it(
     prefill: str, decode: str, backend: str, reference: Reference
 ) -> None:
     if (prefill, decode) not in MIXES[backend]:
-        with pytest.raises(RequestFailed, match="SGLang's release over"):
+        with pytest.raises(RequestFailed, match="MIXKV-PAIR-03"):
             answers_of(prefill, decode, backend, ENABLE)
         with pytest.raises(RequestFailed):
             answers_of(prefill, decode, backend, ())

@@ -89,7 +89,7 @@ def test_a_client_sees_why_its_request_is_refused(
 ) -> None:
     with (
         router(name, servers, [servers.stock], *retries) as deployment,
-        pytest.raises(RequestFailed, match="does not run sglang-mixkv"),
+        pytest.raises(RequestFailed, match="MIXKV-PAIR-01"),
     ):
         deployment.ask(prompts()[0])
 

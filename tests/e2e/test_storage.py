@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from rig.store import store, stored
+from rig.process.store import store, stored
 
 from mixkv_demo.client import Answer, accept_length
 from mixkv_demo.pair import prompts

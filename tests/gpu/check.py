@@ -30,9 +30,10 @@ import numpy as np
 import torch
 import triton
 
+from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.sockets import Poller
 from sglang_mixkv.draft import cuda
-from sglang_mixkv.draft.layout import HEADER, Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import GpuRows, gpu_rows
 
@@ -229,7 +230,7 @@ class Check:
 def made(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
     """RuntimeError with the reason where the kernels are not used."""
     if INTERPRETED:
-        from rig.fake_cuda import FakeCuda
+        from rig.channel.fake_cuda import FakeCuda
 
         fake = FakeCuda()
         with fake.compiling():

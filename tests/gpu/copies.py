@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rig.threads import Decode, Prefill, Reads, wait_for
+from rig.channel.threads import Decode, Prefill, Reads, wait_for
 from torch import Tensor
 
 from sglang_mixkv.channel.data_plane import Read
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.decode import actions as act
+from sglang_mixkv.decode.transfer import Source
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket, gpu_rows
 
@@ -150,7 +152,7 @@ def fetch(
     wanted = decode.rows.heads
     heads = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
     size = decode.segment_tokens(len(heads), row.staging.slot_bytes)
-    source = ev.Source(row.instance, heads, 1, row.staging.slots, size)
+    source = Source(row.instance, heads, 1, row.staging.slots, size)
     pages = np.arange(-(-tokens // page))
     handle = decode.open(
         room, tokens, row.instance, event=event, source=source, pages=pages, page=page
@@ -158,7 +160,7 @@ def fetch(
     assert wait_for(lambda: handle.state is not None, LIMIT_S), "the room is not decided"
     state, reason = handle.state, handle.reason
     decode.channel.close(handle)
-    assert state is ev.State.WARM, f"{state}: {reason} {decode.notes.seen}"
+    assert state is act.State.WARM, f"{state}: {reason} {decode.notes.seen}"
 
 
 def serve(prefill: Prefill, room: int, tokens: int, pages: Pages) -> None:

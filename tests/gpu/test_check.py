@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 START = """
 import ctypes, sys
 from gpu import check
-from rig.fake_cuda import FakeCuda
+from rig.channel.fake_cuda import FakeCuda
 from sglang_mixkv.draft.kernels import MODES
 run = FakeCuda._interpret
 few = "EAGLE3, fp8", "K wider than V"  # in pages of 1 and of 16

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_mixkv.draft.layout import HEADER, SlotCheck
+from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import Staging
 
 from .copies import WAYS, Request

@@ -21,10 +21,11 @@ from typing import Any
 
 import pytest
 import torch
-from rig.threads import Decode, Event, Prefill
+from rig.channel.threads import Decode, Event, Prefill
 
+from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft import rows as product
-from sglang_mixkv.draft.layout import HEADER, Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 
 from .copies import TIMES, WAYS, Kernels, Request, ended, fetch, given, serve

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_mixkv.draft.layout import HEADER, SlotCheck
+from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
 
 from .copies import STAMP, WAYS, Request

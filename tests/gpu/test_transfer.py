@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rig.threads import Decode, Prefill
+from rig.channel.threads import Decode, Prefill
 
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows

@@ -14,9 +14,10 @@ from hashlib import sha256
 from itertools import combinations
 
 import pytest
-from rig import model
-from rig.launchers import Call, unplugged
-from rig.load import import_sglang, load_sglang
+from rig.ring import model
+from rig.ring.load import import_sglang, load_sglang
+
+from .launchers import Call, unplugged
 
 BACKENDS = ("mooncake", "nixl")
 # A failed request's pages are kept for so long where a prefill rank cannot say that it wrote its

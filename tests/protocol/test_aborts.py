@@ -14,15 +14,16 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from rig.faults import GONE, TIMEOUTS, WAITING_S
-from rig.model import Cache, Case, Request
-from rig.rank import Rank, reason_of, send
-from rig.ring import Outcome, ranks_of, run
-from rig.special import Special
-from rig.stages import Stop, hold_in_decode, hold_in_prefill
+from rig.ring.model import Cache, Case, Request
+from rig.ring.rank import Rank, reason_of, send
+from rig.ring.run import Outcome, ranks_of, run
+from rig.ring.special import Special
+from rig.ring.timeouts import GONE, TIMEOUTS, WAITING_S
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.series import ABORTED
+
+from .stages import Stop, hold_in_decode, hold_in_prefill
 
 SHAPES = {
     "MLA 2 to 1": (2, 1, Cache("mla", layers=2, k_bytes=24)),

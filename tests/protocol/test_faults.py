@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rig.faults import GONE, TIMEOUTS
-from rig.model import Case, Request
-from rig.rank import Rank
-from rig.ring import run
-from rig.special import Inject, Special
+from rig.ring.model import Case, Request
+from rig.ring.rank import Rank
+from rig.ring.run import run
+from rig.ring.special import Inject, Special
+from rig.ring.timeouts import GONE, TIMEOUTS
 
 from sglang_mixkv.draft.rows import DraftRows
 
@@ -76,10 +76,7 @@ def thread_ends(rank: Rank) -> None:
         raise SystemExit
 
     channel = rank.manager.decode_channel or rank.manager.prefill_channel
-    if rank.side == "decode":
-        channel._look = end
-    else:
-        channel._machine.advance = end
+    channel._look = end
 
 
 PACK = first("", "pack", no_memory, DraftRows)

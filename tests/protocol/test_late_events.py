@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rig.model import Cache, Case, Request, page_tables
-from rig.rank import Rank, send, tokens_in
-from rig.ring import right, run
-from rig.special import Special
+from rig.ring.model import Cache, Case, Request, page_tables
+from rig.ring.rank import Rank, send, tokens_in
+from rig.ring.run import right, run
+from rig.ring.special import Special
 
 from sglang_mixkv.engine.rank import forward_event
 

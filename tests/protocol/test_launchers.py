@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rig.launchers import Call, Ended, dynamo, engine_of_resolved, kv_classes, launch_server
 
+from .launchers import Call, Ended, dynamo, engine_of_resolved, kv_classes, launch_server
 from .test_startup import FLAGS, OTHER
 
 FLAG, ENV = "--enable-mixkv", {"SGLANG_ENABLE_MIXKV": "1"}

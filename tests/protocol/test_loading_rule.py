@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rig.model import heads_of_rank
+from rig.ring.model import heads_of_rank
 
 HEAD_SIZE = 2
 

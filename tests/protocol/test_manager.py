@@ -22,14 +22,15 @@ import sglang_mixkv
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.channel.slot_format import HEADER, SPARE
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.transfer import peer_of
 from sglang_mixkv.draft import rows_gpu
 from sglang_mixkv.draft.cuda import UnsafeError
-from sglang_mixkv.draft.facts import StagingFacts, Target
-from sglang_mixkv.draft.layout import HEADER, SPARE, DraftFacts, DraftLayout
+from sglang_mixkv.draft.handshake import StagingFacts, Target
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.engine import manager as managers
 from sglang_mixkv.engine import rank as ranks
@@ -334,7 +335,7 @@ def test_a_prefill_manager_registers_its_row_with_its_channels_address(
     ]  # fmt: skip
     made.RankContext.assert_called_once_with("kv_args", "server_args", "prefill", "nixl")
     made.check_appended.assert_called_once_with("kv_args", "is_mla")
-    made.switch_off_early_sends.assert_called_once_with("nixl")
+    made.switch_off_early_sends.assert_called_once_with("nixl", managers.sglang_version())
     made.AbortedRequests.assert_called_once_with(manager)
     assert manager.aborted is made.AbortedRequests.return_value
     mode = DisaggregationMode.PREFILL

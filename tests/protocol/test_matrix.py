@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rig.model import Cache, Case, Request
-from rig.ring import right, run
-from rig.special import Special
+from rig.ring.model import Cache, Case, Request
+from rig.ring.run import right, run
+from rig.ring.special import Special
 
 pytestmark = pytest.mark.transports(2, tcp=True)
 few = pytest.mark.transports(1)  # each value once

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from rig.model import Case, Request
-from rig.ring import Outcome, run
-from rig.special import Special
+from rig.ring.model import Case, Request
+from rig.ring.run import Outcome, run
+from rig.ring.special import Special
 
-from sglang_mixkv.engine import draft_pool, handover
-from sglang_mixkv.series import COLD
+from sglang_mixkv.engine import handover
+from sglang_mixkv.guards import retraction
+from sglang_mixkv.series import ColdReason
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
+CHUNKS = 3 + 2 + 1
 
 
 def measured(case: Case, **special: Any) -> Outcome:
@@ -41,12 +43,14 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
     assert states(outcome) == {("warm",): decode_tp * len(REQUESTS)}
     needed = outcome.total("needed_bytes_total", "draft")
     assert needed == outcome.total("sent_bytes_total", "draft") > 0
+    assert outcome.total("wait_seconds", "warm") == decode_tp * len(REQUESTS)
+    assert outcome.total("ready_seconds") == CHUNKS * max(prefill_tp, decode_tp), "by reader"
     for report in outcome.prefill + outcome.decode:
         assert report.counted["copy_seconds_total",] > 0
         assert report.counted["slots",] >= report.counted["slots_used",]
     for report in outcome.decode:
         assert report.counted["slots",] > report.counted["slots_used",] == 0
-        assert {("rooms_total", "cold", reason) for reason in COLD} <= set(report.counted)
+        assert {("rooms_total", "cold", reason) for reason in ColdReason} <= set(report.counted)
         assert report.counted["breaker_open",] == 0
 
 
@@ -101,7 +105,7 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
 ) -> None:
     """Of SGLang's resumed requests, and nobody else's."""
     monkeypatch.setattr(
-        draft_pool, "get_disagg",
+        retraction, "get_disagg",
         lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),
     )  # fmt: skip
     pool, marked = draft_of(4), []
@@ -136,7 +140,7 @@ def test_trouble_with_a_resumed_request_is_no_other_ones(
             raise ValueError
         done[name].append(request)
 
-    monkeypatch.setattr(draft_pool, "clear_retracted", lambda *args: note("rows", args[-1]))
+    monkeypatch.setattr(retraction, "clear_retracted", lambda *args: note("rows", args[-1]))
     reporter = SimpleNamespace(retracted=lambda request: note("reporter", request))
     local = SimpleNamespace(handed=SimpleNamespace(pool=object()), reporter=reporter)
     queue = SimpleNamespace(kv_manager=SimpleNamespace(local=local), req_to_token_pool=None)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rig.forks import in_fork
-from rig.rank import free_port
+from rig.process.forks import in_fork
+from rig.ring.rank import free_port
 from sglang.srt.distributed import parallel_state as state
 from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rig.logs import keep_lines
-from rig.model import Case, Request
-from rig.rank import Rank, stock_class
-from rig.ring import Outcome, run
-from rig.special import Special
+from rig.ring.logs import keep_lines
+from rig.ring.model import Case, Request
+from rig.ring.rank import Rank, stock_class
+from rig.ring.run import Outcome, run
+from rig.ring.special import Special
 
 pytestmark = pytest.mark.transports(1)
 

@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from rig.model import Cache, Case, Request
-from rig.ring import right, run
+from rig.ring.model import Cache, Case, Request
+from rig.ring.run import right, run
 
 pytestmark = pytest.mark.transports(1)
 

@@ -25,12 +25,13 @@ import sglang_mixkv
 from sglang_mixkv.engine import manager, releases
 from sglang_mixkv.engine.bootstrap import SIZES
 from sglang_mixkv.engine.draft_pool import SCALES
-from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS
+from sglang_mixkv.guards.room_reuse import RoomUse, SenderRoomUse
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
-SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "engine").glob("*.py"))]
-OURS = (*manager.MIXINS.values(), RoomUse)
+SOURCES = [PACKAGE / "plugin.py", *sorted(PACKAGE.glob("engine/*.py"))]
+SOURCES += sorted(PACKAGE.glob("guards/*.py"))
+OURS = (*manager.MIXINS.values(), RoomUse, SenderRoomUse)
 METHODS = {path.rpartition(".")[2] for path in SEAMS if ".conn:" in path}
 FUNCTIONS = (FunctionType, staticmethod, classmethod)
 CARRIERS = {"kv_mgr", "mgr", "manager", "receiver"}

@@ -17,15 +17,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from rig import impostor
-from rig.forks import in_own_process
-from rig.impostor import standing_for
-from rig.threads import Decode, Prefill, wait_for
+from rig.channel.threads import Decode, Prefill, wait_for
+from rig.process.forks import in_own_process
 
 from sglang_mixkv.channel import data_plane, mooncake
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.times import Times
+
+from . import impostor
+from .impostor import standing_for
 
 HOST, TOKENS, MOST = "127.0.0.1", 20, 24
 HURRY_S = 0.7  # for each of two steps of connecting, which is 10 s

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import forks
+from rig.process import forks
 
 import mixkv_demo
 from sglang_mixkv import plugin
 from sglang_mixkv.engine import releases
 from sglang_mixkv.engine.seams import HOOKS
+from sglang_mixkv.refusals import OTHER_BACKEND
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
 FLAGS = [
@@ -24,7 +25,7 @@ FLAGS = [
 ]  # fmt: skip
 PATHS = [*HOOKS]
 KINDS = ("kvargs", "manager", "sender", "receiver", "bootstrap_server")
-OTHER = "--disaggregation-transfer-backend other than mooncake and nixl is not supported"
+OTHER = str(OTHER_BACKEND)
 
 
 def resolve(*flags: str) -> Any:
@@ -95,7 +96,7 @@ def test_a_setting_outside_of_its_bounds_stops_who_has_opted_in(
     if not flags:
         monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
     said = in_fork(lambda: resolve(*flags))
-    assert said.startswith("[MIXKV-START-04] expected SGLANG_MIXKV_PATIENCE to be")
+    assert said.startswith("[MIXKV-START-04] expected SGLANG_MIXKV_PATIENCE ")
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -109,7 +110,7 @@ def test_a_plugin_that_fails_to_load_stops_who_has_opted_in(
         monkeypatch.setattr(sys, "argv", ["launch_server", "--enable-mixkv"])
     else:
         monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
-    with pytest.raises(SystemExit, match="failed to load"):
+    with pytest.raises(SystemExit, match="MIXKV-START-02"):
         plugin.register()
 
 
@@ -173,8 +174,7 @@ def test_another_release_does_not_start(
     version(untested)
     said = in_fork(process)
     assert said.startswith(CODE)
-    assert f"SGLang {untested} does not fit" in said
-    assert f"expected one of ('0.5.21', '0.5.22', '0.5.23'), found {untested}" in said
+    assert f"expected one of {releases.SUPPORTED_SGLANG}, found {untested}" in said
     assert "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG=1" in said
 
 
@@ -191,7 +191,6 @@ def test_the_variable_starts_it_with_a_warning_for_each_difference(
     version(NEWER)
     said = in_fork(lambda: [process(), warned])
     assert said.startswith("ok ")
-    assert "takes this SGLang for 0.5.23, since" in said
     assert f"found {NEWER}" in said
     assert said.count(CODE) == 1 + said.count(GONE) == (2 if process is rank else 1)
 
@@ -231,9 +230,9 @@ def test_an_unchecked_process_with_another_backend_stops(kind: str) -> None:
 @pytest.mark.usefixtures("opted_in")
 def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     late = {"disaggregation_mode": "decode", "enable_hisparse": True}
-    assert "--enable-hisparse is not supported" in in_fork(lambda: [serve(**late), ask()])
+    assert "--enable-hisparse " in in_fork(lambda: [serve(**late), ask()])
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    assert "SGLANG_RUST_SERVER=1 is not supported" in in_fork(rank)
+    assert "SGLANG_RUST_SERVER=1 " in in_fork(rank)
 
 
 @pytest.mark.usefixtures("opted_in")

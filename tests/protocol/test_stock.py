@@ -4,8 +4,8 @@ test_launchers.py."""
 from __future__ import annotations
 
 import pytest
-from rig.model import Cache, Case, Request
-from rig.ring import run
+from rig.ring.model import Cache, Case, Request
+from rig.ring.run import run
 
 
 def stock(prefill_tp: int, decode_tp: int, **kwargs: object) -> Case:
@@ -74,7 +74,7 @@ def test_context_parallelism_at_unequal_tp_ends_prefills_thread(
     monkeypatch: pytest.MonkeyPatch, hybrid: bool, backend: str
 ) -> None:
     """No request of this prefill rank is served any more. With the plugin: test_matrix.py."""
-    monkeypatch.setattr("rig.rank.LIMIT_S", 20)
+    monkeypatch.setattr("rig.ring.rank.LIMIT_S", 20)
     outcome = run(stock(1, 2, dcp=2, hybrid=hybrid, requests=(Request(8),)))
     assert "success" not in outcome.statuses
     if backend == "mooncake":

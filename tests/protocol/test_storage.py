@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig import forks
-from rig.store import store
+from rig.process import forks
+from rig.process.store import store
 
 from mixkv_demo.processes import Fleet
 from sglang_mixkv import plugin

@@ -4,7 +4,7 @@ of the draft channel.
 Each rank has a drafter's pool, and runs SGLang's own classes with KV args of the target alone.
 That such targets arrive is proved with the plugin (test_matrix.py, test_random.py),
 which changes nothing of their transfer. Here are the targets that SGLang moves wrongly with a
-drafter or without (sglang_mixkv/draft/facts.py), and what becomes of a pair of which one side
+drafter or without (sglang_mixkv/decode/compare.py), and what becomes of a pair of which one side
 alone hides its drafter.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rig import model
-from rig.model import Cache, Case, Request
-from rig.rank import Rank
-from rig.ring import Outcome, run
-from rig.special import Special
+from rig.ring import model
+from rig.ring.model import Cache, Case, Request
+from rig.ring.rank import Rank
+from rig.ring.run import Outcome, run
+from rig.ring.special import Special
 
 from sglang_mixkv.engine.releases import sglang_version
 
@@ -90,7 +90,7 @@ def test_what_becomes_of_a_target(name: str, backend: str, monkeypatch: pytest.M
     fields = {"requests": SHORT, **fields}
     special = {"stage_layers": (2, 1)} if fields.pop("uneven", False) else {}
     if becomes == NOBODY:
-        monkeypatch.setattr("rig.rank.LIMIT_S", 20)
+        monkeypatch.setattr("rig.ring.rank.LIMIT_S", 20)
     outcome = run(alone(Case(prefill_tp, decode_tp, **fields), **special))
     if becomes == NOBODY:
         assert is_served_to_nobody(outcome)
@@ -149,7 +149,7 @@ def test_hidden_on_decode_alone_a_thread_of_prefill_ends(
     NIXL's bootstrap thread ValueError (_prepare_payload_xfer): later requests wait in vain."""
     if (model.BACKEND, target) == ("mooncake", "mla"):
         pytest.skip("the test above")
-    monkeypatch.setattr("rig.rank.LIMIT_S", 20)
+    monkeypatch.setattr("rig.ring.rank.LIMIT_S", 20)
     outcome = run(alone(Case(1, 1, target=DEEP[target], requests=SHORT), ON_DECODE))
     assert is_served_to_nobody(outcome)
     if model.BACKEND == "mooncake":

@@ -13,11 +13,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from rig.faults import TIMEOUTS
-from rig.netns import Network, why_not
-from rig.special import Key
-from rig.stages import STAGES
-from rig.traffic import (
+from rig.ring.special import Key
+from rig.ring.timeouts import TIMEOUTS
+
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode.breaker import FIRST_WAIT, LONGEST_WAIT
+
+from .netns import Network, why_not
+from .stages import STAGES
+from .traffic import (
     AT,
     Act,
     Result,
@@ -29,9 +33,6 @@ from rig.traffic import (
     states,
     untouched,
 )
-
-from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.breaker import FIRST_WAIT, LONGEST_WAIT
 
 TARGET, DRAFT_ONLY, DECODE = ("prefill", 0), ("prefill", 1), ("decode", 1)
 ALL_OF_A = TARGET, DRAFT_ONLY

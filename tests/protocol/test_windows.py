@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rig.model import Cache, Case, Request
-from rig.ring import right
+from rig.ring.model import Cache, Case, Request
+from rig.ring.run import right
 
 pytestmark = pytest.mark.transports(1)
 

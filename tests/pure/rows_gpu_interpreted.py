@@ -16,16 +16,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rig import threads
-from rig.books import wrong_books
-from rig.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
+from rig.channel import threads
+from rig.channel.books import wrong_books
+from rig.channel.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
 
 from sglang_mixkv.channel import loop
 from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.cuda import CudaError, UnsafeError
-from sglang_mixkv.draft.layout import HEADER, Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import MOST, GpuRows, Job
 
@@ -126,7 +127,7 @@ PAGE_SIZES, STAMPS = st.sampled_from([1, 16, 64]), st.integers(0, (1 << 64) - 1)
 EXAMPLES = int(os.environ.get("EXAMPLES", 6))
 
 
-@settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=HealthCheck)
+@settings(max_examples=EXAMPLES, suppress_health_check=HealthCheck)
 @given(batch=batches(), data=st.data())
 def test_a_batch_does_what_draft_rows_does(
     batch: tuple[Side, list[Segment]], data: st.DataObject

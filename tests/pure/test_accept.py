@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rig.answers import serving
+from rig.process.answers import serving
 
 from sglang_mixkv.config import API_KEY_ENV
 from sglang_mixkv.tools import accept

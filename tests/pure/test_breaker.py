@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sglang_mixkv.decode.breaker import Breaker
 
 A, B = b"peer___a", b"peer___b"
@@ -29,6 +31,16 @@ def test_three_strikes_in_a_row_open_it_and_a_warm_probe_closes_it():
     assert not breaker.blocked([A], 5, 1.0)
     assert not breaker.blocked([A], 6, 1.0)
     assert breaker.open_peers() == []
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_segment_says_nothing_where_the_breaker_is_closed(before: int) -> None:
+    """Neither for its peer nor against it: rooms that are late have some, too."""
+    breaker = Breaker()
+    found = [breaker.record_failure(A, generation, 0.0) for generation in range(before)]
+    breaker.came(A)
+    found += [breaker.record_failure(A, generation, 0.0) for generation in range(before, 3)]
+    assert found == [False, False, True]
 
 
 def test_after_a_wait_that_doubles_up_to_thirty_seconds_one_room_is_a_probe():

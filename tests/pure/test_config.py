@@ -83,7 +83,7 @@ def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
     environ = {f"{service}_{end}": text for end, text in ends.items()}
     environ.pop(config.PORT_ENV, None)
     assert resolve(None, {**environ, config.API_KEY_ENV: "key", "PATH": "/bin"}) == Config()
-    with pytest.raises(MixKVError, match="the nearest that is known is SGLANG_MIXKV_PATIENCE"):
+    with pytest.raises(MixKVError, match=r"START-04.*PATIENSE.*PATIENCE"):
         resolve(None, {"SGLANG_MIXKV_PATIENSE": "1"})
 
 
@@ -136,7 +136,7 @@ def test_each_unsupported_choice_is_refused_by_name_and_by_a_rule_of_its_own() -
         hit.add(refusal)
     assert len(hit) == len(refusals.ARGUMENT_RULES)
     (text,) = refused(arguments(), SGLANG_RUST_SERVER="1", SGLANG_MOONCAKE_CUSTOM_MEM_POOL="1")
-    assert text.startswith("SGLANG_RUST_SERVER=1 is not supported")
+    assert text.startswith("SGLANG_RUST_SERVER=1 ")
     assert refused(arguments(), SGLANG_RUST_SERVER="0") == []
 
 
@@ -190,7 +190,7 @@ def test_what_a_release_does_not_serve_is_refused_there(
     for rule, changed in UNSERVED.items():
         assert broken(off, **changed) == [str(rule)] * (rule in refused_there)
     (text,) = broken(on)
-    assert text.startswith("--disaggregation-decode-host-receive-threshold other than")
+    assert text.startswith("--disaggregation-decode-host-receive-threshold ")
     assert set(refused_there[1:]) <= set(UNSERVED)
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from sglang_mixkv.channel import gate as gate_module
 from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.copier import Copy, GpuCopier, Kind
-from sglang_mixkv.draft.layout import SlotCheck
 
 
 class Batch:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rig.answers import silent
+from rig.process.answers import silent
 
 from sglang_mixkv.channel import mooncake
 from sglang_mixkv.channel.data_plane import (
@@ -26,7 +26,6 @@ from sglang_mixkv.channel.data_plane import (
     Memory,
     Peer,
     Read,
-    refused,
 )
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
@@ -146,18 +145,11 @@ def test_a_read_that_cannot_be_begun_has_ended(monkeypatch: pytest.MonkeyPatch) 
     assert plane.read(peer, TEN) == [("it", "")]
 
 
-def test_a_backend_that_cannot_be_made_is_an_error_with_all_four_parts() -> None:
-    assert str(refused("an engine starts", "none")) == (
-        "[MIXKV-START-06] expected that an engine starts beside SGLang's; got none. Otherwise "
-        "draft KV cannot be read. See the transport's messages above."
-    )
-
-
 def test_a_peer_that_does_not_answer_is_asked_once_at_a_time() -> None:
     """Each probe is a read that nothing can cancel. It ends like the others."""
     plane = Scripted()
     plane.end = False
-    with pytest.raises(ConnectionError, match="could not be read"):
+    with pytest.raises(ConnectionError, match="scripted"):
         plane.connect(plane.there, 0)
     with pytest.raises(ConnectionError, match="not answered"):
         plane.connect(plane.there, 0)
@@ -255,24 +247,39 @@ class Counting(Scripted):
         self.dropped_under.append(self.flying)
 
 
-class Watched(Peer):
-    """Before the `at`th time that its first thread looks at `reads` or `gone`, another thread does
+class Watched:
+    """Behind the `at`th time that its first thread looks at one of `names`, another thread does
     `what`, as far as it can without the first one's lock."""
 
+    names: tuple[str, ...]
     at, what = 0, staticmethod(lambda: None)
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, *args: Any) -> None:
         self._looks, self._first, self.other = 0, threading.get_ident(), threading.Thread()
-        super().__init__(endpoint)
+        super().__init__(*args)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("reads", "gone") and threading.get_ident() == self._first:
+        found = super().__getattribute__(name)
+        if name in type(self).names and threading.get_ident() == self._first:
             self._looks += 1
             if self._looks == self.at:
                 self.other = threading.Thread(target=self.what)
                 self.other.start()
                 self.other.join(0.05)
-        return super().__getattribute__(name)
+        return found
+
+    def watch(self, at: int, what: Callable[[], Any], do: Callable[[], Any]) -> None:
+        """`do`, and where it has so many looks, `what` beside it."""
+        self._looks, self.at, self.what = 0, at, what
+        do()
+        self.at = 0
+        if self.other.ident is not None:
+            self.other.join(10)
+        assert not self.other.is_alive()
+
+
+class WatchedPeer(Watched, Peer):
+    names = "reads", "gone"
 
 
 @pytest.mark.parametrize("at", range(1, 6))
@@ -280,25 +287,65 @@ class Watched(Peer):
 def test_a_peer_that_is_forgotten_in_another_thread(doing: str, at: int) -> None:
     """At each step: it is released once, and under no read, whose bytes may still land."""
     plane = Counting()
-    peer = Watched(msgspec.msgpack.decode(plane.there, type=Endpoint))
+    peer = WatchedPeer(msgspec.msgpack.decode(plane.there, type=Endpoint))
     peer.link, plane.end = "it", False
     if doing == "ended":
         plane.start("before", peer, [TEN])
         plane.end = True
-    peer._looks, peer.at, peer.what = 0, at, lambda: plane.forget(peer)
-    {
+    do = {
         "start": lambda: plane.start("it", peer, [TEN]),
         "ended": plane.ended,
         "forget": lambda: plane.forget(peer),
-    }[doing]()
-    peer.at = 0
-    if peer.other.ident is not None:
-        peer.other.join(10)
-    assert not peer.other.is_alive()
+    }[doing]
+    peer.watch(at, lambda: plane.forget(peer), do)
     plane.end = True
     plane.ended()
     plane.forget(peer)
     assert (plane.dropped_under, plane.flying, peer.reads) == ([0], 0, 0)
+
+
+class WatchedPlane(Watched, Scripted):
+    """`answered`: sessions of peers that answer."""
+
+    names = "_unanswered", "_check"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answered = set[bytes]()
+
+    def _check(self, read: Read) -> str | None:
+        return "" if read.peer.endpoint.session in self.answered else None
+
+    def give_up(self, session: bytes, why: str = "could not be read") -> None:
+        there = Endpoint(self.name, session, Memory(REMOTE, SIZE), b"")
+        with pytest.raises(ConnectionError, match=why):
+            self.connect(msgspec.msgpack.encode(there), -1)
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize(
+    ("doing", "other"), [("give up", "give up"), ("give up", "ended"), ("ended", "give up")]
+)
+def test_probes_that_are_given_up_in_several_threads(doing: str, other: str, at: int) -> None:
+    """At each step: each is asked for its end until it has one, and its peer is asked once, and
+    released once."""
+    plane, given_up = WatchedPlane(), [b"answers", b"silent"]
+    for session in given_up:
+        plane.give_up(session)
+    plane.answered = {b"answers"}
+
+    def gives_up() -> None:
+        plane.give_up(session := b"%d" % threading.get_ident())
+        given_up.append(session)
+
+    do: dict[str, Callable[[], Any]] = {"give up": gives_up, "ended": plane.ended}
+    plane.watch(at, do[other], do[doing])
+    plane.ended()
+    for session in given_up[1:]:
+        plane.give_up(session, "not answered")
+    plane.answered = set(given_up)
+    plane.ended()
+    assert sorted(peer.endpoint.session for peer in plane.dropped) == sorted(given_up)
 
 
 class Agent:

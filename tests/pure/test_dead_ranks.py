@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from rig.driven import TOKENS, Decode, Prefill
+from rig.channel.driven import TOKENS, Decode, Prefill
 
 from sglang_mixkv.channel.slots import SLOTS
 from sglang_mixkv.decode.breaker import STRIKES

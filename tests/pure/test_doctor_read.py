@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from rig.threads import Reads, wait_for
+from rig.channel.threads import Reads, wait_for
 
 from sglang_mixkv.channel.data_plane import Read
 from sglang_mixkv.config import Config

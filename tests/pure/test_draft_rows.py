@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from sglang_mixkv.channel.slot_format import HEADER, SlotCheck  # noqa: E402
 from sglang_mixkv.draft import rows as rows_module  # noqa: E402
-from sglang_mixkv.draft.layout import HEADER, SlotCheck  # noqa: E402
 from sglang_mixkv.draft.rows import DraftRows, Staging, own_stream  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def segments(draw: st.DrawFn) -> Segment:
 
 
 def summed(payload: bytes, stamp: int) -> int:
-    """By plain loops and Python's integers: the sum as layout.py describes it."""
+    """By plain loops and Python's integers: the sum as slot_format.py describes it."""
 
     def weight(place: int) -> int:
         found = (place + 1) * 0x9E3779B97F4A7C15 & MASK
@@ -114,7 +114,7 @@ def canary_slot(size: int) -> torch.Tensor:
 
 
 @by_numpy
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(case=segments(), bit=st.integers(0, 7), data=st.data())
 def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
     by_numpy: bool, case: Segment, bit: int, data: st.DataObject

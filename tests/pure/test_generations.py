@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from rig.threads import Decode
+from rig.channel.threads import Decode
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import decode, encode, fail

@@ -17,33 +17,41 @@ ROOT = PACKAGE.parent
 BESIDE = ("mixkv_cpu", "mixkv_demo")
 HEAVY = {"sglang", "torch", "triton", "mooncake", "nixl", "sgl_kernel"}
 
-NEED_AN_ENGINE = ("engine/", "draft/rows.py", "draft/rows_gpu.py", "draft/kernels.py")
+NEED_AN_ENGINE = ("engine/", "guards/", "draft/rows.py", "draft/rows_gpu.py", "draft/kernels.py")
 LIGHT = ("engine/releases.py", "engine/seams.py")
 
 # Folder or file -> packages beyond the standard library that it may import, and of the plugin
 # which parts ("": names of the package itself). The longest path that fits decides.
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "errors.py": (set(), set()),
+    "background.py": (set(), set()),
     "config.py": ({"msgspec"}, {"errors"}),
     "refusals.py": (set(), {"config"}),
     "series.py": (set(), {"errors"}),
-    "draft/": ({"msgspec", "numpy"}, {"channel.messages", "draft", "errors"}),
-    "draft/copier.py": (
-        set(), {"channel.data_plane", "channel.gate", "draft.layout", "draft.rows"}
+    "draft/": (
+        {"msgspec", "numpy"}, {"channel.messages", "channel.slot_format", "draft", "errors"},
     ),
-    "draft/rows.py": ({"numpy", "torch"}, {"draft.cuda", "draft.layout"}),
+    "draft/copier.py": (
+        {"msgspec"},
+        {"channel.data_plane", "channel.gate", "channel.slot_format", "draft.layout", "draft.rows"},
+    ),
+    "draft/rows.py": ({"numpy", "torch"}, {"channel.slot_format", "draft.cuda"}),
     "draft/cuda.py": (set(), set()),
-    "draft/kernels.py": ({"triton"}, {"draft.layout"}),
-    "draft/rows_gpu.py": ({"numpy", "torch"}, {"draft"}),
+    "draft/kernels.py": ({"triton"}, {"channel.slot_format"}),
+    "draft/rows_gpu.py": ({"numpy", "torch"}, {"channel.slot_format", "draft"}),
     "channel/": ({"msgspec", "zmq"}, {"channel", "errors"}),
+    "channel/slot_format.py": ({"numpy"}, set()),
     "channel/mooncake.py": ({"mooncake"}, {"channel", "errors"}),
     "channel/nixl.py": ({"msgspec", "nixl"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
-    "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
+    "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors", "series"}),
+    "guards/": (
+        {"sglang", "torch"}, {"background", "decode.actions", "errors", "guards", "series"},
+    ),
     "engine/": (
         {"aiohttp", "msgspec", "prometheus_client", "sglang", "torch"},
-        {"", "channel", "config", "decode", "draft", "engine", "errors", "prefill", "refusals",
-         "series"},
+        {"", "background", "channel", "config", "decode", "draft", "engine", "errors", "guards",
+         "prefill", "refusals", "series"},
     ),
     "engine/releases.py": ({"sglang"}, {"", "config", "engine.seams", "refusals"}),
     "engine/seams.py": (set(), set()),
@@ -58,7 +66,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "tools/plan_": (
         {"huggingface_hub", "msgspec", "sglang", "torch", "yaml"},
-        {"", "channel", "config", "draft", "engine.releases", "errors", "refusals", "tools"},
+        {"", "channel", "config", "decode.compare", "draft", "engine.releases", "errors",
+         "refusals", "tools"},
     ),
     "__main__.py": (set(), {"", "tools"}),
     "__init__.py": (set(), set()),

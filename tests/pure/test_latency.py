@@ -18,17 +18,17 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from rig.threads import CANARY, SEGMENT, Channel, Event, wait_for
+from rig.channel.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
 from sglang_mixkv.channel import data_plane, loop
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.sockets import Inlet
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as decode_events
+from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import events as prefill_events
+from sglang_mixkv.prefill import actions as prefill_actions
 from sglang_mixkv.prefill import worker as prefill_worker
 
 LOST_S = 8.0  # far from a tick, and from what takes milliseconds
@@ -81,7 +81,7 @@ def test_the_end_of_a_read_is_noticed_at_once(channel: Channel) -> None:
     def begin(room: int) -> tuple[Any, Any]:
         channel.decode.plane.held = True
         both = channel.prefill.send(room, TOKENS), channel.open(room, TOKENS)
-        assert wait_for(lambda: channel.decode.channel._links.reading, LOST_S)
+        assert wait_for(lambda: channel.decode.plane.busy, LOST_S)
         time.sleep(0.01)  # longer than the thread polls eagerly
         channel.decode.plane.held = False
         return both
@@ -89,12 +89,18 @@ def test_the_end_of_a_read_is_noticed_at_once(channel: Channel) -> None:
     assert best(channel, begin) < AT_ONCE_S
 
 
+@pytest.mark.parametrize("wakes", [True, False])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_the_end_of_a_large_copy_is_noticed_at_once(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, wakes: bool
 ) -> None:
-    """Which its thread makes, so that the channel's sleeps meanwhile."""
+    """Which its thread makes, so that the channel's sleeps meanwhile. Or a device, whose end wakes
+    nobody, so that the channel's thread asks."""
     monkeypatch.setattr(copier, "AT_ONCE", 0)
+    if not wakes:
+        copies = getattr(channel, side).channel._copies
+        monkeypatch.setattr(copies, "_wake", lambda: None)
+        monkeypatch.setattr(copies, "polled", True)
     copy, go = {"prefill": "pack", "decode": "unpack"}[side], threading.Semaphore(0)
     rows = getattr(channel, side).rows
     real, under_way = getattr(rows, copy), threading.Event()
@@ -138,12 +144,12 @@ def test_a_copy_has_ended_when_its_thread_wakes_the_other() -> None:
 
 @pytest.mark.parametrize("is_decided", [False, True])
 @pytest.mark.parametrize("reason", ["", "aborted"])
-@pytest.mark.parametrize("first", [0, 1], ids=["sender", "receiver"])
 def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, is_decided: bool, reason: str, first: int
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, is_decided: bool, reason: str
 ) -> None:
     """To wake a thread costs it 10 us. The rest comes with the next event, or the next tick: what
-    starts a clock, and the end of a request of which nothing is under way."""
+    starts a clock, and the end of a request of which nothing is under way. (Halves that are not
+    decided are of two requests here, since the end of one decides the other.)"""
     prefill, decode = channel.prefill.channel, channel.decode.channel
     woken, made = list[threading.Thread](), list[Any]()
 
@@ -161,7 +167,7 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
 
         monkeypatch.setattr(inlet, "wake", wake)
     assert not wakes(prefill.begin, 1)
-    assert wakes(channel.open, 1, TOKENS)
+    assert wakes(channel.open, 1 if is_decided else 2, TOKENS)
     sent, room = made
     if is_decided:
         pages = channel.prefill.pages(TOKENS)
@@ -170,11 +176,9 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
         assert wait_for(lambda: sent.settled, LOST_S)
     assert not wakes(prefill.release, sent)
     assert not wakes(decode.target_arrived, room)
-    ends = [(prefill.end, sent), (decode.close, room)]
-    call, one = ends.pop(first)  # what ends at one side is decided at the other
-    assert wakes(call, one, reason) == (bool(reason) or not is_decided)
-    assert not wakes(call, one, "once more")
-    ends[0][0](ends[0][1])
+    for call, one in ((prefill.end, sent), (decode.close, room)):
+        assert wakes(call, one, reason) == (bool(reason) or not is_decided)
+        assert not wakes(call, one, "once more")
 
 
 def test_an_event_that_is_put_while_others_are_taken_leaves_a_wake_up() -> None:
@@ -222,9 +226,9 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
     peer = channel.prefill.instance
     send = worker._do
     if side == "prefill":
-        fd, kind, message = worker._socket.fileno(), prefill_events.Send, "Ready"
+        fd, kind, message = worker._socket.fileno(), prefill_actions.Send, "Ready"
     else:
-        fd, kind, message = worker._links._links[peer].dealer.fileno(), decode_events.Send, "Ack"
+        fd, kind, message = worker._links._links[peer].dealer.fileno(), decode_actions.Send, "Ack"
     once, others = [True], list[Any]()
     sent = [channel.prefill.send(1, SEGMENT)]
 
@@ -238,7 +242,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
             assert select.select([fd], [], [], LOST_S)[0]
             time.sleep(0.01)  # libzmq does not look at what came within the last millisecond
             if not leaves:
-                action = prefill_events.Send(b"nobody", action.message)
+                action = prefill_actions.Send(b"nobody", action.message)
         send(action)
 
     monkeypatch.setattr(worker, "_do", do)
@@ -286,11 +290,15 @@ def handle(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fails", [look, report, handle])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_the_clock_goes_on_beside_what_fails_each_time(
-    monkeypatch: pytest.MonkeyPatch, side: str, fails: Callable[[Any, Any], None]
-) -> None:
-    """A room is given up by its time, and not by SGLang's scheduler."""
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: str,
+    fails: Callable[[Any, Any], None],
+) -> None:  # fmt: skip
+    """A room is given up by its time, and not by SGLang's scheduler. And the log is not filled,
+    however often the thread looks."""
+    began = time.monotonic()
     with Channel() as channel, monkeypatch.context() as patch:
         worker = getattr(channel, side).channel
+        patch.setattr(worker, "_outstanding", lambda: True)
         if side == "prefill":
             sent = channel.prefill.send(1, TOKENS)  # nobody opens it
             fails(worker, patch)
@@ -302,6 +310,8 @@ def test_the_clock_goes_on_beside_what_fails_each_time(
             channel.decode.channel.target_arrived(room)
             assert decided(channel, room) == ("cold", "deadline")
         assert not worker.broken
+        logged = len([line for line in caplog.messages if "failed over" in line])
+        assert 0 < logged <= 1 + (time.monotonic() - began) / loop.TICK
 
 
 # ---------------------------------------------------------------- CUDA events
@@ -352,7 +362,7 @@ def test_a_forward_on_decode_of_which_nobody_knows_makes_its_room_cold(channel: 
     """Its rows are zeroed once it is known to have ended, and nobody gets a strike."""
     forward = Answers("CUDA error: unknown error")
     sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
-    assert wait_for(lambda: "cold_unpack" in channel.decode.notes.seen, LOST_S)
+    assert wait_for(lambda: "unpack" in channel.decode.notes.seen, LOST_S)
     forward.error = None
     assert forward.is_asked()
     assert room.state is None
@@ -360,7 +370,7 @@ def test_a_forward_on_decode_of_which_nobody_knows_makes_its_room_cold(channel: 
     forward.done = True
     assert decided(channel, room) == ("cold", "unpack")
     assert not channel.decode.rows_of(room).any()
-    assert channel.decode.notes.seen.count("cold_unpack") == 1
+    assert channel.decode.notes.seen.count("unpack") == 1
     channel.end(sent, room)
     assert channel.request(2) == ("warm", "")
 
@@ -496,7 +506,7 @@ def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) 
         def ticks() -> None:
             tick()
             order.append("tick")
-            worker._machine._out.append(decode_events.Note("doubled", b"", ""))
+            worker._machine._out.append(decode_actions.Note("doubled", b"", ""))
 
         def done(action: Any) -> None:
             do(action)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sglang_mixkv.channel import slot_format
+from sglang_mixkv.channel.slot_format import weights
 from sglang_mixkv.draft import layout
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, Pages, weights
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, Pages
 from sglang_mixkv.draft.window import BLOCKS, LLAMA_EAGLE3, WINDOWED, pages_left_out, window_of
-from sglang_mixkv.errors import MixKVError
 
 # ---------------------------------------------------------------- slots
 
@@ -49,24 +50,10 @@ def test_weights_are_odd_and_those_of_the_page() -> None:
 
 def test_both_sides_have_one_slot_and_one_sum() -> None:
     """Those of other releases have them too."""
-    assert (layout.HEADER, layout.SPARE, layout.SLOT_OVERHEAD) == (64, 16, 72)
-    assert (layout.SEED, layout.MASK) == (0x2545F4914F6CDD1D, 2**64 - 1)
-    assert list(layout.SlotCheck) == [0, 1, 2, 3]  # as a GPU's kernels give them
+    assert (slot_format.HEADER, slot_format.SPARE, slot_format.SLOT_OVERHEAD) == (64, 16, 72)
+    assert (slot_format.SEED, slot_format.MASK) == (0x2545F4914F6CDD1D, 2**64 - 1)
+    assert list(slot_format.SlotCheck) == [0, 1, 2, 3]  # as a GPU's kernels give them
     assert (layout.MAX_ENTRIES, list(layout.NO_HEADS), layout.NO_HEADS.stop) == (1024, [], 0)
-
-
-def test_a_pair_without_a_route_is_told_what_was_expected_and_what_was_found() -> None:
-    with pytest.raises(
-        MixKVError,
-        match=r"of which one divides the other; got prefill 2, decode 3\. Otherwise some",
-    ):
-        layout.readers_of(2, 3)
-    with pytest.raises(
-        MixKVError, match=r"attention-TP size 4.*got 3 heads\. Otherwise SGLang.*\. Choose another"
-    ):
-        layout.heads_on_rank(3, 4, 0)
-    with pytest.raises(MixKVError, match=r"heads \[0, 1\].*got \[\[0\]\]\. Otherwise part of the"):
-        layout.routes([range(1)], range(2))
 
 
 @given(

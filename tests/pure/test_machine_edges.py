@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rig.driven import PREFILL, READER, TOKENS, Decode, Prefill
+from rig.channel.driven import BEGAN, PREFILL, READER, TOKENS, Decode, Prefill
 
-from sglang_mixkv.channel.messages import Fail
+from sglang_mixkv.channel.messages import Ack, Fail
 from sglang_mixkv.channel.slots import (
     SLOTS,
     RoundRobin,
@@ -20,12 +20,11 @@ from sglang_mixkv.channel.slots import (
     slot_bytes,
 )
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as dev
-from sglang_mixkv.decode.breaker import Numbers
+from sglang_mixkv.decode import actions as dact
+from sglang_mixkv.decode.transfer import Numbers
 from sglang_mixkv.prefill import machine
-from sglang_mixkv.prefill.transfer import refusal
 
-AT = 5000.0  # clocks do not begin at 0
+AT = BEGAN
 
 
 def test_slots_are_cut_as_the_documents_say() -> None:
@@ -71,19 +70,19 @@ def test_each_number_is_doubted_by_its_own_last_request(asked: list[tuple[int, i
 
 
 def test_a_token_that_just_fits_a_slot_is_served() -> None:
-    opened = Prefill().message(1)
-    assert refusal(opened, PREFILL, range(4), lambda _: 1) is None
-    found = refusal(opened, PREFILL, range(4), lambda _: 0)
-    assert found is not None
-    assert found[0] == "heads"
+    for tokens, fails in ((1, {}), (0, {1: "heads"})):
+        rank = Prefill(most=tokens)
+        rank.open(1)
+        assert rank.fails == fails
 
 
 @pytest.mark.parametrize(("less", "held"), [(0.01, True), (0.0, False)])
 def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, held: bool) -> None:
     rank = Prefill()
+    rank.until(rank.now + 400.0, step=0.9)
     rank.open(1)
     rank.until(rank.now + rank.times.early_room - less, step=0.9)
-    assert bool(rank.machine._early) is held
+    assert ("waiting" in rank.machine.left()) is held
     assert (READER, "early") in rank.notes or held
 
 
@@ -101,6 +100,9 @@ def test_what_a_fail_of_either_side_says() -> None:
     other.wait(1.1)
     fails = [message for _, message in other.sends if isinstance(message, Fail)]
     assert fails == [Fail(5, 77, "deadline", "its KV is late")]
+    other.open(78, number=6)
+    other.close(78, reason="aborted")
+    assert other.sends[-1] == (PREFILL, Fail(6, 78, "closed", "aborted"))
 
 
 def test_a_forward_that_cannot_be_asked_about_is_a_reason_of_this_rank() -> None:
@@ -109,7 +111,7 @@ def test_a_forward_that_cannot_be_asked_about_is_a_reason_of_this_rank() -> None
     rank.open(1, pending=True)
     rank.ready(1, 4, last=True)
     rank.do(rank.machine.forward_done, 1, "lost context")
-    assert ("cold_unpack", "lost context") in rank.details
+    assert ("unpack", "lost context") in rank.details
     assert 1 not in rank.verdicts
     rank.do(rank.machine.forward_done, 1)
     assert rank.verdicts[1] == ("cold", "unpack")
@@ -131,7 +133,7 @@ def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
     rank.until(AT + 0.2, step=0.05)
     rank.end_reads()
     rank.until(AT + 0.35, step=0.05)
-    assert (PREFILL, "cold_deadline") in rank.notes
+    assert (PREFILL, "deadline") in rank.notes
     assert rank.strikes() == 0
 
 
@@ -180,7 +182,7 @@ def test_the_log_says_how_a_read_failed(error: str, took: float, detail: str) ->
     rank.until(rank.now + max(took - 0.2, 0.0))
     rank.now += 0.2
     rank.end_reads(error)
-    assert ("cold_read", detail) in rank.details
+    assert ("read", detail) in rank.details
     assert rank.verdicts[1] == ("cold", "read")
 
 
@@ -193,7 +195,7 @@ def test_a_room_is_cold_at_its_deadline(took: float) -> None:
     rank.ready(1)
     rank.until(AT + took)
     rank.arrive(1)
-    due = rank.machine._rooms[1].deadline(rank.times)
+    due = rank.machine.state(1).deadline(rank.times)
     assert due == pytest.approx(AT + took + min(max(3 * took, 0.3), 1.0))
     for now, cold in ((due - 1e-3, False), (due, True)):
         rank.now = now
@@ -209,7 +211,7 @@ class Held(Prefill):
         self.jobs: list[Any] = []
 
     def meet(self, action: Any) -> None:
-        if isinstance(action, machine.ev.Pack):
+        if isinstance(action, machine.act.Pack):
             self.jobs += action.segments
         else:
             super().meet(action)
@@ -221,12 +223,36 @@ def test_slots_of_segments_that_wait_for_an_earlier_one_are_free_with_their_part
     rank.open(1)
     rank.begin(1, 1, 5 * TOKENS)
     first, *others = rank.jobs
-    rank.do(rank.machine.packed, tuple(others))
+    rank.do(rank.machine.copied, tuple(others))
     assert rank.slots.free_slots == SLOTS - 5
     rank.do(rank.machine.connection_lost, READER)
     assert rank.slots.free_slots == SLOTS - 1
-    rank.do(rank.machine.packed, (first,))
+    rank.do(rank.machine.copied, (first,))
     assert rank.slots.free_slots == SLOTS
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 15))), max_size=10))
+def test_packs_of_all_readers_under_way_are_two_batches_at_most(
+    steps: list[tuple[bool, set[int]]],
+) -> None:
+    """In whatever order they end: a reader that opens late does not wait behind all of a crowd's.
+    And whatever ends lets another one begin."""
+    rank, readers, most = Held(), 0, 2 * list_of(SLOTS)
+    for opens, ended in [(True, set[int]()), *steps]:
+        if opens:
+            readers += 1
+            rank.open(readers, b"reader%02d" % readers)
+            rank.begin(readers, readers, 50 * TOKENS)
+        packed = [one for at, one in enumerate(rank.jobs) if at in ended]
+        rank.jobs = [one for one in rank.jobs if one not in packed]
+        rank.pack(packed)
+        assert len(rank.jobs) <= most
+        assert rank.books == []
+    while rank.jobs:
+        first, rank.jobs = rank.jobs[0], rank.jobs[1:]
+        rank.pack([first])
+        assert len(rank.jobs) <= most
+    assert rank.sent == dict.fromkeys(range(1, readers + 1), 50 * TOKENS)
 
 
 @pytest.mark.parametrize("failed", [0, 2, 4])
@@ -235,10 +261,10 @@ def test_a_segment_that_cannot_be_packed_fails_its_part_at_once(failed: int) -> 
     rank, error = Held(), RuntimeError("x" * 1000)
     rank.open(1)
     rank.begin(1, 1, 5 * TOKENS)
-    rank.do(rank.machine.packed, (rank.jobs.pop(failed),), error)
+    rank.do(rank.machine.copied, (rank.jobs.pop(failed),), error)
     assert rank.failed == [(READER, Fail(1, 1, "pack", repr(error)[:300]))]
     assert list(rank.settled) == [1]
-    rank.do(rank.machine.packed, tuple(rank.jobs))
+    rank.do(rank.machine.copied, tuple(rank.jobs))
     assert rank.slots.free_slots == SLOTS
     assert len(rank.failed) == 1
 
@@ -250,17 +276,53 @@ def test_packing_is_given_up_at_its_time() -> None:
     rank.open(1)
     rank.request(1, TOKENS)
     for now, given_up in ((0.5, False), (1.0, False), (1.5 - 2**-20, False), (1.5, True)):
-        rank.now = now
+        rank.now = BEGAN + now
         rank.do(rank.machine.tick)
         assert ((READER, "slow") in rank.notes) is given_up
+
+
+def test_what_a_stranger_announces_of_a_room_is_acknowledged_and_not_read() -> None:
+    """Its slots are free at once, and the room goes on."""
+    rank = Decode()
+    rank.open(1)
+    rank.ready(1, 2, b"stranger")
+    assert rank.sends[1:] == [(b"stranger", Ack(((0, 1 << 20 | 1), (1, 1 << 20 | 2))))]
+    assert rank.wants(1)
+    rank.ready(1, 4, last=True)
+    assert rank.verdicts[1] == ("warm", "")
+
+
+def test_a_read_that_has_ended_is_progress() -> None:
+    """Whatever its copy takes."""
+    rank = Decode()
+    rank.held_copies, rank.hung = [], {PREFILL}
+    rank.open(1)
+    rank.arrive(1)
+    rank.ready(1, 4, last=True)
+    rank.wait(0.25)
+    rank.end_reads()
+    rank.wait(0.25)
+    assert rank.wants(1)
+    rank.wait(0.1)
+    assert not rank.wants(1)
+
+
+def test_a_read_that_cannot_be_begun_has_failed() -> None:
+    rank = Decode()
+    rank.hung = {PREFILL}
+    rank.open(1)
+    rank.ready(1, 3)
+    rank.do(rank.machine.undone, rank.reading.pop(), OverflowError("x"))
+    assert rank.verdicts[1] == ("cold", "read")
+    assert rank.slots.free_slots == SLOTS
 
 
 def test_the_text_of_an_action_that_raised_is_cut() -> None:
     rank, error = Decode(), OverflowError("x" * 1000)
     rank.open(1)
     opened = rank.sends[0]
-    rank.do(rank.machine.undone, dev.Send(*opened), error)
-    assert ("cold_unsent", repr(error)[:300]) in rank.details
+    rank.do(rank.machine.undone, dact.Send(*opened), error)
+    assert ("unsent", repr(error)[:300]) in rank.details
 
 
 def test_slots_of_segments_that_wait_for_a_forward_are_free_with_their_room() -> None:

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rig.books import wrong_books
-from rig.driven import Prefill
+from rig.channel.books import strikes, wrong_books
+from rig.channel.driven import Prefill
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, quota_of, share_of
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import transfer as decode_transfer
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.decode.machine import Machine as DecodeMachine
-from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.decode.transfer import Opened, Source
+from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.prefill import machine as prefill_module
 from sglang_mixkv.prefill import transfer as prefill_transfer
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
@@ -39,7 +40,7 @@ class Driven:
         found = []
         for action in self.machine.actions():
             match action:
-                case pev.Pack(jobs) | dev.Copy(jobs):
+                case pact.Pack(jobs) | dact.StartCopies(jobs):
                     found += jobs
                 case _:
                     found.append(action)
@@ -69,8 +70,8 @@ def test_a_generation_names_one_part() -> None:
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.received, *opened(10, READER, readers=2))
     rooms.handle(0.0, rooms.machine.received, *opened(10, OTHER, readers=2))
-    assert set(rooms.machine._uses[0].parts) == {READER}
-    rooms.handle(0.1, rooms.machine.end, 0)
+    ended = of(pact.Send, rooms.handle(0.1, rooms.machine.end, 0))
+    assert [send.connection for send in ended] == [b"connection" + READER]
     assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
 
 
@@ -80,7 +81,7 @@ def test_a_slot_rests_while_its_rank_does() -> None:
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.add_chunk, 0, 0, 8, last=True)
     (pack,) = of(prefill_transfer.Segment, rooms.handle(0.0, rooms.machine.received, *opened(10)))
-    rooms.handle(0.0, rooms.machine.packed, (pack,))
+    rooms.handle(0.0, rooms.machine.copied, (pack,))
     rooms.handle(1000.0, rooms.machine.tick)
     assert rooms.left()["offered"] == 1
     for second in range(1001, 1061):
@@ -92,10 +93,10 @@ def decode() -> Driven:
     return Driven(DecodeMachine(READER, SlotPool(8, TIMES), 1 << 20, TIMES))
 
 
-def room(generation: int = 10, number: int | None = None, **more: Any) -> dev.Opened:
-    source = dev.Source(PREFILL, range(4), 1, slots=8, segment_tokens=10)
+def room(generation: int = 10, number: int | None = None, **more: Any) -> Opened:
+    source = Source(PREFILL, range(4), 1, slots=8, segment_tokens=10)
     number = generation if number is None else number
-    return dev.Opened(generation, number, (source,), 0, 16, **more)
+    return Opened(generation, number, (source,), 0, 16, **more)
 
 
 def ready(segment: int = 0, generation: int = 10, count: int = 8) -> Ready:
@@ -109,9 +110,9 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, half)
     rooms.handle(TIMES.stall / 2, rooms.machine.tick)
-    assert rooms.machine._rooms[10].wants
+    assert rooms.machine.state(10).wants
     rooms.handle(TIMES.stall + 0.1, rooms.machine.tick)
-    assert rooms.machine._rooms[10].cold == "stalled"
+    assert rooms.machine.state(10).cold == "stalled"
     for slots, limit, reason in ((8, TIMES.read / 2, "read"), (0, TIMES.unread / 2, "slots")):
         rooms = decode()
         for _ in range(8 if not slots else 0):
@@ -120,9 +121,9 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
         rooms.handle(0.0, rooms.machine.ready, PREFILL, ready())
         for tick in range(1, 101):
             rooms.handle(tick * (limit - 0.01) / 100, rooms.machine.tick)
-        assert rooms.machine._rooms[10].wants
+        assert rooms.machine.state(10).wants
         rooms.handle(limit, rooms.machine.tick)
-        assert rooms.machine._rooms[10].cold == reason
+        assert rooms.machine.state(10).cold == reason
 
 
 def announce(segment: int, token: int, *segments: tuple[int, int], last: bool = False) -> Ready:
@@ -154,7 +155,7 @@ def test_what_a_prefill_rank_sends_is_read(page_size: int | None, message: Ready
     rooms = decode()
     opened = room(**{"page_size": page_size} if page_size else {})
     rooms.handle(0.0, rooms.machine.open, opened)
-    assert of(dev.StartRead, rooms.handle(0.0, rooms.machine.ready, PREFILL, message))
+    assert of(dact.StartRead, rooms.handle(0.0, rooms.machine.ready, PREFILL, message))
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -166,9 +167,9 @@ def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> 
     rooms.handle(0.0, rooms.machine.open, opened)
     for message in messages:
         actions = rooms.handle(0.0, rooms.machine.ready, PREFILL, message)
-    assert rooms.machine._rooms[10].cold == "protocol"
-    assert not of(dev.StartRead, actions)
-    acks = [send.message for send in of(dev.Send, actions) if isinstance(send.message, Ack)]
+    assert rooms.machine.state(10).cold == "protocol"
+    assert not of(dact.StartRead, actions)
+    acks = [send.message for send in of(dact.Send, actions) if isinstance(send.message, Ack)]
     announced = tuple((one.slot, one.stamp) for one in message.segments)
     assert acks == ([Ack(announced)] if announced else [])
 
@@ -177,7 +178,7 @@ def test_a_fail_of_a_code_that_is_not_known_is_one_all_the_same() -> None:
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, room())
     rooms.handle(0.0, rooms.machine.failed, PREFILL, fail(ROOM, 10, "zzz", "no reason"))
-    assert rooms.machine._rooms[10].cold == "prefill_other"
+    assert rooms.machine.state(10).cold == "prefill_other"
 
 
 def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
@@ -186,7 +187,7 @@ def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
     for first in (0, MAX_LIST):
         announced = tuple(Announced(*one, 1) for one in slots[first : first + MAX_LIST])
         rooms.machine.ready(PREFILL, Ready(ROOM, 10, 0, 0, announced, last=False))
-    acks = [send.message.slots for send in of(dev.Send, rooms.machine.actions())]
+    acks = [send.message.slots for send in of(dact.Send, rooms.machine.actions())]
     assert max(map(len, acks)) <= MAX_LIST
     assert [one for ack in acks for one in ack] == slots
 
@@ -202,7 +203,7 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     for generation in range(STRIKES):
         rooms.handle(0.0, rooms.machine.open, room(generation))
         (read,) = of(
-            dev.StartRead, rooms.handle(0.0, rooms.machine.ready, PREFILL, ready(0, generation))
+            dact.StartRead, rooms.handle(0.0, rooms.machine.ready, PREFILL, ready(0, generation))
         )
         rooms.handle(0.0, rooms.machine.read_ended, read, "failed")
     assert rooms.machine.breaker.open_peers() == [PREFILL]
@@ -212,13 +213,13 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
         for segment in range(2 * (generation == STRIKES)):
             rooms.handle(0.0, rooms.machine.ready, PREFILL, ready(segment, generation))
         actions = rooms.handle(0.0, rooms.machine.peer_lost, PREFILL, gone=True)
-        assert [note.what for note in of(dev.Note, actions)] == ["cold_lost"]
-    assert not rooms.machine.breaker._states
+        assert [note.what for note in of(dact.Note, actions)] == ["lost"]
+    assert not strikes(rooms.machine)
     rooms.handle(0.0, rooms.machine.open, room(100))
     rooms.handle(0.0, rooms.machine.peer_lost, PREFILL)
-    assert rooms.machine.breaker._states
+    assert strikes(rooms.machine)
     rooms.handle(0.0, rooms.machine.peer_lost, PREFILL, gone=True)
-    assert not rooms.machine.breaker._states
+    assert not strikes(rooms.machine)
 
 
 def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:
@@ -238,28 +239,28 @@ def test_a_warm_room_without_rows_says_nothing_of_its_peer() -> None:
         rooms.handle(now, rooms.machine.open, replace(room(10 + generation), first_token=16))
         last = Ready(ROOM, 10 + generation, 0, 16, (), True)
         actions = rooms.handle(now, rooms.machine.ready, PREFILL, last)
-        assert generation == 3 or of(dev.Verdict, actions)[0].state is dev.State.WARM
+        assert generation == 3 or of(dact.Verdict, actions)[0].state is dact.State.WARM
         rooms.handle(now, rooms.machine.close, 10 + generation)
     assert rooms.machine.breaker.open_peers() == [PREFILL]
-    (send,) = of(dev.Send, rooms.handle(now + 1.0, rooms.machine.open, room(20)))
+    (send,) = of(dact.Send, rooms.handle(now + 1.0, rooms.machine.open, room(20)))
     assert send.message.wanted == range(4), "a probe"
-    (send,) = of(dev.Send, rooms.handle(now + 1.0, rooms.machine.open, room(21)))
+    (send,) = of(dact.Send, rooms.handle(now + 1.0, rooms.machine.open, room(21)))
     assert not send.message.wanted, "cold at once"
     rooms.handle(now + 1.0, rooms.machine.close, 20)  # its client has hung up
-    (send,) = of(dev.Send, rooms.handle(now + 1.0, rooms.machine.open, room(22)))
+    (send,) = of(dact.Send, rooms.handle(now + 1.0, rooms.machine.open, room(22)))
     assert send.message.wanted == range(4), "the next probe"
 
 
 def test_segments_of_one_message_are_read_and_acknowledged_together() -> None:
     rooms = Driven(DecodeMachine(READER, SlotPool(16, TIMES), 1 << 20, TIMES))
-    source = dev.Source(PREFILL, range(4), 1, slots=16, segment_tokens=10)
-    rooms.handle(0.0, rooms.machine.open, dev.Opened(10, ROOM, (source,), 0, 32))
+    source = Source(PREFILL, range(4), 1, slots=16, segment_tokens=10)
+    rooms.handle(0.0, rooms.machine.open, Opened(10, ROOM, (source,), 0, 32))
     announced = tuple(Announced(slot, 90 + slot, 8) for slot in range(4))
     message = Ready(ROOM, 10, 0, 0, announced, last=True)
-    reads = of(dev.StartRead, rooms.handle(0.1, rooms.machine.ready, PREFILL, message))
+    reads = of(dact.StartRead, rooms.handle(0.1, rooms.machine.ready, PREFILL, message))
     assert [len(read.segments) for read in reads] == [2, 2], "half of its quota of four"
     actions = rooms.handle(0.2, rooms.machine.read_ended, reads[1])
-    assert dev.Send(PREFILL, Ack(((2, 92), (3, 93)))) in actions
+    assert dact.Send(PREFILL, Ack(((2, 92), (3, 93)))) in actions
     assert [segment.first for segment in of(decode_transfer.Segment, actions)] == [16, 24]
 
 
@@ -276,7 +277,7 @@ def test_invented_readers_are_bounded(
             generation = 100 * ord(connection) + number
             _, message = opened(generation, b"open%04d" % number, room=generation)
             found = rooms.handle(0.0, rooms.machine.received, connection.encode(), message)
-            codes.setdefault(connection, []).extend(a.message.code for a in of(pev.Send, found))
+            codes.setdefault(connection, []).extend(a.message.code for a in of(pact.Send, found))
             gone = fail(generation, generation, "closed", "")
             rooms.handle(0.0, rooms.machine.received, connection.encode(), gone)
     assert codes["c"] == ["full"] * 12
@@ -284,7 +285,7 @@ def test_invented_readers_are_bounded(
     assert wrong_books(rooms.machine) == []
     for second in range(1, 602):
         rooms.handle(float(second), rooms.machine.tick)
-    assert (rooms.left(), rooms.machine._open) == ({}, {})
+    assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
 
 
 @pytest.mark.parametrize(("warm", "later"), [(True, 1.0), (False, 1.0), (False, 601.0)])
@@ -295,7 +296,7 @@ def test_a_number_is_fetched_again_behind_a_warm_request_alone(warm: bool, later
     if warm:
         rooms.handle(0.0, rooms.machine.ready, PREFILL, Ready(ROOM, 10, 0, 16, (), True))
     rooms.handle(0.1, rooms.machine.close, 10, "" if warm else "failed")
-    (send,) = of(dev.Send, rooms.handle(later, rooms.machine.open, room(11, ROOM)))
+    (send,) = of(dact.Send, rooms.handle(later, rooms.machine.open, room(11, ROOM)))
     assert send.message.wanted == (range(4) if warm or later > 600 else range(0))
 
 
@@ -340,7 +341,7 @@ def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
         assert rank.pages.get(1, {"b"}) == {"b"}, order
         assert "B" in rank.settled, order
         rank.do(rank.machine.end, "B")
-        rank.until(601.0, 1.0)
+        rank.until(rank.now + 601.0, 1.0)
         assert (rank.machine.left(), rank.books) == ({}, []), order
     assert count > 2
 
@@ -391,12 +392,12 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     first = tuple(Announced(*slot, 10) for _, slot in rank.unread[:4])
     ready = Ready(1, 1, 0, 0, first, last=True)
     for _ in range(2):
-        rank.do(rank.machine.undone, pev.Send(READER, ready), MemoryError())
+        rank.do(rank.machine.undone, pact.Send(READER, ready), MemoryError())
         assert rank.slots.offered == 4
         assert not rank.slots._signs[True], "its reader has read nothing"
     rank.open(3)
     rank.begin(3, 3, 400)
-    rank.do(rank.machine.undone, pev.Send(READER, fail(3, 3, "slow", "")), MemoryError())
+    rank.do(rank.machine.undone, pact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
     sent = rank.sent[3]
     rank.acknowledge()
     assert rank.sent[3] == sent < 400
@@ -404,7 +405,7 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     rank.begin(4, 4, 40)
     assert rank.sent[4] == 40
     other = decode()
-    assert other.handle(0.0, other.machine.undone, dev.Send(PREFILL, Ack(())), MemoryError()) == []
+    assert other.handle(0.0, other.machine.undone, dact.Send(PREFILL, Ack(())), MemoryError()) == []
 
 
 @pytest.mark.parametrize(
@@ -435,7 +436,7 @@ def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
     rank.open(ROOM, READER, 1)
     rank.do(rank.machine.begin, "B", ROOM)
     assert rank.fails == {1: "aborted"}
-    assert rank.settled == {"b": 0.0}
+    assert rank.settled == {"b": rank.now}
 
 
 def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:

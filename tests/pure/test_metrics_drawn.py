@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang_mixkv import series
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine import metrics
-from sglang_mixkv.prefill import events as prefill_events
+from sglang_mixkv.prefill import actions as prefill_actions
 from sglang_mixkv.series import DECODE, NOTES, PREFILL, SERIES
 
 
@@ -42,11 +42,26 @@ class Rank(metrics.MetricsReporter):
                 found[tuple(labels[label] for label in own)] = float(parts[2])
         return found
 
+    def buckets(self, name: str) -> dict[tuple[str, ...], dict[float, float]]:
+        """Of a histogram, by values of its own labels: how many observations each bucket has, by
+        its upper bound; those without any are left out."""
+        found: dict[tuple[str, ...], dict[float, float]] = {}
+        below: dict[tuple[str, ...], float] = {}
+        for line in generate_latest(self.registry).decode().splitlines():
+            if parts := re.fullmatch(rf"{series.PREFIX}{name}_bucket{{(.*)}} (\S+)", line):
+                labels = dict(re.findall(r'(\w+)="(.*?)"', parts[1]))
+                own = next(one.labels for one in SERIES if one.name == name)
+                at, count = tuple(labels[label] for label in own), float(parts[2])
+                if more := count - below.get(at, 0):
+                    found.setdefault(at, {})[float(labels["le"])] = more
+                below[at] = count
+        return found
+
     def count(self) -> None:
         self._count_rooms()
         self._look()
 
-    def end(self, request: Any, prefill: str = "a:1", state: Any = ev.State.WARM) -> None:
+    def end(self, request: Any, prefill: str = "a:1", state: Any = act.State.WARM) -> None:
         handle = ReceiveHandle([], 1, None, prefill)
         handle.state, handle.request = state, request
         self.ended(handle, "")
@@ -60,7 +75,7 @@ class Req:
         return self.done
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=40), min_size=1, max_size=3))
 @example([[1] * 40])
 @example([[1] * 33])
@@ -75,6 +90,50 @@ def test_rounds_and_tokens_are_counted(histograms: list[Any]) -> None:
     assert one.of("verify_rounds_total") == ({("a:1", "warm", ""): len(rounds)} if rounds else {})
     assert one.of("accepted_tokens_total") == ({("a:1", "warm", ""): tokens} if tokens else {})
     assert one.of("finished_requests_total") == {("a:1", "warm", ""): len(histograms)}
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "closed", "arrived", "decided", "expected"),
+    [
+        (act.State.WARM, "", "", 5.0, 5.0004, {("warm", ""): {0.001: 1}}),
+        (act.State.WARM, "", "", 5.0, 5.003, {("warm", ""): {0.005: 1}}),
+        (act.State.WARM, "", "", 5.0, 4.0, {("warm", ""): {0.001: 1}}),  # its rows came first
+        (act.State.COLD, "deadline", "", 5.0, 5.31, {("cold", "deadline"): {0.5: 1}}),
+        (act.State.COLD, "of a later release", "", 5.0, 6.5, {("cold", "other"): {2.0: 1}}),
+        (act.State.FAILED, "why", "", 5.0, 14.9, {("failed", ""): {10.0: 1}}),
+        (act.State.WARM, "", series.ABORTED, 5.0, 17.0,
+         {("closed", "prefill_aborted"): {float("inf"): 1}}),
+        (None, "", "failed on decode", 5.0, None, {}),  # it ended before a verdict
+        (act.State.COLD, "lost", "failed on decode", None, 5.0, {}),  # the target never came
+    ],
+)  # fmt: skip
+def test_a_request_waits_from_the_targets_arrival_to_the_verdict(
+    state: act.State | None, reason: str, closed: str, arrived: float | None,
+    decided: float | None, expected: dict[tuple[str, ...], dict[float, float]],
+) -> None:  # fmt: skip
+    """Once, under the outcome that rooms_total counts."""
+    one, handle = Rank(), ReceiveHandle([], 1, None, "a:1")
+    handle.state, handle.reason, handle.arrived, handle.decided = state, reason, arrived, decided
+    one.ended(handle, closed)
+    assert one.buckets("wait_seconds") == {}, "the scheduler's thread counts nothing"
+    for _ in range(2):
+        one.count()
+    assert one.buckets("wait_seconds") == expected
+    (outcome,) = one.of("rooms_total")
+    assert expected.keys() <= {outcome}
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.floats(0, 30), min_size=1, max_size=20))
+@example([0.001, 0.0010001, 10.0, 10.1])
+def test_chunks_are_observed_in_the_bucket_of_their_time(seconds: list[float]) -> None:
+    one, expected = Rank(PREFILL), dict[float, float]()
+    for each in seconds:
+        one.announced(each)
+        bound = next((at for at in metrics.BUCKETS if each <= at), float("inf"))
+        expected[bound] = expected.get(bound, 0) + 1
+    assert one.buckets("ready_seconds") == {(): dict(sorted(expected.items()))}
+    assert (metrics.BUCKETS[0], metrics.BUCKETS[-1]) == (0.001, 10.0)
 
 
 def test_rooms_are_counted_at_each_tick_and_drafts_once_a_second(
@@ -121,7 +180,7 @@ def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
     one = Rank()
     with caplog.at_level(logging.WARNING):
         for what, peer in ((0, b"a"), (0, b"a"), (1, b"a"), (0, b"b"), (1, b"b"), (2, b"c")):
-            one(ev.Note(logged[what], peer, "why"))
+            one(act.Note(logged[what], peer, "why"))
     assert len(caplog.messages) == 3
     kinds = [NOTES[logged[what]].code for what in (0, 1, 0)]
     for line, kind, peer in zip(caplog.messages, kinds, ("61", "61", "62"), strict=True):
@@ -131,13 +190,13 @@ def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
 
 def test_a_line_names_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
     what = next(w for w, kind in NOTES.items() if kind.happened and kind.logged)
-    note, reader = ev.Note(what, b"peer"), prefill_events.Note(what, b"12345678")
+    note, reader = act.Note(what, b"peer"), prefill_actions.Note(what, b"12345678")
     decode, prefill = Rank(DECODE), Rank(PREFILL)
     decode.name_of = {b"peer": "a:1"}.__getitem__
     with caplog.at_level(logging.WARNING):
         decode(note)
         prefill(reader)
-        Rank()(ev.Note(what))
+        Rank()(act.Note(what))
     said = [re.search(r"channel, (.*?): .*\((.*?)\)", line).groups() for line in caplog.messages]
     assert said == [
         ("prefill a:1", "no detail"), ("decode rank 31323334", "no detail"),
@@ -155,7 +214,8 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
     assert one.of("copy_seconds_total") == {(): 0.25}
     page = generate_latest(one.registry).decode()
     for known in (s for s in SERIES if side in s.sides for _ in s.known):
-        assert f"{series.PREFIX}{known.name}{{" in page, "it is there before it is counted"
+        name = series.PREFIX + known.name + "_bucket" * known.name.endswith("_seconds")
+        assert f"{name}{{" in page, "it is there before it is counted"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +245,7 @@ def test_the_labels_are_those_of_sglangs_own_series(
 def test_a_rank_without_metrics_counts_nothing_and_keeps_nothing() -> None:
     one = metrics.MetricsReporter(DECODE, None)
     handle = ReceiveHandle([], 1, None, "a:1")
-    handle.state, handle.reason = ev.State.COLD, "broken"
+    handle.state, handle.reason = act.State.COLD, "broken"
     one.ended(handle, "")
     one.retracted(Req("a", [1]))
     one.moved(1, 1.0)
@@ -217,7 +277,7 @@ def test_a_series_that_fails_is_nothing_to_its_caller(caplog: pytest.LogCaptureF
 def test_a_breaker_is_counted_for_the_server_of_its_rank(prefill: str) -> None:
     one = Rank()
     one.name_of = {b"peer": prefill}.__getitem__
-    one(ev.Note("breaker_opened", b"peer"))
+    one(act.Note("breaker_opened", b"peer"))
     assert one.of("breaker_opened_total") == {(prefill or "other",): 1}
 
 

@@ -11,12 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rig.threads import wait_for
+from rig.channel.threads import wait_for
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.engine import notices, rooms
-from sglang_mixkv.engine.notices import AbortedRequests, Background, RefusedRequests
+from sglang_mixkv.background import Background
+from sglang_mixkv.engine import notices
+from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.sender import DraftSender
+from sglang_mixkv.guards import aborts, room_reuse
+from sglang_mixkv.guards.aborts import AbortedRequests
 
 
 class Stock:
@@ -94,7 +97,7 @@ def test_an_abort_before_metadata_touches_nothing_of_the_numbers_next_use(
     infos, prefixes, status = (dict(tables[name]) for name in ("infos", "prefixes", "status"))
     sender, another = Use(), Use()
     uses = {"own": {7: sender}, "none": {}, "another": {7: another}}[newest]
-    monkeypatch.setattr(rooms, "_uses", uses)
+    monkeypatch.setattr(room_reuse, "_uses", uses)
     manager = SimpleNamespace(
         transfer_infos=infos, req_to_decode_prefix_len=prefixes, request_status=status
     )
@@ -106,15 +109,15 @@ def test_an_abort_before_metadata_touches_nothing_of_the_numbers_next_use(
 
 
 def test_an_abort_ends_where_its_number_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "LOOK_S", 0.01)
+    monkeypatch.setattr(aborts, "LOOK_S", 0.01)
     sender = Sender()
     tables = sender.kv_mgr
     ranks, tables.transfer_infos = tables.transfer_infos, {}
     tables.req_to_decode_prefix_len, another = {}, Use()
-    monkeypatch.setattr(rooms, "_uses", {7: sender})
+    monkeypatch.setattr(room_reuse, "_uses", {7: sender})
     sender.abort()
     time.sleep(0.1)
-    rooms._uses[7] = another
+    room_reuse._uses[7] = another
     tables.transfer_infos, tables.req_to_decode_prefix_len = dict(ranks), {7: 4}
     assert wait_for(lambda: not tables.aborted._background.running)
     assert sender.sent.empty()
@@ -180,6 +183,6 @@ def test_refused_requests_beyond_those_that_are_under_way_are_not_aborted(
 def test_notices_are_bounded_and_sent_for_as_long_as_sglang_waits() -> None:
     """A refused request's first ABORT comes behind decode's own answer; later ones meet a prefill
     that takes the request late."""
-    assert (notices.MAX_NOTICES, notices.BLOCKED_AT_ONCE) == (4096, 256)
-    assert (notices.LOOK_S, notices.LATE_S, notices.LINGER_MS) == (1.0, 300.0, 1000)
+    assert (notices.MAX_NOTICES, aborts.BLOCKED_AT_ONCE) == (4096, 256)
+    assert (aborts.LOOK_S, aborts.LATE_S, notices.LINGER_MS) == (1.0, 300.0, 1000)
     assert notices.PAUSES_S == (0.2, 0.5, 1.3, 6.0)

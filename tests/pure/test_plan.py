@@ -23,12 +23,12 @@ from msgspec.structs import replace
 import mixkv_demo
 from sglang_mixkv import tools
 from sglang_mixkv.config import Config
-from sglang_mixkv.draft.facts import Target
-from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank
+from sglang_mixkv.draft.handshake import Target
+from sglang_mixkv.draft.layout import DraftFacts, contacted, heads_on_rank
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_line, plan_server
-from sglang_mixkv.tools.plan_pair import SCHEMA, Fleet, Plan, contacted, make_plan, need_of
+from sglang_mixkv.tools.plan_pair import SCHEMA, Fleet, Plan, make_plan, need_of
 from sglang_mixkv.tools.plan_server import Model, Server, read
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"

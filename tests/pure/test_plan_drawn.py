@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import peer_of
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
-from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
+from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, contacted
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools.plan_pair import contacted
 
 SERVER, HOST = "10.0.0.9:8998", "10.0.0.1"
 SIZES = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)]
@@ -74,7 +74,6 @@ def held(one: Row) -> set[int]:
     return set(one.draft.heads) if one.draft else set()
 
 
-@settings(deadline=None)
 @given(cases())
 def test_each_head_is_read_once_from_a_rank_of_the_last_stage_that_holds_it(case: Case) -> None:
     in_order = [one for one in case.rows if one in case.last]
@@ -98,7 +97,7 @@ def test_each_head_is_read_once_from_a_rank_of_the_last_stage_that_holds_it(case
     assert (made.version, made.cold) == (PROTOCOL[1], "")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cases())
 def test_where_nothing_is_fetched_the_last_stage_is_opened_all_the_same(case: Case) -> None:
     without = replace(case.own, draft=None, staging=None)

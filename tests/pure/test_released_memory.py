@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from rig.threads import SEGMENT, Channel, Decode, Prefill, wait_for
+from rig.channel.threads import SEGMENT, Channel, Decode, Prefill, wait_for
 
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.times import Times

@@ -6,7 +6,7 @@ import socket
 import threading
 from contextlib import ExitStack
 
-from rig.resources import grown, leaks, resources
+from rig.process.resources import grown, leaks, resources
 
 
 def test_what_is_left_open_is_found() -> None:

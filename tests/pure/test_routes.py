@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_mixkv.draft.layout import heads_on_rank, readers_of, routes
+from sglang_mixkv.draft.layout import contacted, heads_on_rank, readers_of, routes
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools.plan_pair import contacted
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

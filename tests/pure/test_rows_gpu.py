@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton", reason="Triton is not installed: no kernel is tested")
 
-from rig.fake_cuda import FakeCuda  # noqa: E402
+from rig.channel.fake_cuda import FakeCuda  # noqa: E402
 
 from sglang_mixkv.draft import cuda, rows_gpu  # noqa: E402
 from sglang_mixkv.draft import rows as rows_module  # noqa: E402

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rig.books import wrong_slots
+from rig.channel.books import wrong_slots
 
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, share_of
 from sglang_mixkv.channel.times import Times

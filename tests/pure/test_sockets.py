@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
-from rig.forks import in_fork
-from rig.threads import wait_for
+from rig.channel.threads import wait_for
+from rig.process.forks import in_fork
 from zmq.utils.monitor import parse_monitor_message
 
 from sglang_mixkv.channel import sockets

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rig.answers import serving
+from rig.process.answers import serving
 
 from sglang_mixkv import series
 from sglang_mixkv.tools import status
@@ -49,6 +49,15 @@ def drafts(state: str, rounds: int, tokens: int, reason: str = "") -> str:
     return line("verify_rounds_total", rounds, **at) + line("accepted_tokens_total", tokens, **at)
 
 
+def waits(name: str = "wait_seconds", tp_rank: int = 0, **counts: int) -> str:
+    """Of a rank's histogram: `counts` of requests that waited at most so many ms."""
+    total, lines = 0, ""
+    for bound in (1, 2, 5, 10, 20, 50, 10_000):
+        total += counts.get(f"ms{bound}", 0)
+        lines += line(f"{name}_bucket", total, tp_rank=tp_rank, le=bound / 1000)
+    return lines + line(f"{name}_bucket", total + counts.get("more", 0), tp_rank=tp_rank, le="+Inf")
+
+
 def look(**pages: str) -> Pages:
     found = [read(f"http://{name.replace('_', '-')}:30000/metrics", t) for name, t in pages.items()]
     return {name: one for some in found for name, one in some.items()}
@@ -67,7 +76,11 @@ def words(text: str, before: str | None = None) -> list[str]:
 
 def test_a_pair_is_what_the_page_shows() -> None:
     served = page() + rooms(warm=817) + drafts("warm", 8089, 26815)
-    found = status.status(look(prefill_0=page("prefill", 2), decode_0=served), {})
+    served += waits(ms1=700, ms5=109, ms20=8)
+    sent = page("prefill", 2) + waits("ready_seconds", ms5=2400, ms10=51).replace(
+        "decode", "prefill"
+    )
+    found = status.status(look(prefill_0=sent, decode_0=served), {})
     shown = TOOLS.read_text().replace("decode-0:30001", "decode-0:30000")
     assert f"```text\n{found.text()}\n```" in shown
 
@@ -81,6 +94,25 @@ def test_accept_lengths_of_cold_drafters_stand_beside_warm_ones() -> None:
 def test_of_the_ranks_the_one_with_most_colds_counts() -> None:
     (pair,) = status_of(rooms(0, warm=100, lost=0) + rooms(1, warm=90, lost=10)).pairs
     assert (pair.warm_share, pair.rooms) == (0.9, {"warm": 90, "lost": 10})
+
+
+@pytest.mark.parametrize(
+    ("text", "p50", "p99"),
+    [
+        (page(), None, None),
+        (waits(ms10=100), 0.0075, 0.00995),  # evenly between its bounds, as Prometheus has it
+        (waits(ms1=50, ms2=50), 0.001, 0.00198),
+        (waits(ms1=98, more=2), 98 / 2 / 98 * 0.00102041, 10.0),
+        (waits(ms1=100) + waits(tp_rank=1, ms1=90, ms50=10), 0.000555556, 0.047),  # the longest
+        (waits() + waits(tp_rank=1, ms2=1), 0.0015, 0.00199),
+    ],
+)
+def test_how_long_requests_wait(text: str, p50: float | None, p99: float | None) -> None:
+    (found,) = status_of(text).servers
+    assert found.p50 == (p50 and pytest.approx(p50, rel=1e-3))
+    assert found.p99 == (p99 and pytest.approx(p99, rel=1e-3))
+    (later,) = status_of(text + rooms(warm=1), text).servers
+    assert (later.p50, later.p99) == (None, None), "nothing waited between two looks"
 
 
 def test_what_happens_between_two_looks() -> None:
@@ -108,10 +140,10 @@ def test_a_page_of_several_servers() -> None:
 
 def test_cold_drafters_by_reason() -> None:
     """In words, with a remedy; fewer than one in a hundred are none."""
-    for reason in series.COLD:
+    for reason in series.ColdReason:
         (found,) = words(rooms(warm=90, **{reason: 10}))
         assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason})" in found
-        assert reason == series.OTHER or re.search(r"\): [^ ].* [A-Z]", found)
+        assert re.search(r"\): [^ ].* [A-Z]", found)
         assert words(rooms(warm=9900, **{reason: 90})) == []
 
 

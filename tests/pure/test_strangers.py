@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import zmq
-from rig import stranger
-from rig.resources import leaks, resources
-from rig.threads import Channel, wait_for
+from pure import stranger
+from rig.channel.threads import Channel, wait_for
+from rig.process.resources import leaks, resources
 
 from sglang_mixkv.channel.messages import Open, draw_instance, encode
 from sglang_mixkv.channel.times import Times

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from rig.driven import PREFILL, Decode
+from rig.channel.driven import PREFILL, Decode
 
 from sglang_mixkv.channel.messages import Open, Ready
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.breaker import LONGEST_WAIT, STRIKES
-from sglang_mixkv.decode.machine import PREFILL_CODES
-from sglang_mixkv.draft.layout import SlotCheck
-from sglang_mixkv.series import COLD
+from sglang_mixkv.series import FAILS, ColdReason
 
 OTHER = b"other___"
 
@@ -64,7 +63,7 @@ def lost(**more: object) -> Callable[[Decode], None]:
 
 def undone(rank: Decode) -> None:
     to, message = next(one for one in rank.sends if isinstance(one[1], Open))
-    rank.do(rank.machine.undone, dev.Send(to, message), OverflowError())
+    rank.do(rank.machine.undone, dact.Send(to, message), OverflowError())
 
 
 COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
@@ -76,7 +75,7 @@ COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
     ("protocol", lambda rank: rank.ready(1, 5), set()),
     *(
         ("prefill_" + code, lambda rank, code=code: rank.fail(1, code), set())
-        for code in (*PREFILL_CODES, "other")
+        for code in (*FAILS, "other")
     ),
 ]  # fmt: skip
 AT_ONCE = ("no_drafter", "mismatch", "breaker", "repeated")  # nothing is asked for
@@ -84,7 +83,7 @@ AT_ONCE = ("no_drafter", "mismatch", "breaker", "repeated")  # nothing is asked 
 
 def test_the_table_has_every_reason() -> None:
     """But for those that the machine does not decide."""
-    assert {reason for reason, _, _ in COLDS} | {*AT_ONCE, "broken", "other"} == set(COLD)
+    assert {reason for reason, _, _ in COLDS} | {*AT_ONCE, "broken", "other"} == set(ColdReason)
 
 
 @pytest.mark.parametrize(("reason", "act", "struck"), COLDS)
@@ -126,7 +125,7 @@ def test_what_this_rank_itself_holds_up_strikes_nobody(held_up_by: str) -> None:
     rank.open(1, pending=held_up_by != "copies")
     rank.ready(1, 4, last=True)
     wait(rank)
-    assert (PREFILL, "cold_deadline") in rank.notes
+    assert (PREFILL, "deadline") in rank.notes
     assert rank.strikes() == 0
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from rig.threads import (
+from rig.channel.threads import (
     CANARY,
     HEADS,
     HOST,
     PAGE,
     SEGMENT,
     SLOTS,
+    SOON_S,
     Channel,
     Decode,
     Event,
@@ -28,10 +29,11 @@ from rig.threads import (
 )
 
 from sglang_mixkv.channel.messages import draw_instance
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.draft import copier
-from sglang_mixkv.draft.layout import Pages, SlotCheck
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 
 TOKENS = 20  # three segments
@@ -215,10 +217,10 @@ def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
     their host takes them into its kernel, and one slot is left."""
     with Channel(Times(PATIENCE)) as channel:
         prefill, gone, worker = channel.prefill, list[Decode](), channel.prefill.channel
-        send, dead = worker._send, set[bytes]()
+        send = worker._send
 
         def sends(action: Any) -> None:
-            if action.connection not in dead:
+            if action.message.room < 100:
                 send(action)
 
         for number in range(SLOTS + 1):
@@ -226,7 +228,6 @@ def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
             gone[-1].reach(prefill.row)
             gone[-1].open(100 + number, 60, prefill.instance)
         assert wait_for(lambda: worker.left().get("parts") == len(gone))
-        dead.update(worker._machine._open)
         for one in gone:
             one.close()
         if vanish:
@@ -253,7 +254,7 @@ def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number:
         assert channel.state(other) == ("warm", "")
         channel.end(sent, other)
     assert channel.request(14) == ("warm", "")
-    assert channel.decode.notes.seen == ["cold_unsent"]
+    assert channel.decode.notes.seen == ["unsent"]
 
 
 # ---------------------------------------------------------------- what raises, what ends
@@ -261,7 +262,7 @@ def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number:
 
 ACTIONS = [
     ("decode", "Send", ("cold", "unsent")), ("decode", "StartRead", ("cold", "read")),
-    ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
+    ("decode", "StartCopies", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
     ("prefill", "Send", ("cold", "deadline or protocol")),
     ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "Settled", ("warm", "")),
@@ -344,13 +345,58 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     monkeypatch.setattr(owner, name, failing if end == "machine" else ending)
     handle, _ = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
     assert wait_for(lambda: worker.broken)
-    assert any("the channel ends" in line for line in caplog.messages) == (end == "machine")
-    assert worker.check()[0] == "a thread of the draft channel has ended"
+    assert any("[MIXKV-SELF-01]" in line for line in caplog.messages) == (end == "machine")
+    assert worker.check()
     assert handle.state is None
     worker.clear_now(handle)
     assert channel.state(handle) == ("cold", "broken")
     assert not channel.decode.rows_of(handle).any()
     assert not handle.gate.enter(), "the thread that is left would write to them"
+
+
+@pytest.mark.parametrize(
+    ("held", "prefix"), [((), 0), ((0,), 0), ((1,), 8), ((0, 2), 0), ((2,), 20)]
+)
+def test_each_chunk_is_timed_once_from_its_forward_to_its_ready(
+    channel: Channel, held: tuple[int, ...], prefix: int
+) -> None:
+    """Of three chunks, of one segment or several; those in `held` wait for their forward. A chunk
+    within the reader's prefix has no READY."""
+    handle, sender = channel.open(1, 40 - prefix, first=prefix, page=PAGE), channel.prefill.channel
+    sent, forward, times = sender.begin(1), Event(), channel.prefill.notes.announcing
+    rows = channel.prefill.pages(40).rows(0, 40)
+    chunks = [number for number, end in enumerate((20, 24, 40)) if end > prefix]
+    for number, (first, end) in enumerate(((0, 20), (20, 24), (24, 40))):
+        pages = Pages(rows[first:end], 1, [forward] * (number in held))
+        sender.add_chunk(sent, first, end - first, end == 40, pages)
+    wait_before = [number for number in chunks if number < min(held, default=9)]
+    assert wait_for(lambda: len(times) == len(wait_before))
+    time.sleep(0.3)
+    forward.done = True
+    assert channel.state(handle) == ("warm", "")
+    assert wait_for(lambda: len(times) == len(chunks))
+    for number, seconds in zip(chunks, times, strict=True):  # 1 was written, and waited for 0
+        assert (seconds > 0.25) == (number not in held and number not in wait_before)
+    channel.end(sent, handle)
+
+
+def test_a_request_without_its_target_waits_for_nothing(channel: Channel) -> None:
+    """One whose target has arrived waits until the verdict, which is once, whoever made it."""
+    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    assert channel.state(handle) == ("warm", "")
+    assert handle.waited is None
+    channel.decode.channel.target_arrived(handle)
+    assert handle.waited == 0
+    channel.end(sent, handle)
+    handle = channel.open(2, SEGMENT)
+    channel.decode.channel.target_arrived(handle)
+    assert handle.waited is None
+    time.sleep(0.1)
+    sent = channel.prefill.send(2, SEGMENT)
+    assert channel.state(handle) == ("warm", "")
+    assert handle.waited is not None
+    assert 0.1 <= handle.waited < SOON_S
+    channel.end(sent, handle)
 
 
 def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> None:
@@ -364,6 +410,29 @@ def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> N
     worker.clear_now(handle)
     assert channel.state(handle) == ("cold", "broken")
     worker.close(handle)
+
+
+def test_a_verdict_that_comes_behind_the_schedulers_changes_nothing(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows were in place, and the end of the copies not handled yet, when they were cleared."""
+    worker, copied, go = channel.decode.channel, threading.Event(), threading.Event()
+    real = worker._machine.copied
+
+    def late(*ended: Any) -> None:
+        copied.set()
+        assert go.wait(10)
+        real(*ended)
+
+    monkeypatch.setattr(worker._machine, "copied", late)
+    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    assert copied.wait(10)
+    worker.clear_now(handle)
+    go.set()
+    assert channel.request(2) == ("warm", "")
+    assert worker._machine.state(handle.opened.generation).decided
+    assert channel.state(handle) == ("cold", "broken")
+    channel.end(sent, handle)
 
 
 def test_a_room_whose_rows_cannot_be_cleared_fails(

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from rig.driven import PREFILL, READER, TOKENS, Decode, Prefill
+from rig.channel.driven import BEGAN, PREFILL, READER, TOKENS, Decode, Prefill
 
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.draft.layout import SlotCheck
 
 PATIENCE = (0.1, 1.0, 3.0)
 BEFORE, AT = -1e-6, 1e-9  # the clock's numbers are rounded
@@ -71,9 +71,9 @@ def test_draft_kv_is_waited_for_as_long_as_the_target_took(case: Late, patience:
         rank.open(1, segments=100, patience=patience)
         for at, what in events:
             if at * patience < case.cold * patience + when:
-                rank.until(at * patience)
+                rank.until(BEGAN + at * patience)
                 getattr(rank, what)(1)
-        rank.until(case.cold * patience + when)
+        rank.until(BEGAN + case.cold * patience + when)
         assert rank.wants(1) == (when == BEFORE), when
     assert rank.verdicts[1] == ("cold", "deadline")
 
@@ -131,10 +131,10 @@ def test_prefills_slot_is_done_with_by_the_smaller_patience(ours: float, theirs:
             rank.open(1, patience=theirs)
             rank.ready(1)
             if waits == "stop":
-                rank.now = limit + when * 10
+                rank.now = BEGAN + limit + when * 10
                 rank.do(rank.machine.tick)
             else:
-                rank.until(limit + when, 0.1 * min(ours, theirs) / ours)
+                rank.until(BEGAN + limit + when, 0.1 * min(ours, theirs) / ours)
             assert rank.wants(1) == (when == BEFORE), (waits, when)
         assert (waits == "stop" and limit < 0.5) or rank.verdicts[1] == ("cold", reason)
 
@@ -146,8 +146,8 @@ def test_a_read_that_ends_late_is_not_used_whether_a_tick_came_or_not(patience: 
         rank.hung.add(PREFILL)
         rank.open(1, segments=1, patience=patience)
         rank.ready(1, last=True)
-        rank.until(rank.times.read * 0.999)
-        rank.now = rank.times.read + (1e-6 if late else -1e-6)
+        rank.until(BEGAN + rank.times.read * 0.999)
+        rank.now = BEGAN + rank.times.read + (1e-6 if late else -1e-6)
         rank.end_reads()
         assert rank.verdicts[1] == (("cold", "read") if late else ("warm", ""))
 
@@ -180,7 +180,7 @@ def test_packing_that_goes_on_is_not_given_up(what: str, sent_at: float, patienc
     """However long it takes; and once it makes no progress, or the target is sent, in time."""
     rank = slow(patience, readers=99)
     limit = rank.times.packing
-    rank.until(sent_at * patience)
+    rank.until(BEGAN + sent_at * patience)
     rank.do(rank.machine.target_sent, 1)
     for number in range(20):
         rank.wait(limit + 10 * BEFORE)
@@ -232,7 +232,7 @@ def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bo
     rank.wait(0.5)
     assert not rank.settled
     ENDS[how](rank)
-    assert rank.settled == {1: 0.5}
+    assert rank.settled == {1: BEGAN + 0.5}
     rank.do(rank.machine.target_sent, 1)
     assert len(rank.settled) == 1
     assert rank.slots.offered == len(rank.unread)
@@ -243,7 +243,7 @@ def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bo
 def test_a_slot_without_its_ack_is_used_again_after_its_time(patience: float) -> None:
     rank = slow(patience)
     rank.close(1)
-    rank.until(rank.times.slot_aside + BEFORE)
+    rank.until(BEGAN + rank.times.slot_aside + BEFORE)
     assert rank.slots.offered == 4
     rank.wait(-BEFORE + AT)
     assert rank.slots.offered == 0
@@ -256,7 +256,7 @@ def test_an_open_waits_for_its_request_as_long_as_sglangs_may() -> None:
     for when in (BEFORE, AT):
         rank = Prefill()
         rank.open(1)
-        rank.until(rank.times.early_room + when, 1.0)
+        rank.until(BEGAN + rank.times.early_room + when, 1.0)
         rank.begin(1, 1, 8)
         assert rank.sent == ({1: 8} if when == BEFORE else {})
         assert rank.notes == ([] if when == BEFORE else [(READER, "early")])

@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 
 import pytest
-from rig.planes import ENV, WAYS, Place, Way
-from rig.verbs import IN_GUEST, devices
+from rdma.verbs import IN_GUEST, devices
+from rig.channel.planes import ENV, WAYS, Place, Way
 
 RDMA = {"MOONCAKE_PROTOCOL": "rdma", "UCX_TLS": "rc"}
 NAMES = {"mooncake": "mooncake-rdma", "nixl": "nixl-rc"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from rig.planes import CANARY, GUARD, LIST, MIB, ONE, SIZE, Reader, pattern
+from rig.channel.planes import CANARY, GUARD, LIST, MIB, ONE, SIZE, Reader, pattern
 
 from sglang_mixkv.channel.data_plane import Peer
 

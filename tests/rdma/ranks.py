@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from rig.forks import STRETCH, die_with_parent, in_fork
-from rig.planes import FORK, Place, Way, go
-from rig.threads import SLOTS, Decode, Prefill, wait_for
+from rig.channel.planes import FORK, Place, Way, go
+from rig.channel.threads import SLOTS, Decode, Prefill, wait_for
+from rig.process.forks import STRETCH, die_with_parent, in_fork
 
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.actions import State
+from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
@@ -108,7 +109,7 @@ class Ranks:
         """A request of these ranks' heads, on the last page first; its target is there."""
         assert (self.pool == OTHER).all(), "rows of a request that had ended were written"
         number, tokens = next(self._numbers), self.decode.segment_tokens(2, SLOT_BYTES)
-        sources = tuple(ev.Source(self.peers[n], HALVES[n], 1, SLOTS, tokens) for n in of)
+        sources = tuple(Source(self.peers[n], HALVES[n], 1, SLOTS, tokens) for n in of)
         handle = ReceiveHandle(np.arange(TOKENS // PAGE)[::-1], PAGE, None)
         self.decode.channel.open(
             handle, bootstrap_room=number, sources=sources, first_token=0, end=TOKENS
@@ -145,7 +146,7 @@ class Ranks:
             found, heads = self.pool[:, rows][:, :, HALVES[n]], pool_of(HALVES[n])
             right = (found == heads).all((0, 2, 3))
             zero = (found == 0).all((0, 2, 3))
-            assert (right if handle.state is ev.State.WARM else right | zero).all(), "a wrong row"
+            assert (right if handle.state is State.WARM else right | zero).all(), "a wrong row"
         self.decode.channel.close(handle)
         self.pool[:] = OTHER
         for n in of:

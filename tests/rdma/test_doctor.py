@@ -9,9 +9,9 @@ import sys
 
 import pytest
 from rdma.conftest import RDMA
-from rig.forks import LIMIT_S, STRETCH
-from rig.planes import ENV
-from rig.verbs import devices
+from rdma.verbs import devices
+from rig.channel.planes import ENV
+from rig.process.forks import LIMIT_S, STRETCH
 
 RUN = f"""
 import sys

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 from rdma import lists
-from rig.planes import CANARY, GUARD, LIST, MIB, PATIENCE_S, SIZE, Reader, check_bytes, over
-from rig.verbs import devices, lose, set_link
+from rdma.verbs import devices, lose, set_link
+from rig.channel.planes import CANARY, GUARD, LIST, MIB, PATIENCE_S, SIZE, Reader, check_bytes, over
 
 from sglang_mixkv.channel import mooncake
 from sglang_mixkv.channel.data_plane import DataPlane
@@ -135,13 +136,14 @@ def test_a_peer_that_was_restarted_at_its_address(reader: Reader) -> None:
     names of their own.)"""
     one, two = reader.peers
     port = {"MC_MIN_RPC_PORT": "20117", "MC_MAX_RPC_PORT": "20118"}
-    one.begin(**port)
-    old = reader.connect(0)
-    reader.check_read(old, of=0)
-    one.kill()
-    two.begin(**port)
-    print("sessions", old.endpoint.session, "addresses", one.address == two.address)
+    with socket.create_server(("", 20117)):  # it draws one of the two, and takes what is free
+        one.begin(**port)
+        old = reader.connect(0)
+        reader.check_read(old, of=0)
+        one.kill()
+        two.begin(**port)
     new = reader.connect(1)
+    assert new.endpoint.session == old.endpoint.session
     reader.check_read(new, of=1)
     reader.memory[:] = CANARY
     tag = reader.start(old, (GUARD, 5, MIB), of=0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rdma.lists import check_a_peers_end
-from rig.planes import MIB, Reader, check_bytes, check_endpoints, over
-from rig.verbs import devices
+from rdma.verbs import devices
+from rig.channel.planes import MIB, Reader, check_bytes, check_endpoints, over
 
 from sglang_mixkv.tools.doctor_read import devices_in_use
 

@@ -8,7 +8,7 @@ from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 import pytest
-from rig.verbs import devices, lose
+from rdma.verbs import devices, lose
 
 from sglang_mixkv.tools.doctor_read import devices_in_use
 

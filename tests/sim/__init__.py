@@ -8,7 +8,8 @@ breakers and messages, in a simulated world of networks, memory, processes and S
     prefill, decode    one rank each: a machine, and what its worker works with
     network            connections between ranks, and reads
     sglang             plans, and the life of a request on each side
-    faults             what goes wrong; checks: what must hold all the same
+    faults             what goes wrong, a class for each kind; spared: which requests are warm
+    checks             what must hold all the same
     judge              how long rooms may wait, and whose fault a cold one is: a second opinion
     mistakes           what is found, put into the code
     every              a small world in which little is late, and that in every way

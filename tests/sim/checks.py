@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.draft.copier import Copy, Kind
-from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.series import NOTES
-from tests.rig.books import wrong_books
-from tests.sim import faults, memory
+from tests.rig.channel.books import wrong_books
+from tests.sim import memory
 from tests.sim.finding import Finding
+from tests.sim.spared import is_spared
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank, Receiver
@@ -116,11 +117,9 @@ class Checks:
         """Of one look."""
         if process.place.server.side == "decode":
             for action in actions:
-                if type(action) is dev.StartRead:
+                if type(action) is dact.StartRead:
                     self._note_served(process, instance_of(action.peer))
-                    process.judge.begun(action)
-                elif type(action) is dev.Verdict:
-                    process.judge.said(action)
+            process.judge.asked(actions)
         elif actions:
             self._asked_of_prefill(process, actions)
 
@@ -130,14 +129,14 @@ class Checks:
         settled, given_up = [], False
         for action in actions:
             match action:
-                case pev.Send(_, Fail() as message):
+                case pact.Send(_, Fail() as message):
                     self._cause[rank, message.room] = self._ran(rank)
                     given_up = given_up or message.code == "slow"
-                case pev.Send(_, Ready() as message) if message.last:
+                case pact.Send(_, Ready() as message) if message.last:
                     self._cause[rank, message.room] = self._ran(rank)
-                case pev.Note("unopened"):
+                case pact.Note("unopened"):
                     given_up = True
-                case pev.Settled(use):
+                case pact.Settled(use):
                     settled.append(use.sender.request.number)
         for number in settled:
             took = self._ran(rank) - max(
@@ -185,9 +184,9 @@ class Checks:
 
     def undone(self, process: Process, action: object) -> None:
         """It has raised: what it would have sent is lost."""
-        if type(action) is dev.Send and type(action.message) in (Open, Fail):
+        if type(action) is dact.Send and type(action.message) in (Open, Fail):
             self._closed.add((process, action.peer, action.message.generation))
-        elif type(action) is dev.Send and type(action.message) is Ack:
+        elif type(action) is dact.Send and type(action.message) is Ack:
             self._lost.update(stamp for _, stamp in action.message.slots)
 
     def noted(self, process: Process, note: object) -> None:
@@ -287,7 +286,7 @@ class Checks:
         if not (rank.valid[copy.slot] or lied):
             raise Finding("lease", f"{rank.name} used bytes of a slot that was another's by then")
 
-    def verdict(self, rank: DecodeRank, receiver: Receiver, verdict: dev.Verdict) -> None:
+    def verdict(self, rank: DecodeRank, receiver: Receiver, verdict: dact.Verdict) -> None:
         if receiver.verdict is not None:
             if not receiver.cleared:
                 raise Finding("verdict", f"{rank.name}: two verdicts")
@@ -298,14 +297,14 @@ class Checks:
             if took > rank.place.times.whole_wait + SLACK:
                 raise Finding("late verdict", f"{rank.name}: {took:.2f} s after the target")
 
-    def rows(self, rank: DecodeRank, receiver: Receiver, state: dev.State) -> None:
+    def rows(self, rank: DecodeRank, receiver: Receiver, state: dact.State) -> None:
         lied = receiver.request.prefill in self.world.liars
-        if state is dev.State.FAILED or receiver.given_back or lied:
+        if state is dact.State.FAILED or receiver.given_back or lied:
             return
         request = receiver.request
         for token in range(request.first_token, request.prompt):
             right = memory.row(request.id, token)
-            good = (right,) if state is dev.State.WARM else (right, memory.EMPTY)
+            good = (right,) if state is dact.State.WARM else (right, memory.EMPTY)
             if any(cell not in good for cell in receiver.cells(token)):
                 found = receiver.cells(token)
                 raise Finding("rows", f"{rank.name}: {state}, token {token} holds {found}")
@@ -359,9 +358,6 @@ class Checks:
             raise Finding("left", f"{process.name}: {left}")
         for wrong in wrong_books(machine):
             raise Finding("books", f"{process.name}: {wrong}")
-        is_decode = process.place.server.side == "decode"
-        if is_decode and any(state.probes for state in machine.breaker._states.values()):
-            raise Finding("breaker", f"{process.name}: a probe that is over holds back others")
         slots = process.slots
         if slots.free_slots != slots.count:
             raise Finding("left", f"{process.name}: {slots.free_slots} of {slots.count} free")
@@ -370,18 +366,15 @@ class Checks:
         request, world = life.request, self.world
         if not life.decode_over or not life.prefill_over:
             raise Finding("ends", f"request {request.id} never ends")
-        clear_failed = any(
-            fault.mode in ("clear", "action") or fault.kind == "device"
-            for fault in world.spec.faults
-        )
+        clear_failed = any(fault.keeps_rows for fault in world.spec.faults)
         allowed = life.by == "stock" or (life.by == "drafter" and clear_failed)
         if life.outcome == "failed" and not allowed:
             raise Finding("failed", f"request {request.id} by {life.by}: {life.reason}")
         own = life.outcome == "ok" and request.abort is None and request.after < 0
-        if not own or not faults.is_spared(world, request):
+        if not own or not is_spared(world, request):
             return
         for one in world.groups[request.decode].handles[request.id]:
-            if one.verdict is not dev.State.WARM:
+            if one.verdict is not dact.State.WARM:
                 raise Finding(
                     "untouched", f"request {request.id}: {one.verdict} ({one.handle.reason})"
                 )

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.messages import Message, encode
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.machine import Machine
-from sglang_mixkv.decode.transfer import instance_of
+from sglang_mixkv.decode.transfer import Source, instance_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.copier import Copy, Kind
-from sglang_mixkv.draft.layout import SlotCheck
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device
 from tests.sim.judge import Judge
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.sim.spec import Request
     from tests.sim.world import Place, World
 
-GOOD = (ev.State.WARM, ev.State.COLD)
+GOOD = (act.State.WARM, act.State.COLD)
 
 
 class Receiver(Gated):
@@ -47,7 +47,7 @@ class Receiver(Gated):
         self.targets: set[int] = set()
 
     @property
-    def verdict(self) -> ev.State | None:
+    def verdict(self) -> act.State | None:
         return self.handle.state
 
     @property
@@ -107,7 +107,7 @@ class Links:
         link = self.of.get(peer)
         return link is not None and link.to_prefill(frame)
 
-    def read(self, action: ev.StartRead) -> bool:
+    def read(self, action: act.StartRead) -> bool:
         return action.peer in self.of and self._rank.start_read(action)
 
     def ended(self) -> tuple[()]:
@@ -135,7 +135,7 @@ class DecodeRank(Process):
         self.worker._copies = self.device.copies if self.device else Copiers(self)
         self.listen()
         self.receivers: dict[int, Receiver] = {}  # by generation
-        self.reads: dict[ev.StartRead, Read] = {}
+        self.reads: dict[act.StartRead, Read] = {}
         self.read_faults: list[list] = []  # fate, of this peer, so many
         self.known: dict[tuple[int, bytes], list[bytes]] = {}  # peers, by prefill server and name
         self.dialed: set[bytes] = set()  # peers with a link, or one that the thread will take
@@ -186,7 +186,7 @@ class DecodeRank(Process):
 
     # -- SGLang's side
 
-    def open(self, request: Request, sources: tuple[ev.Source, ...], end: int) -> Receiver:
+    def open(self, request: Request, sources: tuple[Source, ...], end: int) -> Receiver:
         """SGLang's metadata is sent."""
         receiver = Receiver(request, self, end)
         if request.forward:
@@ -243,18 +243,18 @@ class DecodeRank(Process):
 
     # -- actions
 
-    def before(self, action: ev.Action) -> None:
+    def before(self, action: act.Action) -> None:
         checks = self.world.checks
         match action:
-            case ev.Send():
+            case act.Send():
                 checks.decode_sends(self, action.peer, action.message)
-            case ev.Verdict(handle):
+            case act.Verdict(handle):
                 checks.verdict(self, handle.request, action)
-            case ev.Note():
+            case act.Note():
                 checks.noted(self, action)
 
-    def after(self, action: ev.Action) -> None:
-        if type(action) is ev.Verdict:
+    def after(self, action: act.Action) -> None:
+        if type(action) is act.Verdict:
             receiver = action.handle.request
             self.awaiting.discard(receiver.generation)
             self.group.poll(receiver.request)
@@ -262,7 +262,7 @@ class DecodeRank(Process):
     def asked(self, method: Callable, args: tuple) -> Event | None:
         return args[1] if method == self.worker._forwards.__setitem__ else None
 
-    def start_read(self, action: ev.StartRead) -> bool:
+    def start_read(self, action: act.StartRead) -> bool:
         read = Read(self, action)
         for segment in action.segments:
             self.world.checks.read_begun(self, segment.slot)

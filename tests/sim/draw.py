@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.sim.network import READ_FAULTS
-from tests.sim.spec import Chunk, Fault, Request, Server, Spec, Where
+from tests.sim import faults
+from tests.sim.faults import KINDS, STOPS, Fault, Occasion
+from tests.sim.spec import Chunk, Request, Server, Spec, Where
 
 SCENES = (
     *("any",) * 24, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
@@ -15,11 +16,7 @@ SCENES = (
 )  # fmt: skip
 LARGE = 0.02  # how many clusters have up to 16 ranks a server; each takes as long as ten others
 PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
-KINDS = (
-    *("stop",) * 5, *("kill",) * 4, *("break",) * 3, *("reads",) * 4,
-    "cut", "cut", "slow", "slow", "double", "double", "error", "hang", "hang", "broken", "drop",
-    "relink", "device", "lies",
-)  # fmt: skip
+DRAWN = [kind for kind, often in KINDS.items() for _ in range(often)]
 NAMES = (b"",) * 6 + (b"other:8998",)
 
 
@@ -41,13 +38,13 @@ class Draw:
         heads = rng.choice([1, *(n * base for n in (1, 2, 4, 8, 16) if n * base <= 16)])
         self._add_servers(sizes, most)
         self._add_requests()
-        faults = self._faults_of_scene()
+        drawn = self._faults_of_scene()
         for _ in range(rng.choice((0, 1, 1, 2, 3) if self.scene == "any" else (0, 0, 0, 0, 1))):
-            faults.append(self._fault())
+            drawn.append(self._fault())
         if rng.random() < (0.03 if self.scene == "any" else 0.3):
-            self._add_late(faults)
+            self._add_late(drawn)
         return Spec(
-            self.seed, heads, tuple(self.servers), tuple(self.requests), tuple(faults),
+            self.seed, heads, tuple(self.servers), tuple(self.requests), tuple(drawn),
             rng.random() < 0.4, rng.choice((0.0005, 0.001) if self.large else (0.001, 0.004, 0.02)),
             rng.randint(1, 3), rng.choice((0.0, 0.3, 0.8)),
         )  # fmt: skip
@@ -185,9 +182,9 @@ class Draw:
         when = rng.choice((0.005, 0.02, 0.1, 1.5)) * rng.random()
         return rng.choice(("prefill", "decode")), when, rng.random() < (0.4 if reuse else 0.8)
 
-    def _add_late(self, faults: list[Fault]) -> None:
+    def _add_late(self, drawn: list[Fault]) -> None:
         """The last request again, long after all of it."""
-        end = max([f.time + f.seconds for f in faults] + [r.arrival for r in self.requests])
+        end = max([f.time + f.seconds for f in drawn] + [r.arrival for r in self.requests])
         end += 170 * max(PATIENCE)
         late = replace(
             self.requests[-1], id=len(self.requests), number=2000, arrival=end, after=-1,
@@ -202,64 +199,65 @@ class Draw:
         rank, prefill = self._rank(first.decode), self._rank(first.prefill)
         match self.scene:
             case "dead_plane" if rng.random() < 0.3:
-                return [Fault("kill", rng.random() * 3, prefill, rng.random() * 0.3)]
+                return [faults.Kill(rng.random() * 3, prefill, rng.random() * 0.3)]
             case "dead_plane":
-                return [Fault("reads", 0.0, rank, 20.0, None, rng.choice(("hang", "fail")), 1000)]
+                return [faults.Reads(0.0, rank, 20.0, None, rng.choice(("hang", "fail")), 1000)]
             case "restart":  # what a read brings may be the new instance's
-                slow = Fault("reads", 0.0, rank, 0.0, prefill, "slow", 3)
-                return [slow, Fault("kill", rng.random() * 0.05, prefill, 0.3 * rng.random())]
+                slow = faults.Reads(0.0, rank, 0.0, prefill, "slow", 3)
+                return [slow, faults.Kill(rng.random() * 0.05, prefill, 0.3 * rng.random())]
             case "waiting":
                 stuck = rng.uniform(*rng.choice(((5, 25), (20, 30), (55, 68))))
                 other = (first.prefill + 1, 0)
-                found = [Fault("reads", 0.0, rank, stuck, prefill, "stuck", 2)]
-                found.append(Fault("reads", 0.0, rank, 80.0, other, "slow", 4))
-                return found + [Fault("slow", 0.0, rank, 3.0, other)] * rng.randint(0, 1)
+                found = [faults.Reads(0.0, rank, stuck, prefill, "stuck", 2)]
+                found.append(faults.Reads(0.0, rank, 80.0, other, "slow", 4))
+                return found + [faults.Slow(0.0, rank, 3.0, other)] * rng.randint(0, 1)
             case "crowded":
                 stuck = rng.uniform(5, 30)
-                return [Fault("reads", 0.0, rank, stuck, prefill, "stuck", rng.randint(1, 3))]
+                return [faults.Reads(0.0, rank, stuck, prefill, "stuck", rng.randint(1, 3))]
             case "stopped":
                 seconds = self.requests[-1].arrival + rng.uniform(-0.02, 0.05)
-                where, mode = rng.choice((rank, rank, prefill)), self._stop_mode()
-                return [Fault("stop", rng.random() * 0.03, where, seconds, None, mode)]
+                where, mode = rng.choice((rank, rank, prefill)), rng.choice(STOPS)
+                return [faults.Stop(rng.random() * 0.03, where, seconds, None, mode)]
             case "dead_readers":
-                kind, mode = rng.choice((("kill", ""), ("kill", "power"), ("stop", "")))
-                ranks = range(self.servers[rank[0]].tp if kind == "stop" else 1)
+                kind, mode = rng.choice(
+                    ((faults.Kill, ""), (faults.Kill, "power"), (faults.Stop, ""))
+                )
+                ranks = range(self.servers[rank[0]].tp if kind is faults.Stop else 1)
                 when = self.requests[self.busy - 1].arrival + 0.02 * rng.random()
-                return [Fault(kind, when, (rank[0], r), 90.0, None, mode) for r in ranks]
+                return [kind(when, (rank[0], r), 90.0, None, mode) for r in ranks]
             case "reuse" | "ended" if rng.random() < 0.8:
-                kind = rng.choice(("slow", "break", "cut"))
-                when = 0.0 if kind == "slow" else rng.random() * 0.02
-                return [Fault(kind, when, rank, rng.uniform(0.5, 3.0), prefill)]
+                kind = rng.choice((faults.Slow, faults.Break, faults.Cut))
+                when = 0.0 if kind is faults.Slow else rng.random() * 0.02
+                return [kind(when, rank, rng.uniform(0.5, 3.0), prefill)]
             case "probe":
-                return [Fault("reads", 0.0, rank, 60.0, None, "fail", rng.randint(3, 6))]
+                return [faults.Reads(0.0, rank, 60.0, None, "fail", rng.randint(3, 6))]
             case "hung":
-                what = rng.choice(("", "StartRead", "Send", "Pack", "Copy", "Verdict"))
+                what = rng.choice(("", "StartRead", "Send", "Pack", "StartCopies", "Verdict"))
                 where = prefill if what == "Pack" else rng.choice((rank, rank, prefill))
                 seconds = rng.uniform(*rng.choice(((0.5, 5), (8, 12), (15, 61))))
                 if rng.random() < 0.2:
-                    return [Fault("broken", rng.random() * 0.1, where)]
-                return [Fault("hang", rng.random() * 0.02, where, seconds, None, what)]
+                    return [faults.Broken(rng.random() * 0.1, where)]
+                return [faults.Hang(rng.random() * 0.02, where, seconds, None, what)]
             case "gone":
                 when = first.arrival + rng.random() * 0.1
                 name = first.name.decode()
                 return [
-                    Fault(kind, when, rank, 0.0, prefill, name)
-                    for kind in rng.choice((("drop",), ("relink",), ("drop", "relink")))
+                    kind(when, rank, 0.0, prefill, name)
+                    for kind in rng.choice(
+                        ((faults.Drop,), (faults.Relink,), (faults.Drop, faults.Relink))
+                    )
                 ]
             case "liar":
                 when = first.arrival + rng.random() * 0.02
-                return [Fault("lies", when, prefill, 0.3, rank, "", rng.randint(3, 20))]
+                return [faults.Lies(when, prefill, 0.3, rank, "", rng.randint(3, 20))]
             case "unopened":
-                cut = Fault("cut", 0.0, rank, rng.uniform(0.5, 4), prefill)
+                cut = faults.Cut(0.0, rank, rng.uniform(0.5, 4), prefill)
                 other = self._rank(first.prefill)
-                return [cut, Fault("stop", rng.uniform(0.1, 1), other, rng.uniform(0.5, 4))]
+                return [cut, faults.Stop(rng.uniform(0.1, 1), other, rng.uniform(0.5, 4))]
         return []
 
     def _rank(self, server: int) -> Where:
         return server, self.rng.randrange(self.servers[server].tp)
-
-    def _stop_mode(self) -> str:
-        return self.rng.choice(("", "", "sampled", "emitted"))
 
     def _fault(self) -> Fault:
         """At any time, or just after a request has come."""
@@ -269,37 +267,5 @@ class Draw:
         if rng.random() < 0.7:
             time = request.arrival + rng.random() * rng.choice((0.01, 0.05, 0.5))
         decode, prefill = self._rank(request.decode), self._rank(request.prefill)
-        one, seconds, mode, count = rng.choice((decode, prefill)), 0.0, "", 0
-        match kind := rng.choice(KINDS):
-            case "stop":
-                low, high = rng.choice(((0.005, 0.1), (0.5, 4.9), (5, 20), (55, 80)))
-                return Fault(kind, time, one, rng.uniform(low, high), None, self._stop_mode())
-            case "kill":
-                seconds, mode = (
-                    rng.choice((0, 0.5, 10)) * rng.random(),
-                    rng.choice(("", "", "power")),
-                )
-                return Fault(kind, time, one, seconds, None, mode)
-            case "hang":
-                what = rng.choice(("", "Send", "Pack" if one == prefill else "StartRead"))
-                seconds = rng.choice((0.5, 6.0, 60.0)) * rng.random()
-                return Fault(kind, time, one, seconds, None, what)
-            case "broken" | "device":
-                return Fault(kind, time, one)
-            case "lies":
-                return Fault(kind, time, prefill, rng.random(), decode, "", rng.randint(1, 20))
-            case "error":
-                kinds = ("pack", prefill), ("unpack", decode), ("clear", decode), ("action", one)
-                mode, one = rng.choice(kinds)
-                return Fault(kind, time, one, 0.0, None, mode, 1)
-            case "drop" | "relink":
-                mode = request.name.decode()
-            case "break":
-                mode = rng.choice(("", "silent"))
-            case "cut" | "slow":
-                seconds = rng.choice((0.1, 1, 8)) * rng.random()
-            case "double":
-                count = rng.randint(1, 8)
-            case "reads":
-                mode, count = rng.choice(READ_FAULTS), rng.randint(1, 3)
-        return Fault(kind, time, decode, seconds, prefill, mode, count)
+        one, name = rng.choice((decode, prefill)), request.name.decode()
+        return rng.choice(DRAWN).draw(Occasion(rng, time, prefill, decode, one, name))

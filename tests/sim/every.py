@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tests.sim import faults
+from tests.sim.faults import KINDS, Fault
 from tests.sim.finding import Finding
-from tests.sim.network import READ_FAULTS
-from tests.sim.spec import Chunk, Fault, Request, Server, Spec
+from tests.sim.spec import Chunk, Request, Server, Spec
 from tests.sim.world import LIMIT, World
 
 PREFILL, READER = (0, 0), (1, 0)
@@ -31,18 +30,7 @@ def small(*chunks: int, pending: bool = False, again: bool = False, slots: int =
     return Spec(0, 2, servers, requests, (), False, copiers=3)
 
 
-FAULTS = (
-    *(Fault("stop", 0, where, 0.7) for where in (PREFILL, READER)),
-    *(Fault("stop", 0, READER, 61.0, mode=mode) for mode in ("", "sampled", "emitted")),
-    *(Fault("kill", 0, where, 0.1) for where in (PREFILL, READER)),
-    *(Fault("break", 0, READER, 0.0, PREFILL, mode) for mode in ("", "silent")),
-    *(Fault("cut", 0, READER, seconds, PREFILL) for seconds in (1.0, 6.0)),
-    Fault("double", 0, READER, 0.0, PREFILL, "", 1),
-    *(Fault("reads", 0, READER, 0.0, PREFILL, mode, 1) for mode in READ_FAULTS),
-    *(Fault("error", 0, where, 0.0, None, "action", 1) for where in (PREFILL, READER)),
-    *(Fault("error", 0, READER, 0.0, None, mode, 1) for mode in ("unpack", "clear")),
-    *(Fault("abort", 0, where) for where in (PREFILL, READER)),
-)
+FAULTS = tuple(one for kind in KINDS for one in kind.small(PREFILL, READER))
 
 
 class Decisions(random.Random):
@@ -78,7 +66,7 @@ class Run:
         try:
             for calls, fault in way.faults:
                 world.clock.run(LIMIT, calls - world.clock.calls)
-                faults.begin(world, fault)
+                world.befall(fault)
             world.run()
         except Finding as finding:
             self.finding = str(finding)

@@ -1,120 +1,388 @@
-"""What goes wrong, and which requests are warm all the same."""
+"""What goes wrong, a class for each kind. No other file knows a kind but by its name in a scene.
+
+A new kind is a class here that is drawn `often`, and says when it begins, what it is in the small
+world of every.py, and whom it spares. That it is drawn, tried and judged follows.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from msgspec.structs import replace
 
 from sglang_mixkv.channel.messages import Announced, Fail, Message, Ready, encode
-from tests.sim.network import Link
+from tests.sim.network import READ_FAULTS, Link
 
 if TYPE_CHECKING:
-    from tests.sim.decode import DecodeRank
-    from tests.sim.sglang import Group
-    from tests.sim.spec import Fault, Request
-    from tests.sim.world import Place, World
+    import random
 
+    from tests.sim.decode import DecodeRank
+    from tests.sim.process import Process
+    from tests.sim.sglang import Group
+    from tests.sim.spec import Request, Where
+    from tests.sim.world import World
 
 LASTS = 10.0  # seconds that a fault waits for what it befalls
+STOPS = "", "", "sampled", "emitted"  # what a stop comes into: "", wherever the process is
 
 
-def begin(world: World, fault: Fault) -> None:
-    world.note_fault(str(fault))
-    rank, rng, after = world.places[fault.where].process, world.clock.rng, world.clock.after
-    match fault.kind:
-        case "stop":
-            rank.stop(fault.mode, fault.seconds)
-        case "kill":
-            _kill(world, rank.group, fault.seconds, fault.mode == "power")
-        case "hang":
-            rank.hang(fault.mode, fault.seconds)
-        case "broken":
-            rank.break_()
-        case "device":
-            if rank.device is not None:
-                rank.device.failed = True
-        case "drop" | "relink":
-            _relink(rank, world.places[fault.peer], fault)
-        case "lies":
-            Liar(world, fault)
-        case "reads":
-            peer = world.places[fault.peer].process.instance if fault.peer else None
-            if fault.mode == "stuck":
-                rank.stuck = fault.seconds
-            rank.read_faults.append(entry := [fault.mode, peer, fault.count])
-            after(fault.seconds or LASTS, entry.__setitem__, 2, 0)
-        case "error":
-            for kind in ("unpack", "clear") if fault.mode == "clear" else (fault.mode,):
-                rank.errors[kind] = rank.errors.get(kind, 0) + fault.count
-            after(LASTS, rank.errors.clear)  # "clear": a room whose rows are cleared is cold
-        case "abort":  # all requests of the server
-            for life in world.lives.values():
-                request = life.request
-                if life.begun is not None and fault.where[0] in (request.prefill, request.decode):
-                    world.abort(request, rank.place.server.side, fault.mode == "told")
-        case _:
-            slow = rng.choice((0.01, 0.1, 5.0)) if fault.kind == "slow" else 0.0
-            for link in _links(world, fault):
-                _befall(link, fault, slow)
+class Occasion(NamedTuple):
+    """What a fault is drawn from: a time, and the ranks of a request, of which `one` is either.
+    `name`: by which decode addresses its prefill server."""
+
+    rng: random.Random
+    time: float
+    prefill: Where
+    decode: Where
+    one: Where
+    name: str
 
 
-def _befall(link: Link, fault: Fault, slow: float) -> None:
-    match fault.kind:
-        case "break":
-            link.end(silent=fault.mode == "silent")
-        case "cut":
-            link.cut(fault.seconds)
-        case "slow":
-            link.slow, link.slow_until = slow, link.clock.now + fault.seconds
-        case "double":
-            link.doubles += fault.count
-            link.clock.after(LASTS, setattr, link, "doubles", 0)
+KINDS: dict[type[Fault], int] = {}
+"""All of them, and of how many draws each is one."""
 
 
-def _links(world: World, fault: Fault) -> list[Link]:
-    """The reader's connections to this address, where former instances were, too."""
-    reader, place = world.places[fault.where].process, world.places[fault.peer]
-    peer = place.process.instance
-    if reader.alive and place.process.alive and peer not in reader.dialed:
-        reader.dialed.add(peer)
-        reader.links.add(Link(reader, peer))
-    return [link for link in reader.links.of.values() if link.place is place and reader.alive]
+@dataclass(frozen=True)
+class Fault:
+    """It begins at a `time`, on the rank `where`, and lasts some `seconds`. `peer`: the rank at the
+    other end, where there is one. `mode`: its variant."""
+
+    time: float
+    where: Where
+    seconds: float = 0.0
+    peer: Where | None = None
+    mode: str = ""
+    count: int = 0
+
+    halts: ClassVar = False  # a channel thread may be late: SGLang's scheduler looks for itself
+    holds_slots: ClassVar = False  # of others, for a while
+    keeps_rows: ClassVar = False  # they may not be cleared, so that a request may fail
+
+    def __init_subclass__(cls, often: int = 0) -> None:
+        KINDS[cls] = often
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        raise NotImplementedError
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        """Those that every.py tries, between these two ranks."""
+        return ()
+
+    def begin(self, world: World) -> None:
+        raise NotImplementedError
+
+    def spares(self, request: Request) -> bool:
+        """Whether the request comes when all is over; of others only those on other servers are
+        spared (spared.py)."""
+        return request.late
+
+    def rank(self, world: World) -> Process:
+        return world.places[self.where].process
 
 
-def _relink(reader: DecodeRank, place: Place, fault: Fault) -> None:
-    """The server is given up though it is there; or a peer's link is replaced by another one."""
-    peer = place.process.instance + fault.mode.encode()
-    if not reader.alive or peer not in reader.dialed:
-        return
-    if fault.kind == "drop":
-        reader.give_up(peer)
-    elif place.process.alive:
-        reader.worker.add(Link(reader, peer))
+class Stop(Fault, often=5):
+    """All threads of a process. `mode`: what it comes into."""
+
+    halts = holds_slots = True
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        low, high = at.rng.choice(((0.005, 0.1), (0.5, 4.9), (5, 20), (55, 80)))
+        return cls(at.time, at.one, at.rng.uniform(low, high), None, at.rng.choice(STOPS))
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        yield from (cls(0, where, 0.7) for where in (prefill, reader))
+        yield from (cls(0, reader, 61.0, None, mode) for mode in dict.fromkeys(STOPS))
+
+    def begin(self, world: World) -> None:
+        self.rank(world).stop(self.mode, self.seconds)
 
 
-class Liar:
-    """A prefill rank that sends a reader what it likes: READYs that are doubled, out of order, of
-    other generations and with other stamps, in between its own."""
+class Kill(Fault, often=4):
+    """The whole server: SGLang's watchdog ends the other ranks. `seconds`: until the restart, or 0
+    for none. `mode`: of "power" nobody hears."""
 
-    def __init__(self, world: World, fault: Fault) -> None:
-        self._world, self._rng = world, world.clock.rng
-        self._place, self._reader = world.places[fault.where], world.places[fault.peer]
-        world.liars.add(fault.where[0])
-        for _ in range(fault.count):
-            world.clock.after(self._rng.random() * fault.seconds, self._lie)
+    holds_slots = True
 
-    def _lie(self) -> None:
-        reader, rank = self._reader.process, self._place.process
-        links = [link for link in reader.links.of.values() if link.place is self._place]
-        if not (reader.alive and rank.alive and links):
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        seconds = at.rng.choice((0, 0.5, 10)) * at.rng.random()
+        return cls(at.time, at.one, seconds, None, at.rng.choice(("", "", "power")))
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        return (cls(0, where, 0.1) for where in (prefill, reader))
+
+    def begin(self, world: World) -> None:
+        group = world.groups[self.where[0]]
+        if not group.is_alive:
             return
-        link = self._rng.choice(links)
-        if link.connection:
-            link.to_decode(encode(self._message(link, reader)))
+        for place in group.places:
+            place.process.kill()
+        for link in list(world.connections.values()):
+            if not link.reader.alive or link.place.server is group.server:
+                link.end(silent=self.mode == "power" or world.clock.rng.random() < 0.2)
+        self._others_notice(world, group)
+        if self.seconds:
+            world.clock.after(self.seconds, self._restart, world, group)
 
-    def _message(self, link: Link, reader: DecodeRank) -> Message:
-        rng, rooms = self._rng, list(reader.machine._rooms.values())
+    def _others_notice(self, world: World, group: Group) -> None:
+        number, rng = group.server.number, world.clock.rng
+        group.epoch += 1
+        for life in world.lives.values():
+            request = life.request
+            if life.begun is None:
+                continue
+            if request.prefill == number and not life.prefill_over:
+                life.prefill_over = True
+                other = world.groups[request.decode]
+                world.clock.after((1 - rng.random()) * 20, other.waited, request, "prefill is dead")
+            if request.decode == number and not life.decode_over:
+                life.outcome, life.by = "lost", "stock"
+                other = world.groups[request.prefill]
+                world.clock.after(rng.random() * 5, other.waited, request, "decode is dead")
+        for place in world.places.values():
+            if place.server.side == "decode" != group.server.side:  # its heartbeat
+                world.clock.after((1 - rng.random()) * 20, place.process.miss, number)
+
+    def _restart(self, world: World, group: Group) -> None:
+        world.note_fault(f"server {group.server.number} is started again")
+        for place in group.places:
+            world.start(place)
+
+
+class OfLinks(Fault):
+    """Of a reader's connections to a prefill rank."""
+
+    def links(self, world: World) -> list[Link]:
+        """Those to former instances at this address, too."""
+        reader, place = self.rank(world), world.places[self.peer]
+        peer = place.process.instance
+        if reader.alive and place.process.alive and peer not in reader.dialed:
+            reader.dialed.add(peer)
+            reader.links.add(Link(reader, peer))
+        return [link for link in reader.links.of.values() if link.place is place and reader.alive]
+
+
+class Break(OfLinks, often=3):
+    """They are lost. `mode`: a "silent" end is noticed late."""
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        return cls(at.time, at.decode, 0.0, at.prefill, at.rng.choice(("", "silent")))
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        return (cls(0, reader, 0.0, prefill, mode) for mode in ("", "silent"))
+
+    def begin(self, world: World) -> None:
+        for link in self.links(world):
+            link.end(silent=self.mode == "silent")
+
+
+class Reads(Fault, often=4):
+    """The next `count` reads of a rank, from one peer or from all; `mode`: how they end."""
+
+    holds_slots = True
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        mode, count = at.rng.choice(READ_FAULTS), at.rng.randint(1, 3)
+        return cls(at.time, at.decode, 0.0, at.prefill, mode, count)
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        return (cls(0, reader, 0.0, prefill, mode, 1) for mode in READ_FAULTS)
+
+    def begin(self, world: World) -> None:
+        rank = self.rank(world)
+        peer = world.places[self.peer].process.instance if self.peer else None
+        if self.mode == "stuck":
+            rank.stuck = self.seconds
+        rank.read_faults.append(entry := [self.mode, peer, self.count])
+        world.clock.after(self.seconds or LASTS, entry.__setitem__, 2, 0)
+
+
+class Cut(OfLinks, often=2):
+    """Nothing passes for a while."""
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        seconds = at.rng.choice((0.1, 1, 8)) * at.rng.random()
+        return cls(at.time, at.decode, seconds, at.prefill)
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        return (cls(0, reader, seconds, prefill) for seconds in (1.0, 6.0))
+
+    def begin(self, world: World) -> None:
+        for link in self.links(world):
+            link.cut(self.seconds)
+
+
+class Slow(OfLinks, often=2):
+    """Messages take longer for a while."""
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        seconds = at.rng.choice((0.1, 1, 8)) * at.rng.random()
+        return cls(at.time, at.decode, seconds, at.prefill)
+
+    def begin(self, world: World) -> None:
+        slow = world.clock.rng.choice((0.01, 0.1, 5.0))
+        for link in self.links(world):
+            link.slow, link.slow_until = slow, world.clock.now + self.seconds
+
+
+class Double(OfLinks, often=2):
+    """Messages come twice, `count` of them."""
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        return cls(at.time, at.decode, 0.0, at.prefill, "", at.rng.randint(1, 8))
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        yield cls(0, reader, 0.0, prefill, "", 1)
+
+    def begin(self, world: World) -> None:
+        for link in self.links(world):
+            link.doubles += self.count
+            world.clock.after(LASTS, setattr, link, "doubles", 0)
+
+
+class Error(Fault, often=1):
+    """The next `count` copies or actions of a rank raise. `mode`: of which kind. A room whose rows
+    are to be cleared is cold, so that "clear" breaks what is unpacked, too."""
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        kinds = (
+            ("pack", at.prefill),
+            ("unpack", at.decode),
+            ("clear", at.decode),
+            ("action", at.one),
+        )
+        mode, where = at.rng.choice(kinds)
+        return cls(at.time, where, 0.0, None, mode, 1)
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        yield from (cls(0, where, 0.0, None, "action", 1) for where in (prefill, reader))
+        yield from (cls(0, reader, 0.0, None, mode, 1) for mode in ("unpack", "clear"))
+
+    @property
+    def keeps_rows(self) -> bool:
+        return self.mode in ("clear", "action")
+
+    def begin(self, world: World) -> None:
+        errors = self.rank(world).errors
+        for kind in ("unpack", "clear") if self.mode == "clear" else (self.mode,):
+            errors[kind] = errors.get(kind, 0) + self.count
+        world.clock.after(LASTS, errors.clear)
+
+
+class Hang(Fault, often=2):
+    """The channel thread alone, in the next action of one type; `mode`: its name, or "" for any."""
+
+    halts = holds_slots = True
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        mode = at.rng.choice(("", "Send", "Pack" if at.one == at.prefill else "StartRead"))
+        seconds = at.rng.choice((0.5, 6.0, 60.0)) * at.rng.random()
+        return cls(at.time, at.one, seconds, None, mode)
+
+    def begin(self, world: World) -> None:
+        self.rank(world).hang(self.mode, self.seconds)
+
+
+class Lasting(Fault):
+    """It is not over when late requests come."""
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        return cls(at.time, at.one)
+
+    def spares(self, request: Request) -> bool:
+        return request.late and self.where[0] not in (request.prefill, request.decode)
+
+
+class Broken(Lasting, often=1):
+    """The channel thread ends by an exception."""
+
+    halts = True
+
+    def begin(self, world: World) -> None:
+        self.rank(world).break_()
+
+
+class Drop(Fault, often=1):
+    """A prefill server is given up though it is there. `mode`: by which of its names."""
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        return cls(at.time, at.decode, 0.0, at.prefill, at.name)
+
+    def begin(self, world: World) -> None:
+        reader: DecodeRank = self.rank(world)
+        peer = world.places[self.peer].process.instance + self.mode.encode()
+        if reader.alive and peer in reader.dialed:
+            self.befall(world, reader, peer)
+
+    def befall(self, world: World, reader: DecodeRank, peer: bytes) -> None:
+        reader.give_up(peer)
+
+
+class Relink(Drop, often=1):
+    """A peer's link is replaced by another one."""
+
+    def befall(self, world: World, reader: DecodeRank, peer: bytes) -> None:
+        if world.places[self.peer].process.alive:
+            reader.worker.add(Link(reader, peer))
+
+
+class Device(Lasting, often=1):
+    """A rank's GPU fails, where it has one."""
+
+    keeps_rows = True
+
+    def begin(self, world: World) -> None:
+        if (device := self.rank(world).device) is not None:
+            device.failed = True
+
+
+class Lies(Fault, often=1):
+    """A prefill rank sends a reader what it likes, `count` times: READYs that are doubled, out of
+    order, of other generations and with other stamps, in between its own."""
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        seconds, count = at.rng.random(), at.rng.randint(1, 20)
+        return cls(at.time, at.prefill, seconds, at.decode, "", count)
+
+    def begin(self, world: World) -> None:
+        world.liars.add(self.where[0])
+        for _ in range(self.count):
+            world.clock.after(world.clock.rng.random() * self.seconds, self._lie, world)
+
+    def _lie(self, world: World) -> None:
+        place, rng = world.places[self.where], world.clock.rng
+        reader = world.places[self.peer].process
+        links = [link for link in reader.links.of.values() if link.place is place]
+        if not (reader.alive and place.process.alive and links):
+            return
+        link = rng.choice(links)
+        if link.connection:
+            link.to_decode(encode(self._message(rng, link, reader)))
+
+    def _message(self, rng: random.Random, link: Link, reader: DecodeRank) -> Message:
+        rooms = list(reader.judge.rooms.values())
         one = rng.choice(rooms).opened if rooms else None
         number = abs(one.bootstrap_room) & ((1 << 63) - 1) if one else 1000
         generation = one.generation if one and rng.random() < 0.9 else rng.randint(1, 1 << 40)
@@ -135,82 +403,16 @@ class Liar:
         return Ready(number, generation, segment, first, tuple(slots), rng.random() < 0.3)
 
 
-def _kill(world: World, group: Group, seconds: float, power: bool) -> None:
-    """The whole server: SGLang's watchdog ends the other ranks. `power`: nobody hears of it."""
-    if not group.is_alive:
-        return
-    for place in group.places:
-        place.process.kill()
-    for link in list(world.connections.values()):
-        if not link.reader.alive or link.place.server is group.server:
-            link.end(silent=power or world.clock.rng.random() < 0.2)
-    _others_notice(world, group)
-    if seconds:
-        world.clock.after(seconds, _restart, world, group)
+class Abort(Fault):
+    """All requests of a server. `mode`: the other side is "told"."""
 
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        return (cls(0, where) for where in (prefill, reader))
 
-def _others_notice(world: World, group: Group) -> None:
-    number, rng = group.server.number, world.clock.rng
-    group.epoch += 1
-    for life in world.lives.values():
-        request = life.request
-        if life.begun is None:
-            continue
-        if request.prefill == number and not life.prefill_over:
-            life.prefill_over = True
-            other = world.groups[request.decode]
-            world.clock.after((1 - rng.random()) * 20, other.waited, request, "prefill is dead")
-        if request.decode == number and not life.decode_over:
-            life.outcome, life.by = "lost", "stock"
-            other = world.groups[request.prefill]
-            world.clock.after(rng.random() * 5, other.waited, request, "decode is dead")
-    for place in world.places.values():
-        if place.server.side == "decode" != group.server.side:  # its heartbeat
-            world.clock.after((1 - rng.random()) * 20, place.process.miss, number)
-
-
-def _restart(world: World, group: Group) -> None:
-    world.note_fault(f"server {group.server.number} is started again")
-    for place in group.places:
-        world.start(place)
-
-
-def is_spared(world: World, request: Request) -> bool:
-    """Whether it has to be warm: its number can be sent, no fault is on a server of its own, both
-    have the usual patience, and at both there are slots for it, whatever ranks of servers with a
-    fault hold.
-
-    A late request comes when all is over. Left out besides (SlotPool.allowed):
-
-    * a server of fewer than eight slots, or with more living ranks that may want one than there
-      are, or than the last quarter of them where ranks have a fault;
-    * as many ranks with a fault as there are slots, which were served before: each may have been
-      when the others held slots already, and is not told from the living then;
-    * a request whose last message is older than the last slot that a rank with a fault got, or
-      newer by less than `Times.unsure`. What is kept from those that are gone and say nothing is
-      kept from its ranks, until they say something, or for `slot_aside`.
-    """
-    own = (request.prefill, request.decode)
-    if not 0 <= request.number < 1 << 64:
-        return False
-    hit = {fault.where[0] for fault in world.spec.faults}
-    if request.late:
-        lasting = {"broken", "device"}
-        hit = {fault.where[0] for fault in world.spec.faults if fault.kind in lasting} & {*own}
-    for here in (world.spec.servers[number] for number in own):
-        holders = {
-            one.number: max(1, one.tp // here.tp)
-            for one in world.spec.servers if one.side != here.side
-        }  # fmt: skip
-        dead = hit & {*holders}
-        living = sum(count for number, count in holders.items() if number not in dead)
-        if here.patience < 1 or here.number in hit:
-            return False
-        if living > (here.slots // 4 if dead else here.slots):
-            return False
-        many = sum(holders[number] for number in dead) >= here.slots
-        if many and world.checks.had_slots(here, dead):
-            return False
-        if dead and (here.slots < 8 or not world.checks.was_heard(here, request, dead)):
-            return False
-    return True
+    def begin(self, world: World) -> None:
+        side = self.rank(world).place.server.side
+        for life in world.lives.values():
+            request = life.request
+            if life.begun is not None and self.where[0] in (request.prefill, request.decode):
+                world.abort(request, side, self.mode == "told")

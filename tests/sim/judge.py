@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.transfer import instance_of
+from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.decode import actions as act
+from sglang_mixkv.decode.transfer import Opened, instance_of
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
 from tests.sim.finding import Finding
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ class Part:
 
 @dataclass(slots=True)
 class Room:
-    opened: ev.Opened
+    """`own`: the machine's."""
+
+    opened: Opened
+    own: Any
     parts: dict[bytes, Part]
     progress: float
     first: float | None = None  # READY
@@ -87,9 +90,11 @@ class Blame:
 class Judge:
     rank: DecodeRank
     rooms: dict[int, Room] = field(default_factory=dict)
-    reads: dict[ev.StartRead, Reading] = field(default_factory=dict)
+    closed: dict[int, Room] = field(default_factory=dict)
+    reads: dict[act.StartRead, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)  # not warm the last time, since
+    restarted: set[bytes] = field(default_factory=set)  # peers that nobody was asked about yet
 
     def wrong(self, what: str, detail: str) -> Finding:
         return Finding(what, f"{self.rank.name}: {detail}")
@@ -100,14 +105,14 @@ class Judge:
         handler = _OF.get(name)
         if handler is not None:
             handler(self, now, *args)
-        if self.rank.machine._out:
-            self._cold_ones(name, args, now)
+        self._cold_ones(name, args, now)
         if name in _ENDS:
             self._ends(name, args, now)
 
-    def _open(self, now: float, opened: ev.Opened) -> None:
+    def _open(self, now: float, opened: Opened) -> None:
         wanted = [source.peer for source in opened.sources if source.heads]
-        found = self.rank.machine._rooms[opened.generation].cold
+        own = self.rank.machine.state(opened.generation)
+        found = own.cold
         number = opened.bootstrap_room
         since = self.numbers.get(number)
         doubted = since is not None and now - since < AGAIN
@@ -118,7 +123,7 @@ class Judge:
         if blocked != (found == "breaker"):
             raise self.wrong("breaker", f"room {number} of {wanted}: {found!r}")
         parts = {peer: Part() for peer in wanted} if not found else {}
-        room = self.rooms[opened.generation] = Room(opened, parts, now, cold=found)
+        room = self.rooms[opened.generation] = Room(opened, own, parts, now, cold=found)
         for peer in parts:
             if (blame := self.blames.get(peer)) is not None and blame.is_open:
                 blame.probes.add(opened.generation)
@@ -135,40 +140,52 @@ class Judge:
             room.arrived = now
 
     def _close(self, now: float, generation: int, reason: str) -> None:
-        if self.rooms.pop(generation, None) is not None:
+        if (room := self.rooms.pop(generation, None)) is not None:
+            self.closed[generation] = room
             self._release(generation)
 
     def _failed(self, now: float, peer: bytes, message: Fail) -> None:
-        if message.code == "restarted" and not any(
-            type(one) is ev.Forget and one.peer == peer for one in self.rank.machine._out
-        ):
-            raise self.wrong("forget", f"{peer} was restarted, and is not asked anew")
+        if message.code == "restarted":
+            self.restarted.add(peer)
+
+    def asked(self, actions: list[act.Action]) -> None:
+        """Of one look."""
+        for action in actions:
+            match action:
+                case act.StartRead():
+                    self._begun(action)
+                case act.Verdict(handle, act.State.WARM):
+                    self.numbers.pop(handle.opened.bootstrap_room, None)
+                case act.Forget(peer):
+                    self.restarted.discard(peer)
+        if self.restarted:
+            raise self.wrong("forget", f"{self.restarted} were restarted, and are not asked again")
 
     def _ready(self, now: float, peer: bytes, message: Ready) -> None:
         room = self.rooms.get(message.generation)
         part = room.parts.get(peer) if room is not None else None
         if part is None or room.cold or room.warm or message.segment != part.announced:
             return
-        if self.rank.machine._rooms[message.generation].cold:  # it cannot be true
+        if room.own.cold:  # it cannot be true
             return
         part.announced += len(message.segments)
         part.last = message.last
         room.progress = now
         room.first = now if room.first is None else room.first
 
-    def begun(self, action: ev.StartRead) -> None:
+    def _begun(self, action: act.StartRead) -> None:
         """A read, of segments of one room."""
         segments = action.segments
         room = self.rooms.get(segments[0].room.generation)
         self.reads[action] = Reading(room, action.peer, self.rank.now, len(segments))
 
-    def _read(self, now: float, action: ev.StartRead, error: str) -> None:
+    def _read(self, now: float, action: act.StartRead, error: str) -> None:
         read = self.reads[action]
         room = read.room
         if room is not None and not (error or now > read.began + self._limit(room)):
             room.progress = now
 
-    def server_of(self, read: ev.StartRead) -> int:
+    def server_of(self, read: act.StartRead) -> int:
         """Whose slots it reads."""
         peer = self.reads[read].peer
         return self.rank.world.place_of[instance_of(peer)].server.number
@@ -182,8 +199,10 @@ class Judge:
         if outcome is not SlotCheck.OK:
             return
         for job in jobs:
-            room = self.rooms.get(job.room.generation)
-            if room is None or isinstance(job, ev.Clear):
+            # a copy that ended beside its room's close says as much of its peer
+            number = job.room.generation
+            room = self.rooms.get(number) or self.closed.get(number)
+            if room is None or isinstance(job, act.Clear):
                 continue
             room.progress = now
             for source in room.opened.sources:
@@ -201,7 +220,7 @@ class Judge:
 
     def _cold_ones(self, name: str, args: tuple, now: float) -> None:
         for generation, room in self.rooms.items():
-            found = self.rank.machine._rooms[generation].cold
+            found = room.own.cold
             if not found or room.cold:
                 continue
             if room.warm:
@@ -245,7 +264,7 @@ class Judge:
         return is_here and all(read.began > since for read in reads)
 
     def _ends(self, name: str, args: tuple, now: float) -> None:
-        machine, patience = self.rank.machine, self.rank.place.times.patience
+        patience = self.rank.place.times.patience
         lost, gone = args if name == "peer_lost" else (None, False)
         if name == "read_ended":
             del self.reads[args[0]]
@@ -261,7 +280,7 @@ class Judge:
                 for peer, part in parts.items():
                     if part.announced:
                         self.blames.pop(peer, None)
-                if not machine._rooms[generation].decided:
+                if not room.own.decided:
                     raise self.wrong("late", f"room {generation} is complete, and not warm")
                 continue
             if name == "tick" and room.due(patience) < now - EPS:
@@ -295,16 +314,9 @@ class Judge:
 
     def _compare(self) -> None:
         """Which breakers are open."""
-        breaker = self.rank.machine.breaker
-        if not (self.blames or breaker._states):
-            return
         own = {peer for peer, blame in self.blames.items() if blame.is_open}
-        if own != (found := set(breaker.open_peers())):
+        if own != (found := set(self.rank.machine.breaker.open_peers())):
             raise self.wrong("breaker", f"open {sorted(found)}, in the place of {sorted(own)}")
-
-    def said(self, verdict: ev.Verdict) -> None:
-        if verdict.state is ev.State.WARM:
-            self.numbers.pop(verdict.handle.opened.bootstrap_room, None)
 
 
 _OF: dict[str, Any] = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from sglang_mixkv.channel import gate, slots
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import breaker, segments
-from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode import machine as decode
 from sglang_mixkv.decode import transfer as decode_transfer
 from sglang_mixkv.decode.worker import DecodeWorker
@@ -169,7 +170,7 @@ def restarted_resolves_nothing(patch: Patch) -> None:
 
     def failed(self: Any, peer: bytes, message: Any) -> None:
         real(self, peer, message)
-        self._out[:] = [one for one in self._out if type(one) is not dev.Forget]
+        self._out[:] = [one for one in self._out if type(one) is not dact.Forget]
 
     patch.setattr(decode.Machine, "failed", failed)
 
@@ -184,7 +185,7 @@ def who_is_gone_is_waited_for(patch: Patch) -> None:
 
 @mistake("repeated", "reuse")
 def no_number_is_doubted(patch: Patch) -> None:
-    patch.setattr(breaker.Numbers, "is_doubtful", lambda *_: False)
+    patch.setattr(decode_transfer.Numbers, "is_doubtful", lambda *_: False)
 
 
 @mistake("untouched", "numbers")
@@ -192,7 +193,7 @@ def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
     real = decode.Machine.undone
 
     def undone(self: Any, action: Any, error: Exception) -> None:
-        if type(action) is dev.Send:
+        if type(action) is dact.Send:
             self.peer_lost(action.peer)
         else:
             real(self, action, error)
@@ -202,13 +203,16 @@ def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
 
 @mistake("acks", "any")
 def acknowledged_before_the_read_ends(patch: Patch) -> None:
-    real = segments.Segments._read
+    real = segments.Segments.actions
 
-    def read(self: Any, found: Any, now: float) -> Any:
-        self.acknowledge(found[0].peer, [one.announced for one in found])
-        return real(self, found, now)
+    def actions(self: Any, now: float) -> Any:
+        found = real(self, now)
+        for one in found:
+            if isinstance(one, dact.StartRead):
+                self.acknowledge(one.peer, [segment.announced for segment in one.segments])
+        return found
 
-    patch.setattr(segments.Segments, "_read", read)
+    patch.setattr(segments.Segments, "actions", actions)
 
 
 @mistake("rows", "any")
@@ -238,7 +242,8 @@ def rows_begin_at_the_prompts_start(patch: Patch) -> None:
 
     def copy_of(self: Any, job: Any) -> Any:
         copy, opened = real(self, job), job.room.opened
-        return copy._replace(first=(copy.first + opened.first_token) % opened.page_size)
+        first = (copy.first + opened.first_token) % opened.page_size
+        return msgspec.structs.replace(copy, first=first)
 
     patch.setattr(DecodeWorker, "_copy_of", copy_of)
 

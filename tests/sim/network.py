@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.loop import Call
 from sglang_mixkv.channel.messages import Ready, decode
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Read:
     """`valid`: the remote slot was the reader's all the time, by range. `fate`: "" where nothing
     goes wrong."""
 
-    def __init__(self, rank: DecodeRank, action: dev.StartRead) -> None:
+    def __init__(self, rank: DecodeRank, action: dact.StartRead) -> None:
         self.rank, self.action, self.segments = rank, action, action.segments
         self.announced = [one.announced for one in self.segments]
         instance = instance_of(action.peer)

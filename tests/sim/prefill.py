@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from sglang_mixkv.channel.messages import Fail, Ready, decode
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.copier import Copy
-from sglang_mixkv.draft.layout import Pages, SlotCheck
-from sglang_mixkv.prefill import events as ev
+from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.prefill import actions as act
 from sglang_mixkv.prefill.machine import Machine
 from sglang_mixkv.prefill.worker import PrefillWorker
 from tests.sim import memory
@@ -161,24 +162,24 @@ class PrefillRank(Process):
 
     # -- actions
 
-    def before(self, action: ev.Action) -> None:
+    def before(self, action: act.Action) -> None:
         checks = self.world.checks
         match action:
-            case ev.Send(connection, Ready() as ready):
+            case act.Send(connection, Ready() as ready):
                 checks.ready_sent(self, self.world.connections.get(connection), ready)
-            case ev.Send(connection, Fail() as message):
+            case act.Send(connection, Fail() as message):
                 checks.fail_sent(self, message)
-            case ev.Pack(segments):
+            case act.Pack(segments):
                 for one in segments:
                     self.packed[one.stamp] = one.chunk.use.sender
                     checks.packs(self, one.chunk.use.sender)
-            case ev.Settled(use):
+            case act.Settled(use):
                 checks.settled(self, use.sender)
-            case ev.Note():
+            case act.Note():
                 checks.noted(self, action)
 
-    def after(self, action: ev.Action) -> None:
-        if type(action) is ev.Settled:
+    def after(self, action: act.Action) -> None:
+        if type(action) is act.Settled:
             sender = action.use.sender
             sender.settled = True
             self.awaiting.discard(sender.number)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from sglang_mixkv.channel.loop import Call
 from sglang_mixkv.channel.messages import Fail, Open, Ready
 from sglang_mixkv.channel.slots import SlotPool
-from sglang_mixkv.decode import events as decode
+from sglang_mixkv.decode import actions as decode
 from sglang_mixkv.decode import machine as decode_machine
-from sglang_mixkv.prefill import events as prefill
+from sglang_mixkv.prefill import actions as prefill
 from sglang_mixkv.prefill import machine as prefill_machine
 from tests.sim import memory
 from tests.sim.workers import Blocked, Borrowed
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
 MEDIUM = 0.4  # where a rank has little patience, so that a second is a long time
 REFUSED = OverflowError, ValueError  # what raises where a message cannot be encoded
-UNDONE = {prefill.Pack, decode.StartRead, decode.Copy, Open, Ready, Fail}
+UNDONE = {prefill.Pack, decode.StartRead, decode.StartCopies, Open, Ready, Fail}
 """Actions, and messages of a Send, whose failure a machine makes something of."""
 TOLD = {
     name: (None,) * (method.__code__.co_argcount - 1 - len(method.__defaults__ or ()))
     + (method.__defaults__ or ())
     for machine in (prefill_machine.Machine, decode_machine.Machine)
     for name, method in vars(machine).items()
-    if name[0] != "_" and name not in ("advance", "actions", "undone", "left")
+    if name[0] != "_" and name not in ("advance", "actions", "undone", "state", "left")
 }
 """The machines' methods that tell them something, and defaults of their arguments."""
 

@@ -66,7 +66,7 @@ def _one_by_one(spec: Spec, life: Life) -> float:
     request = life.request
     own = [spec.servers[number] for number in (request.prefill, request.decode)]
     segments = request.prompt // min(server.tokens for server in own) + len(request.chunks)
-    dead = any(fault.kind in ("stop", "kill", "hang", "reads") for fault in spec.faults)
+    dead = any(fault.holds_slots for fault in spec.faults)
     return segments * 2 * (spec.copying + 0.005) * dead
 
 

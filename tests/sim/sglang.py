@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import plan as plans
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
-from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
-from sglang_mixkv.tools.plan_pair import contacted
+from sglang_mixkv.decode.transfer import Source
+from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, contacted
 from tests.sim.decode import DecodeRank
 from tests.sim.prefill import Sender
 from tests.sim.spec import Server
@@ -36,7 +37,7 @@ def slot_bytes(heads: int, tp: int, tokens: int) -> int:
 
 
 @lru_cache(1 << 12)
-def sources_of(heads: int, prefill: Server, decode: Server, rank: int) -> tuple[dev.Source, ...]:
+def sources_of(heads: int, prefill: Server, decode: Server, rank: int) -> tuple[Source, ...]:
     """Those of the real plan."""
     rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
     infos = [{"rank_ip": "p", "rank_port": i} for i in contacted(prefill.tp, decode.tp, rank)]
@@ -155,12 +156,13 @@ class PrefillGroup(Group):
             self._first_chunk(request)
 
     def _chunk(self, request: Request, number: int, first: int) -> None:
-        if self.world.lives[request.id].prefill_over:
+        life, chunk = self.world.lives[request.id], request.chunks[number]
+        if life.prefill_over:
             return
-        chunk = request.chunks[number]
         last = number == len(request.chunks) - 1
         for sender in self.handles[request.id] if chunk.pending else ():
             sender.rank.add_chunk(sender, first, chunk.count, last, True)
+        life.queued += max(0.0, self._stream - self.clock.now)
         self._stream = max(self._stream, self.clock.now) + chunk.seconds
         self.step(self._stream - self.clock.now, self._chunk_done, request, number, first)
 
@@ -231,7 +233,7 @@ class DecodeGroup(Group):
         prefill = self.world.spec.servers[request.prefill]
         return contacted(prefill.tp, self.server.tp, rank.place.rank)
 
-    def _sources(self, request: Request, rank: DecodeRank) -> list[dev.Source] | None:
+    def _sources(self, request: Request, rank: DecodeRank) -> list[Source] | None:
         """With the instances that the rank knows; None where a dead prefill gives no facts."""
         group = self.world.groups[request.prefill]
         known, name = rank.known, request.name
@@ -244,7 +246,7 @@ class DecodeGroup(Group):
         sources = sources_of(self.world.spec.heads, group.server, self.server, rank.place.rank)
         return [replace(source, peer=peers[indices[i]]) for i, source in enumerate(sources)]
 
-    def _open(self, request: Request, found: list[list[dev.Source]]) -> None:
+    def _open(self, request: Request, found: list[list[Source]]) -> None:
         page, messages = self.server.page, 0
         end = -(-request.prompt // page) * page
         receivers = self.handles[request.id] = []
@@ -272,7 +274,7 @@ class DecodeGroup(Group):
         receivers = self.handles[request.id]
         for receiver in receivers:
             receiver.poll()
-        if any(receiver.verdict is dev.State.FAILED for receiver in receivers):
+        if any(receiver.verdict is dact.State.FAILED for receiver in receivers):
             self.step(self._skew(), self._end, request, "rows could not be cleared", "drafter")
         elif all(receiver.done for receiver in receivers):
             self.step(self._skew(), self._end, request, "")

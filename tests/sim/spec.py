@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.sim.faults import Fault
 
 Where = tuple[int, int]  # server, and a rank of it
 
@@ -58,22 +62,6 @@ class Request:
     after: int = -1
     late: bool = False
     name: bytes = b""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`where`: the rank it begins on; `peer`: the rank at the other end, where there is one.
-
-    `seconds`: how long it lasts; of a kill, until the restart, or 0 for none. `mode`: its variant.
-    """
-
-    kind: str
-    time: float
-    where: Where
-    seconds: float = 0.0
-    peer: Where | None = None
-    mode: str = ""
-    count: int = 0
 
 
 @dataclass(frozen=True)

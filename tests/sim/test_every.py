@@ -11,8 +11,8 @@ import pytest
 
 from sglang_mixkv.decode.machine import Machine as Decode
 from sglang_mixkv.prefill.machine import Machine as Prefill
-from tests.sim.every import FAULTS, PREFILL, READER, search, small
-from tests.sim.spec import Fault
+from tests.sim.every import PREFILL, READER, search, small
+from tests.sim.faults import Break, Cut, Double, Fault, Kill
 
 ONE, MORE, PENDING = small(1), small(1, 1), small(1, 1, pending=True)
 LONG, AGAIN = small(2, 1, slots=3), small(1, again=True)  # two requests of one number
@@ -48,7 +48,7 @@ def test_a_fault_and_a_late_step() -> None:
 
 def test_a_restart_and_a_connection_that_breaks() -> None:
     """What a read brings of the new instance's slots is refused, and the room cold."""
-    kinds = Fault("kill", 0, PREFILL, 0.1), Fault("break", 0, READER, 0.0, PREFILL)
+    kinds = Kill(0, PREFILL, 0.1), Break(0, READER, 0.0, PREFILL)
     explore(MORE, 0, 2, 30, kinds=kinds)
 
 
@@ -60,8 +60,8 @@ def test_two_deviations_in_full(spec: Any, late: int, befall: int, one_in: int) 
     explore(spec, late, befall, one_in)
 
 
-def kinds(kind: str) -> tuple[Fault, ...]:
-    return tuple(fault for fault in FAULTS if fault.kind == kind)
+def small_ones(kind: type[Fault]) -> tuple[Fault, ...]:
+    return tuple(kind.small(PREFILL, READER))
 
 
 def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +76,11 @@ def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Decode, "ready", acknowledge)
     assert search(ONE, 1).failed is None
-    assert "still reads" in search(ONE, 0, 1, kinds("double")).failed.finding
+    assert "still reads" in search(ONE, 0, 1, small_ones(Double)).failed.finding
 
 
 def test_a_defect_that_a_lost_open_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A room whose readers have not all opened it is never settled."""
     monkeypatch.setattr(Prefill, "_give_up", lambda self, room: None)
     assert search(ONE, 0).failed is None
-    assert search(ONE, 0, 1, kinds("cut")).failed is not None
+    assert search(ONE, 0, 1, small_ones(Cut)).failed is not None

@@ -10,7 +10,6 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.times import Times
-from tests.sim import faults
 from tests.sim.checks import Checks
 from tests.sim.decode import DecodeRank
 from tests.sim.prefill import PrefillRank
@@ -19,6 +18,7 @@ from tests.sim.sglang import DecodeGroup, Group, PrefillGroup, layout_of, slot_b
 from tests.sim.spec import Request
 
 if TYPE_CHECKING:
+    from tests.sim.faults import Fault
     from tests.sim.network import Link
     from tests.sim.spec import Server, Spec
 
@@ -50,12 +50,13 @@ class Clock:
 
 
 class Life:
-    """What became of a request. `reason`: why it failed; `by`: who failed it."""
+    """What became of a request. `reason`: why it failed; `by`: who failed it. `queued`: seconds in
+    which its forwards waited for those of others, whose order another fault may change."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.begun: float | None = None
-        self.ended = 0.0  # on decode
+        self.ended, self.queued = 0.0, 0.0  # on decode; on prefill
         self.outcome = self.reason = self.by = ""
         self.prefill_over = self.written = self.target_begun = False
         self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
@@ -67,7 +68,7 @@ class Life:
     @property
     def took(self) -> float:
         assert self.begun is not None
-        return self.ended - self.begun
+        return self.ended - self.begun - self.queued
 
 
 def _short(line: str) -> str:
@@ -109,7 +110,7 @@ class World:
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
-        self.hangs = any(fault.kind in ("hang", "broken", "stop") for fault in spec.faults)
+        self.hangs = any(fault.halts for fault in spec.faults)
         self.liars: set[int] = set()  # prefill servers, once they have lied
         self.untouched: list[Life] = []  # requests with which no fault has to do, at the end
         self._build()
@@ -127,7 +128,11 @@ class World:
             comes = self._arrive if request.after < 0 else self._follow
             self.clock.at(request.arrival, comes, request)
         for fault in self.spec.faults:
-            self.clock.at(fault.time, faults.begin, self, fault)
+            self.clock.at(fault.time, self.befall, fault)
+
+    def befall(self, fault: Fault) -> None:
+        self.note_fault(str(fault))
+        fault.begin(self)
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -156,9 +161,10 @@ class World:
             self.clock.after(seconds, self.abort, request, side, told)
 
     def _follow(self, request: Request) -> None:
-        """It has the number of an earlier one, which SGLang has to be done with (engine/rooms.py):
-        decode has closed it, and prefill has ended it, or sent all of its target to readers that
-        still live, as before decode has it computed again (true retraction)."""
+        """It has the number of an earlier one, which SGLang has to be done with (the guard of
+        guards/room_reuse.py): decode has closed it, and prefill has ended it, or sent all of its
+        target to readers that still live, as before decode has it computed again (true
+        retraction)."""
         former = self.lives[request.after]
         receivers = self.groups[request.decode].handles.get(request.after, ())
         senders = self.groups[request.prefill].handles.get(request.after, ())

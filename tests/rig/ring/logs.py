@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rig.rank import Rank
+from rig.ring.rank import Rank
 
 
 class _Kept(logging.Handler):

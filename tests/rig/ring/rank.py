@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rig import model
-from rig.memory import Ended, Memory
-from rig.model import Case
-from rig.releases import Releases
-from rig.watched_server import tables
+from rig.process.watched_server import tables
+from rig.ring import model
+from rig.ring.memory import Ended, Memory
+from rig.ring.model import Case
+from rig.ring.releases import Releases
 
 from mixkv_demo.series import totals
 

@@ -9,18 +9,18 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import msgspec
+from rig.channel.books import strikes
+from rig.channel.threads import HOST, Decode, Prefill, wait_for
+from rig.process.answers import serving
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.transfer import server_of
 from sglang_mixkv.decode.worker import ReceiveHandle
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
+from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.prefill_servers import PrefillServers
-
-from .answers import serving
-from .threads import HOST, Decode, Prefill, wait_for
 
 PORT = 9000  # of SGLang's own socket of a prefill rank, to which nothing is sent here
 TOKENS = 20
@@ -98,7 +98,7 @@ class Site:
         return {
             "servers": len(self.servers._servers), "sockets": len(channel._links._links),
             "of the data plane": len(self.decode.plane._peers),
-            "breakers": len(channel._machine.breaker._states),
+            "breakers": len(strikes(channel._machine)),
         }  # fmt: skip
 
     def __enter__(self) -> Self:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from rig.forks import STRETCH, die_with_parent, in_fork
+from rig.process.forks import STRETCH, die_with_parent, in_fork
 
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import DataPlane, Memory, Peer

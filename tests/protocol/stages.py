@@ -8,11 +8,11 @@ ready     prefill has sent its READY        copying   decode copies its rows
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_mixkv.channel.messages import Open, Ready
-from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import actions as act
 from sglang_mixkv.draft.copier import Copy, Kind
 
 STAGES = "opened", "packed", "ready", "reading", "read", "copying"
@@ -69,8 +69,7 @@ def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> 
 def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> None:
     """`is_met`: whether rooms at a peer meet the fault."""
     links, copies = channel._links, channel._copies
-    send, read, copy = links.send, links.read, copies and copies._copy
-    ended = channel._machine.read_ended
+    send, read, ended, copy = links.send, links.read, links.ended, copies and copies._copy
 
     def sends(peer: bytes, message: Any) -> bool:
         has_left: bool = send(peer, message)
@@ -78,20 +77,21 @@ def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) ->
             stop.at("opened", lambda: is_met(peer))
         return has_left
 
-    def reads(action: ev.StartRead) -> Any:
+    def reads(action: act.StartRead) -> Any:
         stop.at("reading", lambda: is_met(action.peer))
         return read(action)
 
-    def ends(action: ev.StartRead, error: str = "") -> None:
-        if not error:
-            stop.at("read", lambda: is_met(action.peer))
-        ended(action, error)
+    def ends() -> Iterator[tuple[act.StartRead, str]]:
+        for action, error in ended():
+            if not error:
+                stop.at("read", lambda peer=action.peer: is_met(peer))
+            yield action, error
 
     def copied(one: Copy) -> Any:
         if one.kind is Kind.UNPACK:
             stop.at("copying", lambda: is_met(one.job.peer))
         return copy(one)
 
-    links.send, links.read, channel._machine.read_ended = sends, reads, ends
+    links.send, links.read, links.ended = sends, reads, ends
     if copies is not None:
         copies._copy = copied

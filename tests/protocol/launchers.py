@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rig.forks import die_with_parent, in_fork
+from rig.process.forks import die_with_parent, in_fork
 
 LIMIT_S = 300
 

@@ -21,7 +21,7 @@ import time
 from contextlib import ExitStack
 from typing import Self
 
-from rig.forks import die_with_parent
+from rig.process.forks import die_with_parent
 
 TOOLS = ("ip", "nsenter", "tc", "unshare")
 CLONE_NEWNET = 0x40000000

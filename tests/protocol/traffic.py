@@ -25,16 +25,17 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from rig.memory import Ended, RankReport
-from rig.model import Cache, Case, Request
-from rig.netns import enter
-from rig.rank import LIMIT_S, OpenRequest, Rank, free_port
-from rig.resources import SLACK, leaks, resources
-from rig.ring import Servers, ranks_of
-from rig.special import Key, Shared
-from rig.stages import Stop, hold_in_decode, hold_in_prefill
+from rig.process.resources import SLACK, leaks, resources
+from rig.ring.memory import Ended, RankReport
+from rig.ring.model import Cache, Case, Request
+from rig.ring.rank import LIMIT_S, OpenRequest, Rank, free_port
+from rig.ring.run import Servers, ranks_of
+from rig.ring.special import Key, Shared
 
 from sglang_mixkv.decode.transfer import server_of
+
+from .netns import enter
+from .stages import Stop, hold_in_decode, hold_in_prefill
 
 RUN_S, STUCK_S, DROPPED_S = 240, 90, 5
 """Of the whole; more than all timeouts of a request together; of one that nobody asks for."""
@@ -299,7 +300,7 @@ class Ring(Servers):
             os.kill(self._processes[key].pid, number)
 
     def at_stage(self, stage: str, act: Callable[[], object]) -> None:
-        """Once a room that is `held` is there (rig/stages.py)."""
+        """Once a room that is `held` is there (stages.py)."""
         self.shared.stop.act(stage, act)
 
     def kill(self, *keys: Key) -> None:

@@ -19,11 +19,11 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
-from rig.memory import RankReport
-from rig.model import Case, draft_bytes
-from rig.rank import LIMIT_S, Rank, free_port
-from rig.special import Key, Shared
-from rig.unserved import skip_unserved
+from rig.ring.memory import RankReport
+from rig.ring.model import Case, draft_bytes
+from rig.ring.rank import LIMIT_S, Rank, free_port
+from rig.ring.special import Key, Shared
+from rig.ring.unserved import skip_unserved
 
 from sglang_mixkv.engine.releases import sglang_version
 

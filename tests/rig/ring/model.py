@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from rig.special import Shared, Special
+from rig.ring.special import Shared, Special
 
 BACKEND = "mooncake"
 """SGLang's transfer backend of cases that do not name one."""

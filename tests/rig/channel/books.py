@@ -10,6 +10,7 @@ from sglang_mixkv.channel.slots import SlotPool, quota_of
 from sglang_mixkv.decode.machine import Machine as Decode
 from sglang_mixkv.decode.segments import Segment
 from sglang_mixkv.decode.transfer import Stage
+from sglang_mixkv.prefill.transfer import MAX_IN_FLIGHT
 
 
 def wrong_books(machine: Any) -> list[str]:
@@ -34,6 +35,8 @@ def _prefill(machine: Any) -> Iterator[str]:
     parts = machine._parts.values()
     packed = sum(one.packed for part in parts for one in part.packing)
     yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.offered)
+    if len(machine._packing) > MAX_IN_FLIGHT:
+        yield f"{len(machine._packing)} segments are packed at once"
     rooms = [*machine._uses.values(), *machine._early.values()]
     if {id(part) for room in rooms for part in room.parts.values()} != set(map(id, parts)):
         yield f"{len(parts)} parts, {[len(room.parts) for room in rooms]} in rooms"
@@ -47,6 +50,14 @@ def _decode(machine: Any) -> Iterator[str]:
     copying = sum(isinstance(one, Segment) for one in segments._copying)
     reading = sum(len(read.segments) for read in segments._reads)
     yield from _used(machine.slots, reading + copying + held)
+    probes = set[int]().union(*(state.probes for state in machine.breaker._states.values()))
+    if not probes <= machine._rooms.keys():
+        yield "breaker: a probe that is over holds others back"
+
+
+def strikes(machine: Decode) -> dict[bytes, int]:
+    """How many count against a peer, of those that have any."""
+    return {peer: state.strikes for peer, state in machine.breaker._states.items()}
 
 
 def _used(slots: SlotPool, used: int) -> Iterator[str]:

@@ -3,25 +3,28 @@ the clock. Copies end when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from rig.books import wrong_books
+from rig.channel.books import strikes, wrong_books
 
 from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SLOTS, SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.decode.segments import Job
+from sglang_mixkv.decode.transfer import Opened, Source
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.draft.layout import SlotCheck
-from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
+from sglang_mixkv.prefill.transfer import Segment
 
 PREFILL, READER = b"prefill_", b"reader_0"
 TOKENS = 10  # of a segment
+BEGAN = 5000.0  # clocks do not begin at 0
 
 
 class _Side:
@@ -29,7 +32,7 @@ class _Side:
         self.times = Times(patience)
         self.slots = SlotPool(slots, self.times)
         self.machine: Any = None
-        self.now = 0.0
+        self.now = BEGAN
         self.notes: list[tuple[bytes, str]] = []
         self.details: list[tuple[str, str]] = []
 
@@ -71,12 +74,13 @@ class _Side:
 class Prefill(_Side):
     """`gone`: connections that READYs leave for, to be read by nobody. `unreachable`: those that
     take no message. `slow`: readers that acknowledge what `acknowledge` says; others do at once.
-    `sent`: tokens that readers were sent, by generation; `pages`: of the chunks they came from."""
+    `sent`: tokens that readers were sent, by generation; `pages`: of the chunks they came from.
+    `most`: tokens that fit a slot."""
 
-    def __init__(self, slots: int = SLOTS, patience: float = 1.0) -> None:
+    def __init__(self, slots: int = SLOTS, patience: float = 1.0, most: int = TOKENS) -> None:
         super().__init__(slots, patience)
         self.machine = PrefillMachine(
-            PREFILL, range(4), lambda heads, size: TOKENS, self.slots, self.times, count(1).__next__
+            PREFILL, range(4), lambda heads, size: most, self.slots, self.times, count(1).__next__
         )
         self.gone, self.unreachable, self.slow = set[bytes](), set[bytes](), set[bytes]()
         self.unread: list[tuple[bytes, tuple[int, int]]] = []
@@ -89,22 +93,25 @@ class Prefill(_Side):
 
     def meet(self, action: Any) -> None:
         match action:
-            case pev.Pack(segments):
-                self._packed.update((one.stamp, one.chunk.pages) for one in segments)
-                self.do(self.machine.packed, segments)
-            case pev.Send(connection) if connection in self.unreachable:
+            case pact.Pack(segments):
+                self.pack(segments)
+            case pact.Send(connection) if connection in self.unreachable:
                 self.tell(self.machine.unsent, action.message)
                 self.do(self.machine.connection_lost, connection)
-            case pev.Send(connection, Fail(_, generation, code) as message):
+            case pact.Send(connection, Fail(_, generation, code) as message):
                 self.fails[generation] = code
                 self.failed.append((connection, message))
-            case pev.Send(connection, Ready() as ready) if connection not in self.gone:
+            case pact.Send(connection, Ready() as ready) if connection not in self.gone:
                 self._ready(connection, ready)
-            case pev.Settled(use):
+            case pact.Settled(use):
                 assert use not in self.settled
                 self.settled[use] = self.now
-            case pev.Note(what, reader):
+            case pact.Note(what, reader):
                 self.notes.append((reader, what))
+
+    def pack(self, segments: Sequence[Segment]) -> None:
+        self._packed.update((one.stamp, one.chunk.pages) for one in segments)
+        self.do(self.machine.copied, segments)
 
     def _ready(self, connection: bytes, ready: Ready) -> None:
         generation = ready.generation
@@ -157,7 +164,7 @@ class Decode(_Side):
         super().__init__(slots, patience)
         self.machine = DecodeMachine(READER, self.slots, 1 << 20, self.times)
         self.hung, self.broken = set[bytes](), set[bytes]()
-        self.reading: list[dev.StartRead] = []
+        self.reading: list[dact.StartRead] = []
         self.verdicts: dict[int, tuple[str, str]] = {}
         self.when: dict[int, float] = {}
         self.sends: list[tuple[bytes, Any]] = []
@@ -168,24 +175,24 @@ class Decode(_Side):
 
     def meet(self, action: Any) -> None:
         match action:
-            case dev.StartRead(peer=peer) if peer in self.hung:
+            case dact.StartRead(peer=peer) if peer in self.hung:
                 self.reading.append(action)
-            case dev.StartRead(peer):
+            case dact.StartRead(peer):
                 self.do(self.machine.read_ended, action, "broken" if peer in self.broken else "")
-            case dev.Copy(jobs) if self.held_copies is not None:
+            case dact.StartCopies(jobs) if self.held_copies is not None:
                 self.held_copies += jobs
-            case dev.Copy(jobs):
+            case dact.StartCopies(jobs):
                 for job in jobs:
-                    result = SlotCheck.OK if isinstance(job, dev.Clear) else self.result
+                    result = SlotCheck.OK if isinstance(job, dact.Clear) else self.result
                     self.do(self.machine.copied, (job,), result)
-            case dev.Verdict(handle, state, reason):
+            case dact.Verdict(handle, state, reason):
                 self.verdicts[handle] = state.value, reason
                 self.when[handle] = self.now
-            case dev.Send(peer, message):
+            case dact.Send(peer, message):
                 self.sends.append((peer, message))
-            case dev.Forget(peer):
+            case dact.Forget(peer):
                 self.forgotten.append(peer)
-            case dev.Note(what, peer, detail):
+            case dact.Note(what, peer, detail):
                 self.notes.append((peer, what))
                 self.details.append((what, detail))
 
@@ -200,11 +207,11 @@ class Decode(_Side):
     ) -> None:
         """`segments`: of the prompt, from each of these peers."""
         sources = tuple(
-            dev.Source(peer, range(4), 1, 1 << 20, TOKENS, patience) for peer in peers or (PREFILL,)
+            Source(peer, range(4), 1, 1 << 20, TOKENS, patience) for peer in peers or (PREFILL,)
         )
         number, end = more.pop("number", generation), segments * TOKENS
         more = {"first_token": 0, "end": end, "handle": generation, **more}
-        self.do(self.machine.open, dev.Opened(generation, number, sources, **more))
+        self.do(self.machine.open, Opened(generation, number, sources, **more))
 
     def ready(
         self, generation: int, segments: int = 1, peer: bytes = PREFILL, last: bool = False
@@ -230,8 +237,7 @@ class Decode(_Side):
         self.act()
 
     def wants(self, generation: int) -> bool:
-        return bool(self.machine._rooms[generation].wants)
+        return bool(self.machine.state(generation).wants)
 
     def strikes(self, peer: bytes = PREFILL) -> int:
-        state = self.machine.breaker._states.get(peer)
-        return state.strikes if state is not None else 0
+        return strikes(self.machine).get(peer, 0)

@@ -18,14 +18,15 @@ import torch
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
+from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD, SPARE
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode import machine as decode_machine
+from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
-from sglang_mixkv.draft.facts import StagingFacts
-from sglang_mixkv.draft.layout import SLOT_OVERHEAD, SPARE, Pages
+from sglang_mixkv.draft.handshake import StagingFacts
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
@@ -95,12 +96,14 @@ class Reads(DataPlane):
 
 
 class Reporter:
-    """`seen`, `details`: of all notes. `bytes`, `copying`: of all copies, and seconds. `ticks`: how
-    often the channel's thread looked at its clock."""
+    """`seen`, `details`: of all notes. `bytes`, `copying`: of all copies, and seconds.
+    `announcing`: seconds from chunks to their READYs. `ticks`: how often the channel's thread
+    looked at its clock."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.details: list[str] = []
+        self.announcing: list[float] = []
         self.bytes, self.copying, self.ticks = 0, 0.0, 0
 
     def __call__(self, note: Any) -> None:
@@ -109,6 +112,9 @@ class Reporter:
 
     def moved(self, size: int, seconds: float) -> None:
         self.bytes, self.copying = self.bytes + size, self.copying + seconds
+
+    def announced(self, seconds: float) -> None:
+        self.announcing.append(seconds)
 
     def ended(self, entry: Any, reason: str) -> None: ...
 
@@ -236,11 +242,11 @@ class Decode(_Side):
 
     def open(
         self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None,
-        source: ev.Source | None = None, pages: Any = None, page: int = PAGE,
+        source: Source | None = None, pages: Any = None, page: int = PAGE,
     ) -> ReceiveHandle:  # fmt: skip
         """Of tokens [first, first + tokens), in every second page of its pool unless `pages` has
         other ones."""
-        source = source or ev.Source(peer, HEADS, 1, SLOTS, SEGMENT)
+        source = source or Source(peer, HEADS, 1, SLOTS, SEGMENT)
         if pages is None:
             pages = np.arange(0, PAGES, 2)[: -(-tokens // PAGE)]
         handle = ReceiveHandle(pages, page, event)

@@ -8,9 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open
-from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Room, Segment, Source
-
-__all__ = ["Generation", "Opened", "Peer", "Source"]
+from sglang_mixkv.decode.transfer import Peer, Room, Segment
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -40,7 +38,7 @@ class Clear(msgspec.Struct, eq=False):
     end: int
 
 
-class Copy(msgspec.Struct, frozen=True):
+class StartCopies(msgspec.Struct, frozen=True):
     """Copy segments from their slots here to their rooms' rows, through the rooms' gates, and clear
     rows: in any order, and together. `Machine.copied` follows for each, or for several."""
 
@@ -75,4 +73,4 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Action = Send | StartRead | Copy | Verdict | Forget | Note
+Action = Send | StartRead | StartCopies | Verdict | Forget | Note

@@ -5,21 +5,22 @@ from __future__ import annotations
 import msgspec
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.prefill.transfer import Connection, Segment, Use
-
-__all__ = ["Connection", "Use"]
+from sglang_mixkv.prefill.transfer import Chunk, Connection, Segment, Use
 
 
 class Pack(msgspec.Struct, frozen=True):
-    """They may be packed in any order, and together; `Machine.packed` follows for each, or for
+    """They may be packed in any order, and together; `Machine.copied` follows for each, or for
     several."""
 
     segments: tuple[Segment, ...]
 
 
 class Send(msgspec.Struct, frozen=True):
+    """`chunks`: of which a READY announces the last segment."""
+
     connection: Connection
     message: Ready | Fail
+    chunks: list[Chunk] = []
 
 
 class Settled(msgspec.Struct, frozen=True):

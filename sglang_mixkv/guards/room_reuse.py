@@ -1,9 +1,14 @@
 """Refuses a second request with a room number that is in use, as the samples of one with `n` > 1.
 
-SGLang's tables have one entry for a number. A second use of it takes the first one's metadata and
-KV, and its end takes the entry away; SGLang's schedulers end of that ("Unexpected poll state",
-KeyError). So such a request is refused where a server takes it. What comes past that, as from a
-client of both servers that gives a number twice, fails alone.
+fault   SGLang's tables have one entry for a number (CommonKVManager, in common/conn.py under
+        disaggregation/). A second use takes the first one's metadata and KV, and its end takes the
+        entry away; SGLang's schedulers end of that (prefill.py, pop_bootstrapped: "Unexpected poll
+        state", KeyError)
+patch   none yet
+until   SGLang refuses such a request itself, or its tables tell uses of a number apart
+
+Such a request is refused where a server takes it. What comes past that, as from a client of both
+servers that gives a number twice, fails alone.
 """
 
 from __future__ import annotations
@@ -16,8 +21,7 @@ from weakref import WeakValueDictionary
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-from sglang_mixkv.decode.events import Note
-from sglang_mixkv.engine.rank import RankManager
+from sglang_mixkv.decode.actions import Note
 from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -101,12 +105,12 @@ class RoomUse:
     under way, has failed under a number that no request has, as has one of a number that cannot be
     sent: whatever SGLang does with it touches nothing of another one's."""
 
-    kv_mgr: RankManager
+    kv_mgr: Any  # a DraftManager, which stands on a floor above
     bootstrap_room: int
     conclude_state: Any
 
     def __init__(
-        self, mgr: RankManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
         problem = f"{type(bootstrap_room).__name__} outside of that"
         if is_free := _is_number(bootstrap_room):
@@ -141,3 +145,15 @@ class RoomUse:
             tables.request_status[room] = KVPoll.WaitingForInput
         self.bootstrap_room = next(_own)
         tables.request_status[self.bootstrap_room] = status
+
+
+class SenderRoomUse(RoomUse):
+    """Mixed into senders."""
+
+    def _leave(self) -> bool:
+        """True retraction may begin the next use of the number before the scheduler has seen that
+        this one succeeded."""
+        if super().poll() == KVPoll.Success:  # type: ignore[misc]
+            self._move()
+            return True
+        return False

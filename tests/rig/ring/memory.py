@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rig import model
-from rig.model import Cache, Case
+from rig.ring import model
+from rig.ring.model import Cache, Case
 
 # As MetadataBuffers lays them out: six rows, the drafter's three, the room.
 AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)

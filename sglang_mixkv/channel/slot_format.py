@@ -1,0 +1,52 @@
+"""A slot's bytes, on which both sides agree: header, stamp and sum, and what a reader finds.
+
+A *segment* is some tokens of one request for one reader, in a *slot* of the staging buffer:
+
+    | stamp, 8 bytes | sum, 8 | unused, 48 | payload | zeros up to a multiple of 8 |
+
+The payload is entry after entry, each [tokens, heads, head bytes]. The sum is that of the payload's
+words of 8 bytes, each times the odd weight of its place, and of the stamp times SEED, modulo 2**64.
+A reader knows the stamp from READY, makes the sum of what it read, and compares both:
+
+* A change within one word always shows, since each weight is odd.
+* Another segment always shows: its stamp differs, and since SEED is odd, so does the sum.
+* Other changes, such as two segments mixed, escape where their differences, each times its weight,
+  add up to zero: once in 2**64 for bytes that know nothing of the weights, and always for two words
+  of which both have the highest bit flipped and no other.
+
+What protects a slot is the ACK; stamp and sum are the second net. A second stamp behind the payload
+would show nothing more: a read has no order, so equal stamps prove nothing of what is between them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEADER = 64  # bytes in front of the payload
+SPARE = 16  # of the first byte without a meaning
+SLOT_OVERHEAD = HEADER + 8  # bytes: the header, and padding behind the payload
+GOLDEN, MIX, SEED = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0x2545F4914F6CDD1D
+"""Of the sum: two multipliers that make a weight of a place, and the stamp's weight. All odd."""
+MASK = (1 << 64) - 1
+
+
+class SlotCheck(IntEnum):
+    """What a reader finds in a slot. STALE: another stamp, DIFFERS: another sum. ERROR: whether the
+    copy was made is unknown."""
+
+    OK = 0
+    STALE = 1
+    DIFFERS = 2
+    ERROR = 3
+
+
+def weights(count: int) -> NDArray[np.uint64]:
+    """Of the first `count` places of a payload. They are computed, so that a GPU need not read them
+    and both sides agree on them without a table."""
+    half = np.uint64(32)
+    found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    found = (found ^ (found >> half)) * np.uint64(MIX)
+    return (found ^ (found >> half)) | np.uint64(1)

@@ -1,0 +1,93 @@
+"""What each rank publishes of itself: one row of facts.
+
+A prefill rank's row travels with its registration at the bootstrap server, and decode ranks get
+all rows from GET /mixkv. Only decode compares (decode/compare.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sglang_mixkv.channel.messages import PROTOCOL, Instance
+from sglang_mixkv.draft.layout import DraftLayout, Heads, Name, Rank
+
+MAX_ROW_BYTES = 64 << 10
+Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The target's KV on one rank, as SGLang's KV args have it. `heads`: of all ranks, 0 for MLA.
+
+    `entries`: buffers of this stage. `layer_ids`: whether they carry numbers of layers. `even`: K
+    and V rows are equally wide.
+    """
+
+    heads: Count
+    entries: Count
+    layer_ids: bool
+    even: bool
+    stages: Heads = 1
+    dcp: Heads = 1
+
+    @property
+    def is_mla(self) -> bool:
+        return self.heads == 0
+
+
+class StagingFacts(msgspec.Struct, frozen=True):
+    """A prefill rank's slots, and how to reach them. `base`: the address of slot 0."""
+
+    data_plane: Name
+    endpoint: Annotated[bytes, Meta(max_length=32 << 10)]
+    base: Size
+    slot_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    slots: Annotated[int, Meta(ge=2, le=1 << 20)]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One rank. `protocol` stays the first key, and is read before the rest.
+
+    `rank_ip`, `rank_port`: SGLang's own key of the rank (PrefillRankInfo). `address`: where the
+    channel's socket listens, or "" on a rank without one. `aux_item_lens`: bytes of each metadata
+    row. `backend`: SGLang's, which moves the target. `draft`, `staging`: None on a rank without
+    draft KV of its own. `patience`: SGLANG_MIXKV_PATIENCE, by which its slots are used again.
+    """
+
+    protocol: tuple[Rank, Rank]
+    plugin: Name
+    engine: Name
+    instance: Instance
+    rank_ip: Name
+    rank_port: Annotated[int, Meta(ge=0, le=65535)]
+    address: Name
+    attn_tp: Rank
+    attn_tp_rank: Rank
+    pp_rank: Rank
+    aux_item_lens: Annotated[tuple[Size, ...], Meta(max_length=256)]
+    backend: Name
+    target: Target
+    topk: Rank = 0
+    draft: DraftLayout | None = None
+    staging: StagingFacts | None = None
+    patience: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
+
+
+class _Versioned(msgspec.Struct):
+    protocol: tuple[int, int]
+
+
+def read_row(data: bytes) -> Row:
+    """Raises ValueError for bytes that are no row of a protocol that this build reads."""
+    if len(data) > MAX_ROW_BYTES:
+        raise ValueError(f"a row of {len(data)} bytes")
+    try:
+        oldest, newest = msgspec.json.decode(data, type=_Versioned).protocol
+        if min(newest, PROTOCOL[1]) < max(oldest, PROTOCOL[0]):
+            raise ValueError(f"protocol {oldest} to {newest}; this build reads {PROTOCOL}")
+        return msgspec.json.decode(data, type=Row)
+    except RecursionError as error:
+        raise ValueError("a row that is nested too deeply") from error

@@ -1,0 +1,78 @@
+"""Notifies decode of an abort on prefill, in SGLang's own message.
+
+fault   CommonKVSender.abort (disaggregation/common/conn.py) notifies nobody: decode waits for
+        SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s
+patch   none yet
+until   an abort on prefill ends the request on decode
+
+SGLang's sends block for up to 30 s where the other side is gone, or stands still: threads send.
+What decode must not hear, DraftManager.apply_prefill_status ignores: it overrides SGLang's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+from sglang_mixkv.background import MAX_NOTICES, Background
+from sglang_mixkv.guards.room_reuse import RoomUse, newest
+from sglang_mixkv.series import ABORTED
+
+BLOCKED_AT_ONCE = 256  # decode ranks
+LOOK_S, LATE_S = 1.0, 300.0  # SGLang's timeout, beyond which decode waits no more
+
+
+class AbortedRequests:
+    """Notifies decode of an abort on prefill. `manager`: SGLang's, of a prefill rank."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._background = Background("mixkv-notify", BLOCKED_AT_ONCE)
+
+    def add(self, sender: RoomUse) -> None:
+        """A room that SGLang has concluded is left alone. After Success decode goes on with the
+        request. After Failed decode was notified, or must not be, since NIXL could not say that its
+        writes have ended (transfer_worker in nixl/conn.py)."""
+        room, manager = sender.bootstrap_room, self._manager
+        if manager.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
+            return
+        is_place = len(self._background.running) < MAX_NOTICES
+        if manager.enable_deferred_decode_kv_release and is_place:
+            self._background.run(self._notify(sender, room, self._targets(room)))
+
+    def _targets(self, room: int) -> Any:
+        """The decode ranks that wait for KV of this rank; None before metadata of any have come."""
+        infos = list(self._manager.transfer_infos.get(room, {}).values())
+        targets = {(one.endpoint, one.dst_port) for one in infos if not one.is_dummy}
+        return targets if infos else None
+
+    async def _notify(self, sender: RoomUse, room: int, targets: Any) -> None:
+        until = time.monotonic() + LATE_S
+        while targets is None and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+            targets = self._late(sender, room)
+        fields = {"bootstrap_room": room, "status": KVPoll.Failed, "failure_reason": ABORTED}
+        send, message = self._background.send, self._manager.send_kv_status_message  # logs errors
+        await asyncio.gather(*(send(to, message, targets=[to], **fields) for to in targets or ()))
+
+    def _late(self, sender: RoomUse, room: int) -> Any:
+        """The targets of a room that was aborted before they came; () where nothing is left to do.
+        SGLang's thread (bootstrap_thread) notes the prefix, and then the status, once all decode
+        ranks have come: the room's tables are cleared then. Where its scheduler has not cleared the
+        sender, that asks for the status again and clears it: a status that is gone would be
+        WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
+        tables = self._manager
+        if newest(room) not in (None, sender):  # the number is another request's
+            return ()
+        if room not in tables.req_to_decode_prefix_len or room not in tables.request_status:
+            return None
+        targets = self._targets(room) or ()
+        if newest(room) is None:
+            sender.clear()
+        else:
+            tables.req_to_decode_prefix_len.pop(room, None)
+            tables.transfer_infos.pop(room, None)
+        return targets
