@@ -13,10 +13,9 @@ which hands it the answer. It caches that for good: each process that a peer's a
 a name of its own. Names of hosts in an answer are refused, since one thread of Mooncake's looks
 them up for all connections.
 
-Tests over TCP cannot show what only RDMA does: that memory which was not registered is refused,
-that a read across several NICs or of a GPU's memory is right, that a failed read was the last to
-touch local memory (its work request is flushed), and that a peer at an old address, under another
-name, gets new queue pairs.
+Over RDMA a read is cut where the peer's registered memory ends, so its first bytes may land, and it
+fails. tests/rdma/ has soft-RoCE and host memory: nothing shows that reads of a GPU's memory are
+right, and that on a NIC, too, a failed read was the last to touch local memory.
 """
 
 from __future__ import annotations

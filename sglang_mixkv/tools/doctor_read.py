@@ -247,6 +247,9 @@ def apart(seconds: int, *calls: Sequence[Any]) -> Any:
         except BrokenProcessPool:
             last = b" | ".join(log.read().splitlines()[-3:]).decode(errors="replace")
             raise ReadFailed(f"a process died, or took {seconds} s: {last}") from None
+        finally:
+            for process in pool._processes.values():  # a listener without its reader goes on
+                process.kill()
 
 
 def _confine(log: str, seconds: int) -> None:

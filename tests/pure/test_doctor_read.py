@@ -164,6 +164,14 @@ def test_a_process_that_dies_or_hangs_is_a_failure(monkeypatch: pytest.MonkeyPat
             doctor_read.result(SMALL, listen=1)
 
 
+def test_a_reader_that_fails_ends_its_listener_too() -> None:
+    """As where memory cannot be registered: the doctor does not wait for its time limit."""
+    began = time.monotonic()
+    with pytest.raises(ReadFailed, match="invalid literal"):
+        doctor_read.apart(100, [time.sleep, 100], [int, "none"])
+    assert time.monotonic() - began < 50
+
+
 def test_a_listener_ends_with_the_doctor_that_started_it(port: int) -> None:
     """Also where that is killed: the port is free for the next one."""
     command = [sys.executable, "-m", "sglang_mixkv", "doctor", "--no-seams", "--listen", str(port)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from rig.channel.planes import CANARY, GUARD, LIST, MIB, ONE, SIZE, Reader
+from rig.channel.planes import CANARY, GUARD, LIST, MIB, ONE, SIZE, Reader, pattern
 
 from sglang_mixkv.channel.data_plane import Peer
 
@@ -55,15 +55,18 @@ def check_a_peers_end(reader: Reader, end: Callable[[], None]) -> None:
     reader.check_read(reader.connect(1), of=1)
 
 
-def check_a_wrong_part(reader: Reader, there: int) -> None:
-    """A list whose middle reads the peer's memory at `there`, where it has registered none."""
-    wrong = (GUARD + 30 * MIB, there, 10)
+def check_a_wrong_part(reader: Reader, there: int, inside: int = 0) -> None:
+    """A list whose middle reads ten bytes of the peer's memory at `there`. It has registered the
+    first `inside` of them; no others land."""
+    to = GUARD + 30 * MIB
     peer = reader.connect()
     claim(peer)
     reader.memory[:] = CANARY
-    tag = reader.start(peer, *LIST[:12], wrong, *LIST[12:])
+    tag = reader.start(peer, *LIST[:12], (to, there, 10), *LIST[12:])
     assert all(reader.wait(tag))
-    assert (reader.memory[GUARD + 30 * MIB :] == CANARY).all()
+    known, rest = np.split(reader.memory[to:], [inside])
+    assert (rest == CANARY).all()
+    assert ((known == CANARY) | (known == pattern(1)[there:][:inside])).all()
     check_nobody_writes(reader)
     reader.plane.forget(peer)
     reader.check_read(reader.connect())

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -59,3 +60,14 @@ def address_of(network: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         asked = struct.pack("256s", network.encode())
         return socket.inet_ntoa(fcntl.ioctl(any_socket, SIOCGIFADDR, asked)[20:24])
+
+
+def lose(percent: int) -> None:
+    """Of what comes from the second device over the guest's wire."""
+    command = f"tc qdisc replace dev wire1 parent 1:1 netem limit 100000 loss {percent}%"
+    subprocess.run(command.split(), check=True)
+
+
+def set_link(state: str) -> None:
+    """Of the second device."""
+    subprocess.run(["ip", "link", "set", "wire1", state], check=True)

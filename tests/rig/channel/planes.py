@@ -226,10 +226,16 @@ def over(*ways: Any, peers: int = 1, later: int = 0) -> Callable[..., Any]:
     return test_of
 
 
-def read(way: str, body: Callable[[Reader], None], peers: int, later: int = 0) -> None:
+def go(way: str) -> Way:
+    """From now on this process's environment is that of the way."""
     for name in ("MC_TCP_ENABLE_CONNECTION_POOL", "MC_FORCE_TCP", "MOONCAKE_PROTOCOL", "UCX_TLS"):
         os.environ.pop(name, None)
     os.environ.update({**ENV, **WAYS[way].env})
+    return WAYS[way]
+
+
+def read(way: str, body: Callable[[Reader], None], peers: int, later: int = 0) -> None:
+    go(way)
     reader = Reader(way, peers, later)
     try:
         body(reader)

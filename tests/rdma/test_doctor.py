@@ -1,0 +1,56 @@
+"""The doctor over verbs, as an operator starts it: its reads import torch, in two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rdma.conftest import RDMA
+from rdma.verbs import devices
+from rig.channel.planes import ENV
+from rig.process.forks import LIMIT_S, STRETCH
+
+RUN = f"""
+import sys
+from sglang_mixkv.tools import doctor, doctor_read
+doctor_read.LIMIT_S = round(doctor_read.LIMIT_S * {STRETCH})
+sys.exit(doctor.main(sys.argv[1:]))
+"""
+UNLOCKED = "setpriv", "--bounding-set=-ipc_lock", "prlimit", "--memlock=65536"
+over = pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+
+
+def doctor(backend: str, *before: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """What it finds: value and problem."""
+    flags = ("--json", "--no-seams", "--mixkv-staging-mb", "8")
+    where = ("--disaggregation-transfer-backend", backend)
+    where += ("--disaggregation-ib-device", devices()[0].name)
+    ran = subprocess.run(
+        [*before, sys.executable, "-c", RUN, *flags, *where], env=os.environ | ENV | RDMA,
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    print(ran.stderr)
+    found = json.loads(ran.stdout)["findings"]
+    return {(one["section"], one["name"]): (one["value"], one["problem"]) for one in found}
+
+
+@over
+def test_what_the_doctor_says(backend: str) -> None:
+    device, found = devices()[0], doctor(backend)
+    assert [one for one in found.values() if one[1]] == []
+    value, _ = found["RDMA", device.name]
+    assert value.startswith("port 1 ACTIVE (")
+    over_it = {"mooncake": "RDMA", "nixl": "NIXL"}[backend]
+    assert found["data plane", "transport"] == (f"{over_it} over {device.name}", "")
+    assert found["data plane", "read"][0].startswith("1 MiB between two processes here")
+
+
+@over
+def test_too_little_memory_may_be_locked(backend: str) -> None:
+    value, problem = doctor(backend, *UNLOCKED)["data plane", "read"]
+    print(problem)
+    assert value == "failed"
+    assert "MIXKV-START-06" in problem
