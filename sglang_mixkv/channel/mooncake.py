@@ -14,8 +14,10 @@ a name of its own. Names of hosts in an answer are refused, since one thread of 
 them up for all connections.
 
 Over RDMA a read is cut where the peer's registered memory ends, so its first bytes may land, and it
-fails. tests/rdma/ has soft-RoCE and host memory: nothing shows that reads of a GPU's memory are
-right, and that on a NIC, too, a failed read was the last to touch local memory.
+fails. Where a part has failed, Mooncake asks the peer's own address again, so by the name of a peer
+that is gone the next process there may be read: a slot's stamp tells. tests/rdma/ has soft-RoCE and
+host memory: nothing shows that reads of a GPU's memory are right, and that on a NIC, too, a failed
+read was the last to touch local memory.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,13 @@ from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 
-TOKENS, PAGE, HEADS, HEAD_BYTES, SLOT_BYTES = 512, 8, range(4), 1024, 128 << 10
+TOKENS, PAGE, HEADS, HEAD_BYTES, SLOT_BYTES = 2048, 8, range(4), 1024, 128 << 10
 HALVES = range(2), range(2, 4)
 OTHER = 0x5A  # of the request that gets a request's pages after it
 HURRIED, PATIENT = Times(STRETCH / 3), Times(30.0 * STRETCH)
 
 
+@cache
 def pool_of(heads: range) -> np.ndarray:
     """K and V of a prefill rank with these heads."""
     size = 2 * TOKENS * len(heads) * HEAD_BYTES
