@@ -702,17 +702,22 @@ def test_a_rank_that_registers_late_is_found(
 
 @contextmanager
 def at(site: Site, point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Functions to call, once each, at the beginning or the end of what the task of a server waits
-    for, or its thread; in a thread of their own, which may have to wait for a lock that it holds.
-    """
+    """A function to call once, at the beginning or the end of what the task of a server waits for,
+    or its thread; in a thread of its own, which may have to wait for a lock that it holds. It stays
+    in the list until it has returned."""
     name, when = point.split()
     todo: list[Any] = []
+    others: list[threading.Thread] = []
+
+    def call() -> None:
+        todo[0]()
+        todo.clear()
 
     def happens(now: str) -> None:
-        if now == when and todo:
-            other = threading.Thread(target=todo.pop(), daemon=True)
-            other.start()
-            other.join(0.3)
+        if now == when and todo and not others:
+            others.append(threading.Thread(target=call, daemon=True))
+            others[0].start()
+            others[0].join(0.3)
 
     owner = {"fetch": prefill_servers, "ranks_of": prefill_servers, "_connect": site.servers,
              "resolve": site.manager, "dial": site.decode.channel,
