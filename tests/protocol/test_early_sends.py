@@ -40,11 +40,12 @@ class HeldBack:
 
 
 def first_held_back(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
-    """The first chunk of request 0 is written once request 1 has ended, whose chunks are put into
-    the same queue behind it. What the target and the drafter have there until then is wrong."""
-    number, open_requests = sender.ring_number, rank.open
-    if number == 1 and 0 in open_requests and not open_requests[0].handle.curr_idx:
-        open_requests[1].chunks.insert(0, chunk)
+    """The first chunk of request 0 is written once request 1 has ended, which is sent behind all of
+    request 0 and into the same queue. What the target and the drafter have there until then is
+    wrong."""
+    number = sender.ring_number
+    if number == 1 and 0 in rank.open and rank.open[0].chunks:
+        rank.open[1].chunks.insert(0, chunk)
         return
     if number == 0 and not sender.curr_idx:
         entries = [entry for name in ("target", "draft") for entry in rank.pools[name]]
