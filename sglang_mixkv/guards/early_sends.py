@@ -53,17 +53,15 @@ class ChunkQueue:
 
 
 def _is_written(event: Any) -> bool:
-    try:
+    with suppress(Exception):  # the forward failed: SGLang's scheduler ends before a last chunk
         return event is None or is_over(event)
-    except Exception:  # the forward has failed, and SGLang's scheduler ends: no last chunk follows
-        return True
+    return True
 
 
 class EarlySends:
     """Mixed into NIXL's manager. `early`: the event of the chunk that SGLang's scheduler sends."""
 
     early: Any = None
-    _queues: list[ChunkQueue]
 
     @property
     def transfer_queues(self) -> list[ChunkQueue]:
@@ -71,8 +69,7 @@ class EarlySends:
 
     @transfer_queues.setter
     def transfer_queues(self, queues: list[Any]) -> None:
-        """SGLang sets them before it starts a worker for each."""
-        self._queues = [ChunkQueue(self) for _ in queues]
+        self._queues = [ChunkQueue(self) for _ in queues]  # SGLang starts a worker for each then
 
 
 def switch_off_early_sends(manager: Any, release: str) -> str:
