@@ -27,7 +27,7 @@ from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.guards.aborts import AbortedRequests
-from sglang_mixkv.guards.early_sends import switch_off_early_sends
+from sglang_mixkv.guards.early_sends import EarlySends, switch_off_early_sends
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker
 from sglang_mixkv.series import ABORTED
@@ -52,11 +52,10 @@ class DraftManager(RankManager):
         self.local = RankContext(args, server_args, mode.value, self.backend)
         draft_pool.check_appended(args, is_mla_backend)
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
-        note = ""
-        if mode == DisaggregationMode.PREFILL:
+        if is_prefill := mode == DisaggregationMode.PREFILL:
             self.aborted = AbortedRequests(self)
-            note = switch_off_early_sends(self.backend, sglang_version())
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
+        note = switch_off_early_sends(self, sglang_version()) if is_prefill else ""
         if mode == DisaggregationMode.DECODE:
             self._make_decode_channel()
         names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
@@ -147,4 +146,5 @@ def mixed(stock: type, backend: str, kind: str) -> type:
     if mixin is None or backend == "fake":
         return stock
     body = {"__module__": mixin.__module__, "backend": backend}
-    return type(f"Draft{stock.__name__}", (mixin, stock), body)
+    guards = (EarlySends,) if (backend, kind) == ("nixl", "manager") else ()
+    return type(f"Draft{stock.__name__}", (*guards, mixin, stock), body)

@@ -46,6 +46,7 @@ class RankManager:
     aborted: AbortedRequests  # on prefill
     prefill_channel: PrefillWorker | None = None
     decode_channel: DecodeWorker | None = None
+    early: Any = None  # the event behind a chunk that is sent (EarlySends)
     # SGLang's
     failure_records: dict[int, str]
     kv_args: Any

@@ -100,6 +100,9 @@ _NAMES = {
     # the decode ranks of a request, which are notified
     f"{_PD}mooncake.conn:TransferInfo": "dst_port endpoint is_dummy",
     f"{_PD}nixl.conn:TransferInfo": "dst_port endpoint is_dummy",
+    # chunks on their way to NIXL's workers, which are held back
+    f"{_PD}nixl.conn:NixlKVManager": "transfer_queues",
+    f"{_PD}common.utils:TransferKVChunk": "room",
     f"{_PD}base.conn:KVPoll": "Failed Success Transferring WaitingForInput",
     f"{_PD}utils:DisaggregationMode": "DECODE PREFILL",
     # what SGLang moves; RDMA devices of this GPU

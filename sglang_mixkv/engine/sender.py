@@ -38,11 +38,10 @@ class DraftSender(SenderRoomUse):
         return self._first
 
     def send(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
-        if self.handle is None:
-            super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
-            return
-        early = self._early_send_wait_event
+        self.kv_mgr.early = early = self._early_send_wait_event
         super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
+        if self.handle is None:
+            return
         try:
             self._hand_over(self.handle, kv_indices, kwargs, early)
         except Exception:  # without a last chunk, decode starts the drafter cold

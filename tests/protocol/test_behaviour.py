@@ -16,6 +16,7 @@ pytestmark = pytest.mark.mooncake_only
 
 SRT = "sglang.srt.disaggregation"
 PREFILL = f"{SRT}.prefill:SchedulerDisaggregationPrefillMixin"
+NIXL = f"{SRT}.nixl.conn:NixlKVManager"
 QUEUES = f"{SRT}.prefill:PrefillBootstrapQueue", f"{SRT}.decode:DecodePreallocQueue"
 
 # A function, what its source has, and what that means. One rank's verdict is not its group's: rows
@@ -37,6 +38,13 @@ BEHAVIOURS = [
     (f"{PREFILL}.maybe_send_cached_prefix_chunk",
      r"disagg_kv_sender\._early_send_wait_event = ",
      "the event of an early chunk lies on its sender"),
+    (f"{NIXL}.__init__", r"self\.transfer_queues\b.*enumerate\(self\.transfer_queues\).*"
+     r"target=self\.transfer_worker,\s*args=\(queue,",
+     "a worker of NIXL's has one of the queues that its manager was given, to itself"),
+    (f"{NIXL}.add_transfer_request", r"self\.transfer_queues\[shard_idx\]\.put\(\s*TransferKVChunk",
+     "a sender's send puts its chunk into a queue itself"),
+    (f"{NIXL}.transfer_worker", r"while True:\s*kv_chunk: TransferKVChunk = queue\.get\(\)",
+     "a worker of NIXL's posts nothing but what its queue gives"),
     (f"{SRT}.decode:DecodePreallocQueue.resume_retracted_reqs",
      r"self\.req_to_token_pool.*return resumed_reqs",
      "resumed requests are returned, with rows in the queue's table"),

@@ -1,18 +1,143 @@
-"""SGLang's early sends are off where SGLang does not wait for the forward, unless asked for."""
+"""SGLang's early sends leave once they are written; where nobody waits for that, they are off."""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from rig.ring.logs import keep_lines
 from rig.ring.model import Case, Request
-from rig.ring.rank import Rank
-from rig.ring.run import run
+from rig.ring.rank import Rank, send
+from rig.ring.run import right, run
 from rig.ring.special import Special
 
 from sglang_mixkv.engine.releases import sglang_version
-from sglang_mixkv.guards.early_sends import EARLY_SENDS, switch_off_early_sends
+from sglang_mixkv.guards.early_sends import (
+    EARLY_SENDS,
+    EarlySends,
+    switch_off_early_sends,
+)
+
+# ---------------------------------------------------------------- in the ring
+
+
+class HeldBack:
+    """A torch.cuda.Event, behind a forward that is over when `is_over`, and then has written."""
+
+    def __init__(self, is_over: Callable[[], bool], write: Callable[[], None]) -> None:
+        self._is_over, self._write = is_over, write
+
+    def query(self) -> bool:
+        if is_over := self._is_over():
+            self._write()
+        return is_over
+
+
+def first_held_back(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    """The first chunk of request 0 is written once request 1 has ended, which is sent behind all of
+    request 0 and into the same queue. What the target and the drafter have there until then is
+    wrong."""
+    number = sender.ring_number
+    if number == 1 and 0 in rank.open and rank.open[0].chunks:
+        rank.open[1].chunks.insert(0, chunk)
+        return
+    if number == 0 and not sender.curr_idx:
+        entries = [entry for name in ("target", "draft") for entry in rank.pools[name]]
+        truth = [entry[chunk].copy() for entry in entries]
+        for entry in entries:
+            entry[chunk] ^= 0xFF
+
+        def write() -> None:
+            for entry, rows in zip(entries, truth, strict=True):
+                entry[chunk] = rows
+
+        sender._early_send_wait_event = HeldBack(
+            lambda: any(one.number == 1 for one in rank.report.ended), write
+        )
+    send(rank, sender, chunk, state)
+
+
+REQUESTS = (Request(23, chunk_pages=2), Request(8))
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=["P > D", "P < D"])
+def test_over_nixl_an_early_send_is_held_back_and_no_other_request(tp: tuple[int, int]) -> None:
+    right(Case(*tp, backend="nixl", requests=REQUESTS, special=Special(send=first_held_back)))
+
+
+def test_stocks_early_send_over_nixl_does_not_wait() -> None:
+    """Target and drafter are wrong, without an error. If this fails, the guard can go."""
+    special = Special(send=first_held_back)
+    case = Case(1, 1, backend="nixl", requests=REQUESTS, special=special)
+    outcome = run(replace(case, prefill_mixkv=False, decode_mixkv=False))
+    assert outcome.statuses == {"success"}
+    wrong = {line.partition(" entry")[0].removeprefix("decode rank 0 ") for line in outcome.wrong}
+    assert wrong == {"target", "draft"}
+
+
+# ---------------------------------------------------------------- the queue
+
+
+class Event:
+    """Comes when it has been asked `asks` times; raises with a negative number."""
+
+    def __init__(self, asks: int) -> None:
+        self.left = asks
+
+    def query(self) -> bool:
+        if self.left < 0:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.left -= self.left > 0
+        return not self.left
+
+
+NEVER = 10**9
+
+
+def queue_of(*chunks: tuple[int, int, Event | None]) -> Any:
+    """NIXL's queue with these chunks (room, number, event), as SGLang puts them."""
+    manager = EarlySends()
+    manager.transfer_queues = [object()]
+    (queue,) = manager.transfer_queues
+    for room, number, event in chunks:
+        manager.early = event
+        queue.put(SimpleNamespace(room=room, number=number))
+    manager.early = None
+    return queue
+
+
+def take(queue: Any, count: int) -> list[tuple[int, int]]:
+    return [(one.room, one.number) for one in (queue.get() for _ in range(count))]
+
+
+def test_a_chunk_waits_for_its_event_and_for_the_earlier_ones_of_its_room_alone() -> None:
+    held, late = Event(NEVER), Event(100)
+    queue = queue_of((1, 0, held), (1, 1, None), (2, 0, late), (2, 1, None), (3, 0, None))
+    assert take(queue, 3) == [(3, 0), (2, 0), (2, 1)]
+    assert held.left < NEVER - 50, "asked again and again"
+    held.left = 0
+    assert take(queue, 2) == [(1, 0), (1, 1)]
+
+
+def test_a_chunk_that_comes_while_another_is_held_back_passes_it() -> None:
+    queue = queue_of((1, 0, Event(NEVER)))
+    later = SimpleNamespace(room=2, number=0)
+    threading.Timer(0.05, queue.put, [later]).start()
+    assert take(queue, 1) == [(2, 0)]
+
+
+def test_an_event_that_cannot_be_asked_ends_no_worker_of_sglangs() -> None:
+    """The forward before it has failed: SGLang's scheduler ends, and sends no last chunk."""
+    assert take(queue_of((1, 0, Event(-1)), (1, 1, None)), 2) == [(1, 0), (1, 1)]
+
+
+# ---------------------------------------------------------------- where they are off
 
 
 @pytest.mark.parametrize(
@@ -20,15 +145,19 @@ from sglang_mixkv.guards.early_sends import EARLY_SENDS, switch_off_early_sends
     [("nixl", "0.5.23", True), ("nixl", "0.6.0", True), ("mooncake", "0.5.21.post1", True),
      ("mooncake", "0.5.22", False), ("mooncake", "0.10.0", False)],
 )  # fmt: skip
-def test_where_sglang_does_not_wait_and_the_operator_has_not_set_it(
+def test_without_the_plugins_queues_they_are_off_where_sglang_does_not_wait(
     backend: str, release: str, off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unless the operator has set it. A NIXL that keeps its queues elsewhere may be one that was
+    not tested."""
+    theirs: dict[str, Any] = {"transfer_queues": [object()]} if backend == "mooncake" else {}
+    manager = SimpleNamespace(backend=backend, **theirs)
     for value in ("0", "1"):
         monkeypatch.setenv(EARLY_SENDS, value)
-        assert not switch_off_early_sends(backend, release)
+        assert not switch_off_early_sends(manager, release)
         assert os.environ[EARLY_SENDS] == value
     del os.environ[EARLY_SENDS]
-    assert bool(switch_off_early_sends(backend, release)) == off
+    assert bool(switch_off_early_sends(manager, release)) == off
     assert os.environ.get(EARLY_SENDS) == ("0" if off else None)
 
 
@@ -40,8 +169,10 @@ SAYS_SO = ["prefill 0: INFO sglang-mixkv", "prefill: 0"]
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_a_prefill_rank_sets_it_and_says_so(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = backend == "mooncake" and sglang_version() != "0.5.21"
+def test_a_prefill_rank_sets_it_where_nobody_waits_and_says_so(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = backend == "nixl" or sglang_version() != "0.5.21"
     expected = ["prefill: None"] if waits else SAYS_SO
     monkeypatch.delenv(EARLY_SENDS, raising=False)
     faults = {(side, 0): says_what_is_set for side in ("prefill", "decode")}

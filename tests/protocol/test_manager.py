@@ -38,6 +38,7 @@ from sglang_mixkv.engine.bootstrap import KEY
 from sglang_mixkv.engine.draft_pool import Draft
 from sglang_mixkv.engine.manager import MIXINS, DraftManager, mixed
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.guards.early_sends import EarlySends
 from sglang_mixkv.series import ABORTED
 
 FACTS = DraftFacts("Llama", "EAGLE3", 4, (16, 16), "uint8")
@@ -330,12 +331,12 @@ def test_a_prefill_manager_registers_its_row_with_its_channels_address(
     local = made.RankContext.return_value
     order = [name for name, *_ in made.mock_calls if "()" not in name]
     assert order == [
-        "RankContext", "check_appended", "AbortedRequests", "switch_off_early_sends", "stock",
-        "PrefillMachine", "PrefillWorker", "register",
+        "RankContext", "check_appended", "AbortedRequests", "stock", "PrefillMachine",
+        "PrefillWorker", "register", "switch_off_early_sends",
     ]  # fmt: skip
     made.RankContext.assert_called_once_with("kv_args", "server_args", "prefill", "nixl")
     made.check_appended.assert_called_once_with("kv_args", "is_mla")
-    made.switch_off_early_sends.assert_called_once_with("nixl", managers.sglang_version())
+    made.switch_off_early_sends.assert_called_once_with(manager, managers.sglang_version())
     made.AbortedRequests.assert_called_once_with(manager)
     assert manager.aborted is made.AbortedRequests.return_value
     mode = DisaggregationMode.PREFILL
@@ -443,7 +444,8 @@ def test_sglangs_class_is_handed_out_with_its_mixin_and_backend(backend: str, ki
     if backend == "fake" or kind == "kvargs":
         assert found is Theirs
         return
-    assert found.__bases__ == (MIXINS[kind], Theirs)
+    guards = (EarlySends,) if (backend, kind) == ("nixl", "manager") else ()
+    assert found.__bases__ == (*guards, MIXINS[kind], Theirs)
     assert (found.__name__, found.backend) == ("DraftTheirs", backend)
     assert found.__module__.startswith("sglang_mixkv.")
 

@@ -119,7 +119,10 @@ def test_chunks_are_the_tokens_that_sglang_sends(
         one._early_send_wait_event = early and f"early {number}"
         given = {"indices_event": indices, "num_kv_tokens": tokens, "more": number}
 
-        def takes_it_away(*_: Any, **__: Any) -> None:
+        def takes_it_away(
+            *_: Any, _early: str | None = one._early_send_wait_event, **__: Any
+        ) -> None:
+            assert manager.early == _early, "NIXL's queue takes it for this chunk's"
             one._early_send_wait_event = None
 
         manager.stock.send.side_effect = takes_it_away

@@ -46,7 +46,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors", "series"}),
     "guards/": (
-        {"sglang", "torch"}, {"background", "decode.actions", "errors", "guards", "series"},
+        {"sglang", "torch"},
+        {"background", "decode.actions", "draft.cuda", "errors", "guards", "series"},
     ),
     "engine/": (
         {"aiohttp", "msgspec", "prometheus_client", "sglang", "torch"},
