@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -327,6 +328,40 @@ def test_behind_an_error_that_does_not_stay_a_batch_has_ended_once_it_has(
     assert ended(before[1]) == [ERROR] * 7
     assert ended(before[0]) == [OK]
     assert ended(side.rows.start_pack(eight(side))) == [OK] * 8
+
+
+@pytest.mark.parametrize(("answers", "found"), [([], OK), ([999], ERROR), ([400, 900], ERROR)])
+def test_a_batch_has_ended_for_all_threads_at_once(
+    answers: list[int], found: SlotCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that shuts a gate asks, and between any two lines of it the channel's thread."""
+    side = small(FakeCuda(late=1, captures=0))
+    ticket = side.rows.start_pack(eight(side))
+    side.cuda.answers, looks = answers, list[bool]()
+
+    def traced(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != cuda.__file__:
+            return None
+        with monkeypatch.context() as other:
+            other.setattr(side.cuda, "answers", [])
+            side.cuda.events[ticket._handle] = 0  # so that its own question is too early
+            looks.append(ticket.done())
+        if looks[-1]:
+            assert ticket._handle not in side.cuda._queue, "its kernels may still run"
+            assert ticket.results == [found] * 8
+        return traced
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(traced)
+        while not ticket.over():
+            pass
+    finally:
+        sys.settrace(before)
+    assert not looks[0]
+    assert looks[-1]
+    assert ended(ticket) == [found] * 8
+    assert side.rows.can_start
 
 
 def test_what_a_slot_held_is_said_of_that_slot() -> None:
