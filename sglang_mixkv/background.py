@@ -17,7 +17,7 @@ MAX_NOTICES = 4096  # to another server, under way; it waits for its timeout bey
 
 
 def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """What a call gives, from a thread that ends with it, and holds up no end of the process."""
+    """Call this in a thread of its own, which does not keep the process from ending."""
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -38,7 +38,7 @@ API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # of servers with --api-key; commands read
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What the operator asked of the plugin; SETTINGS says what each field means. `port`: 0 for any
+    """The operator's settings of the plugin; SETTINGS says what each field means. `port`: 0 for any
     free one. `data_plane`: "" for the transfer backend's own."""
 
     enabled: bool = False
@@ -182,7 +182,7 @@ def variable(name: str, text: str) -> Any:
 
 
 def _is_of_service(name: str, text: str) -> bool:
-    """Whether Kubernetes made it, as it does for each Service of a pod's namespace: for one that is
+    """True if Kubernetes made it, as it does for each Service of a pod's namespace: for one that is
     called sglang-mixkv-router SGLANG_MIXKV_ROUTER_SERVICE_HOST, and six more."""
     made = re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_[A-Z]+", name)
     return bool(made or re.match(r"(tcp|udp|sctp)://", text))

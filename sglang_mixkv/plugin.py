@@ -57,7 +57,7 @@ def _register() -> None:
 
 
 def _around(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Where this process has opted in; what is in this file looks for itself."""
+    """Call the hook where this process has opted in; what is in this file looks for itself."""
     if not (name.startswith("plugin.") or _is_enabled(_published())):
         return original(*args, **kwargs)
     return _hook(name)(original, *args, **kwargs)

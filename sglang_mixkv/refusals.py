@@ -148,8 +148,8 @@ _HEAD = re.compile("eagle3|eagle|dflash|dspark", re.IGNORECASE)
 
 
 def other_head(architecture: str, algorithm: str) -> str:
-    """What is wrong with a drafter under --speculative-algorithm `algorithm`. SGLang takes any: an
-    EAGLE3 head under EAGLE gets one hidden state instead of three, and drafts nothing that is
+    """Say what is wrong with a drafter under --speculative-algorithm `algorithm`. SGLang takes any:
+    an EAGLE3 head under EAGLE gets one hidden state instead of three, and drafts nothing that is
     accepted."""
     found = _HEAD.search(architecture)
     expected = found[0].upper() if found else algorithm
@@ -162,7 +162,8 @@ def other_head(architecture: str, algorithm: str) -> str:
 
 
 def broken(rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str]) -> list[str]:
-    """What is unsupported of resolved server arguments, by these rules, and of the environment."""
+    """List what is unsupported of resolved server arguments, by these rules, and of the
+    environment."""
     found = [str(rule) for rule in rules if rule.applies(args)]
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")

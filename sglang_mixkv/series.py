@@ -26,7 +26,7 @@ STATES = ("warm", "cold", "retracted")
 
 
 class Kind(NamedTuple):
-    """What a note is counted as, and what the log says of a peer's first. `series`: "" where the
+    """The series of a note, and what the log says of a peer's first. `series`: "" where the
     room is counted when SGLang ends it. `happened` and `remedy` make a sentence with the peer in
     front; a kind without them is not logged. `logged`: False where the log says it already, with
     the facts that differ, the reasons before, or a traceback."""
@@ -49,8 +49,8 @@ _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 
 
 class ColdReason(StrEnum):
-    """Why a decode rank's room is cold: what metrics and a FAIL name it, and its `kind` in the log
-    (`happened`, `remedy`, `logged`). A name that is none of these is OTHER."""
+    """The reason why a decode rank's room is cold: what metrics and a FAIL name it, and its `kind`
+    in the log (`happened`, `remedy`, `logged`). A name that is none of these is OTHER."""
 
     kind: Kind
 

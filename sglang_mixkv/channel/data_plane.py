@@ -100,7 +100,7 @@ class Read:
 
 
 class DataPlane(ABC):
-    """What all backends share."""
+    """The part that all backends share."""
 
     name: str
 
@@ -121,7 +121,7 @@ class DataPlane(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether a read was started whose end `ended` has not returned."""
+        """True if a read was started whose end `ended` has not returned."""
         return bool(self._running)
 
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
@@ -145,7 +145,7 @@ class DataPlane(ABC):
         return peer
 
     def _answers(self, peer: Peer, until: float) -> bool:
-        """Whether a byte of its memory can be read, over a connection that is made anew."""
+        """True if a byte of its memory can be read, over a connection that is made anew."""
         assert self._spare is not None
         try:
             self._open(peer)

@@ -26,7 +26,7 @@ class Ticket(Protocol):
     """Copies on a device, which end without a thread's help. Any thread may ask."""
 
     def over(self) -> bool:
-        """Whether they have ended, without waiting."""
+        """True if they have ended; it does not wait."""
 
 
 class Gate:

@@ -53,14 +53,14 @@ class Worker(ABC):
 
     @property
     def broken(self) -> bool:
-        """Whether a thread of the channel has ended."""
+        """True if a thread of the channel has ended."""
         return self._broken.is_set() or not (self._copies is None or self._copies.is_alive)
 
     def left(self) -> dict[str, int]:
         return self._machine.left()
 
     def check(self) -> list[str]:
-        """What is wrong with an idle rank."""
+        """Report what is wrong with an idle rank."""
         found = ["a thread of the draft channel has ended"] if self.broken else []
         left = {name: count for name, count in self.left().items() if name != "offered"}
         return found + [f"{count} {name} left" for name, count in left.items()]
@@ -73,7 +73,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _outstanding(self) -> bool:
-        """Whether something beside copies is under way whose end makes no file readable."""
+        """True if something beside copies is under way whose end makes no file readable."""
 
     @abstractmethod
     def _look(self, ready: list[Any]) -> Iterable[Call]:

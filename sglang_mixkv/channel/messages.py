@@ -45,7 +45,7 @@ Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=False):
-    """From each decode rank to each prefill rank of the drafter's stage that it contacts.
+    """A decode rank opens a room at each prefill rank of the drafter's stage that it contacts.
 
     `prefill`, `reader`: the instances of the rank addressed and of the rank that opens.
     `generation`: this use of the room number by this reader; a later one is greater.
@@ -79,7 +79,7 @@ class Announced(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """From a prefill rank to a reader: these segments of the room can be read.
+    """A prefill rank tells a reader that these segments of the room can be read.
 
     Segments are numbered from 0 and follow each other in the prompt without a gap: those of this
     list begin with number `segment`, at token `first_token`. `last`: no more come after them. The
@@ -95,13 +95,13 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """From the reader: no read of these slots runs, and none will start, under these stamps."""
+    """The reader says that no read of these slots runs, or will start, under these stamps."""
 
     slots: Annotated[tuple[tuple[SlotNumber, Secret], ...], Meta(max_length=MAX_LIST)]
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """From either side: this use of the room is over. `code` is counted, `detail` is logged."""
+    """Either side says that this use of the room is over. `code` is counted, `detail` is logged."""
 
     room: Room
     generation: Secret

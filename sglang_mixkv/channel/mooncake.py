@@ -105,8 +105,8 @@ class Mooncake(DataPlane):
 
 
 def _ask(session: str) -> bytes:
-    """What Mooncake gets from this peer at its opening. It raises for what no peer of this plane
-    answers, and where it does not answer in time."""
+    """Ask for what Mooncake gets from this peer at its opening. It raises for what no peer of this
+    plane answers, and where it does not answer in time."""
     until, found, size = time.monotonic() + ANSWER_S, bytearray(), 9
     with socket.create_connection(_address(session), ANSWER_S) as peer:
         peer.sendall(_frame({}))
@@ -129,7 +129,7 @@ def _ask(session: str) -> bytes:
 
 
 def _address(name: str) -> tuple[str, int]:
-    """Of a `host:port` whose host need not be looked up; ValueError for others."""
+    """Split a `host:port` whose host need not be looked up; ValueError for others."""
     host, _, port = name.rpartition(":")
     return str(ipaddress.ip_address(host.strip("[]"))), int(port)
 

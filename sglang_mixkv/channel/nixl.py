@@ -110,8 +110,9 @@ def _place(memory: Memory) -> tuple[str, int]:
 
 
 def _new_agent() -> Any:
-    """With a name that no other has: SGLang seeds `random` alike in all ranks. nixl_agent.__init__
-    takes no delay of the progress thread (it sets 0), so what it has made is made again."""
+    """Make an agent with a name of its own: SGLang seeds `random` alike in all ranks.
+    nixl_agent.__init__ takes no delay of the progress thread (it sets 0), so what it has made is
+    made again."""
     api, name = importlib.import_module("nixl._api"), f"mixkv-{os.urandom(16).hex()}"
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
     config = api.nixlBind.nixlAgentConfig()

@@ -46,7 +46,7 @@ def make(name: str, host: str, devices: str, nixl_params: Mapping[str, str]) -> 
 
 
 def nixl_backend(devices: str, params: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """As NixlKVManager makes its agent (disaggregation/nixl/conn.py)."""
+    """Make NIXL's backend as NixlKVManager does (disaggregation/nixl/conn.py)."""
     backend, params = os.environ.get(NIXL_ENV, "UCX"), dict(params)
     if devices and backend == "UCX" and not os.environ.get("UCX_NET_DEVICES"):
         params.setdefault("device_list", ", ".join(map(str.strip, devices.split(","))))

@@ -34,8 +34,8 @@ MASK = (1 << 64) - 1
 
 
 class SlotCheck(IntEnum):
-    """What a reader finds in a slot. STALE: another stamp, DIFFERS: another sum. ERROR: whether the
-    copy was made is unknown."""
+    """The verdict on a slot that was read. STALE: another stamp, DIFFERS: another sum. ERROR:
+    whether the copy was made is unknown."""
 
     OK = 0
     STALE = 1

@@ -1,4 +1,4 @@
-"""Who uses which slot of a rank's staging buffer, and who gets the next one. No memory, no I/O.
+"""Slots of a rank's staging buffer: who uses which, and who gets the next one. No memory, no I/O.
 
     FREE --take--> TAKEN --offer--> OFFERED --acknowledge, expire--> FREE
                      +----free----> FREE
@@ -40,19 +40,19 @@ def slot_bytes(staging_mb: int) -> int:
 
 
 def quota_of(count: int) -> int:
-    """How many of `count` slots one owner holds at most."""
+    """Return how many of `count` slots one owner holds at most."""
     return max(2, count // 2)
 
 
 def list_of(count: int) -> int:
-    """How many segments go into one READY, and into one read: a quarter of the quota, so that the
+    """Return how many segments go into one READY or one read: a quarter of the quota, so that the
     others are packed or read while these are acknowledged, and the wire does not stop for that."""
     return max(1, quota_of(count) // 4)
 
 
 @lru_cache(1024)
 def share_of(count: int, owners: int) -> int:
-    """How many each of so many owners may hold."""
+    """Return how many slots each of so many owners may hold."""
     return max(1, min(quota_of(count), (count - count // 4) // owners))
 
 
@@ -82,7 +82,7 @@ class SlotPool:
         return len(self._free)
 
     def allowed(self, owner: Hashable, owners: int) -> int:
-        """How many slots this owner can have now, where so many hold or want some."""
+        """Return how many slots this owner can have now, where so many hold or want some."""
         if owner in self.barred:
             return 0
         held, free = self.held.get(owner, 0), len(self._free)
@@ -91,8 +91,8 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """How many stay free behind this owner's first: an eighth, or a quarter of what it has not
-        outlived. Who was heard and not served may not read what it gets, or not send."""
+        """The slots that stay free behind this owner's first: an eighth, or a quarter of what it
+        has not outlived. Who was heard and not served may not read what it gets, or not send."""
         heard, served = (signs.get(owner, -1.0) for signs in self._signs)
         offered = [since for since, _ in self._offered.values()]
         left = self.count - bisect_right(offered, max(heard, served))

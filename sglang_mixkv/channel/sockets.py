@@ -130,7 +130,7 @@ class Poller:
         return ready
 
     def _doze(self, timeout_ms: float) -> None:
-        """Until something is ready. epoll_wait sleeps for a millisecond at least."""
+        """Sleep until something is ready. epoll_wait sleeps for a millisecond at least."""
         seconds, rest = divmod(timeout_ms, 1000)
         _LIBC.ppoll(self._ppoll, 1, struct.pack("qq", int(seconds), int(rest * 1e6)), None)
 

@@ -34,7 +34,7 @@ class Breaker:
         self._states: dict[bytes, _State] = {}
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
-        """Whether a room that needs all of these must start cold. If not, it may be a probe."""
+        """True if a room that needs all of these must start cold. If not, it may be a probe."""
         states = [s for peer in peers if (s := self._states.get(peer)) is not None and s.is_open]
         if any(now < state.until for state in states):
             return True
@@ -73,5 +73,5 @@ class Breaker:
             state.probes.discard(generation)
 
     def open_peers(self) -> list[bytes]:
-        """In any thread."""
+        """Return the peers whose breakers are open. For any thread."""
         return [peer for peer, state in list(self._states.items()) if state.is_open]

@@ -1,4 +1,4 @@
-"""What a difference between a prefill rank's row and this decode rank's means.
+"""The differences between a prefill rank's row and this decode rank's, and what they mean.
 
 * REFUSED: the target's bytes or other requests could be hurt, or the pair can never work. The
   decode rank refuses before SGLang's own metadata leaves.
@@ -54,7 +54,7 @@ _refused = partial(Difference, Severity.REFUSED)
 
 
 def differences(prefill: Row, decode: Row) -> list[Difference]:
-    """What is not alike between a prefill rank and this decode rank, the gravest first."""
+    """List what differs between a prefill rank and this decode rank, the gravest first."""
     rules = _engine, _target, _aux, _draft
     found = [difference for rule in rules for difference in rule(prefill, decode)]
     return sorted(found, key=lambda d: list(Severity).index(d.severity))
@@ -89,7 +89,7 @@ def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
 
 
 def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
-    """What keeps SGLang from moving the target from prefill's ranks to decode's."""
+    """List what keeps SGLang from moving the target from prefill's ranks to decode's."""
     source, wanted, nixl = prefill.target, decode.target, prefill.backend == "nixl"
     unequal = prefill.attn_tp != decode.attn_tp
     tps = f"attention TP {prefill.attn_tp}", f"attention TP {decode.attn_tp}"

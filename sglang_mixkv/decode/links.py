@@ -95,7 +95,7 @@ class Links:
     # -- messages
 
     def send(self, peer: Peer, message: Message) -> bool:
-        """Whether it left. What left may still be lost, with its connection."""
+        """Return whether it left. What left may still be lost, with its connection."""
         link = self._links.get(peer)
         with contextlib.suppress(zmq.ZMQError):
             if link is not None:
@@ -105,7 +105,7 @@ class Links:
         return False
 
     def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
-        """What came over these sockets."""
+        """Yield what came over these sockets."""
         for dealer in ready:
             for _ in range(BATCH):
                 link = self._of_dealer.get(dealer)
@@ -146,7 +146,7 @@ class Links:
                 self._mend(link)
 
     def _mend(self, link: Link) -> None:
-        """In a thread of the link's own, since connecting waits for its peer."""
+        """Connect again in a thread of the link's own, since that waits for its peer."""
         link.mending = True
         try:
             threading.Thread(
@@ -170,7 +170,7 @@ class Links:
         self._mended(link, error)
 
     def _mended(self, link: Link, error: Exception | None) -> None:
-        """With an error it stays broken, and the next read that fails tries again."""
+        """End a try. With an error the link stays broken until the next read that fails."""
         link.mending = False
         if error is not None:
             logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)

@@ -44,7 +44,7 @@ class Machine:
         self._clock = float("-inf")
 
     def advance(self, now: float) -> None:
-        """Before each call below. If this rank stood still for too long, rooms go cold."""
+        """Set the clock before each call below. After a long stall of this rank rooms go cold."""
         stood_still, self._clock = now - self._clock, now
         if stood_still > TICKS:
             for room in list(self._rooms.values()):
@@ -53,7 +53,7 @@ class Machine:
                     self._go_cold(room, ColdReason.STALLED, detail)
 
     def actions(self) -> list[act.Action]:
-        """What calls since the last time have led to, in the order in which it must be done."""
+        """Return the actions since the last time, in the order in which they must be done."""
         actions, self._out = self._out, []
         return actions + self._segments.actions(self._clock)
 
@@ -292,6 +292,6 @@ class Machine:
         return self._rooms.get(generation)
 
     def left(self) -> dict[str, int]:
-        """What is left of requests, by name; empty on an idle rank."""
+        """Count what is left of requests, by name; empty on an idle rank."""
         found = {"rooms": len(self._rooms), **self._segments.left()}
         return {name: count for name, count in found.items() if count}

@@ -39,8 +39,8 @@ class Plan(msgspec.Struct, frozen=True):
 def judge(
     rows: Collection[Row], own: Row, *, serve_mismatch: bool
 ) -> tuple[Cold, tuple[Difference, ...]]:
-    """Why requests to a server with these rows are cold, "" for warm, and the differences that are
-    served. MixKVError where it is refused. `serve_mismatch`: other drafters are cold."""
+    """Return why requests to a server with these rows are cold, "" for warm, and what differences
+    are served. MixKVError where it is refused. `serve_mismatch`: other drafters are cold."""
     _check_instances(rows)
     known = {str(d): d for row in rows for d in differences(row, own)}
     if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference

@@ -103,7 +103,7 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 
 
 class Part:
-    """What one prefill rank sends of a room.
+    """The part of a room that one prefill rank sends.
 
     `announced`, `token`: number and first token of the segment that it may announce next. `last`:
     it has announced all. `placed`: segments whose rows are in the pool, by number; the value is the
@@ -130,8 +130,8 @@ class Part:
         return token
 
     def violation(self, ready: Ready, opened: Opened) -> str:
-        """Why this READY cannot be what a prefill rank sends next; "" if it can. One that ends the
-        prompt early would leave another request's rows in a warm room."""
+        """Say why this READY cannot be what a prefill rank sends next; "" if it can. One that ends
+        the prompt early would leave another request's rows in a warm room."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
             return f"segment {ready.segment} behind the last one"
@@ -188,7 +188,7 @@ class Room:
 
     @property
     def wants(self) -> bool:
-        """Whether segments are still to be read and copied."""
+        """True if segments are still to be read and copied."""
         return not (self.cold or self.decided or self.closed)
 
     @property
@@ -225,7 +225,7 @@ class Room:
         return fail(self.opened.bootstrap_room, self.generation, code, detail)
 
     def deadline(self, times: Times) -> float:
-        """When it goes cold; never before the target is here."""
+        """The time at which it goes cold; never before the target is here."""
         if self.arrived is None:
             return float("inf")
         took = 0.0 if self.first_ready is None else self.arrived - self.first_ready

@@ -133,7 +133,7 @@ class DecodeWorker(Worker):
             self._call(self._forwards.__setitem__, generation, handle.event)
 
     def target_arrived(self, handle: ReceiveHandle) -> None:
-        """From now on draft KV is waited for, unless it was there before."""
+        """Wait for draft KV from now on, unless it was there before."""
         if handle.arrived is None:
             handle.arrived = time.monotonic()
             if handle.state is None:
@@ -141,7 +141,7 @@ class DecodeWorker(Worker):
                 self._call(self._machine.target_arrived, handle.opened.generation, wake=False)
 
     def close(self, handle: ReceiveHandle, reason: str = "") -> None:
-        """When this returns, nothing of the room is written any more. Idempotent."""
+        """End the room. When this returns, nothing of it is written any more. Idempotent."""
         if handle.closed:
             return
         handle.closed = True
@@ -153,15 +153,16 @@ class DecodeWorker(Worker):
         self._reporter.ended(handle, reason)
 
     def is_lost(self, handle: ReceiveHandle) -> bool:
-        """Whether the channel will not decide this room: its threads have ended, or it has taken
+        """True if the channel will not decide this room: its threads have ended, or it has taken
         twice as long as it may. The scheduler has to `clear_now` then."""
         since = handle.arrived
         return self.broken or (since is not None and time.monotonic() - since > self._slowest)
 
     def clear_now(self, handle: ReceiveHandle) -> None:
-        """In the caller's thread: the whole room, cold. Nothing else writes to it from here on. It
-        does nothing while an earlier forward may still write these rows: the caller polls again.
-        Where that forward's event has no answer for as long again, the request fails."""
+        """Clear the whole room in the caller's thread; it is cold. Nothing else writes to it from
+        here on. It does nothing while an earlier forward may still write these rows: the caller
+        polls again. Where that forward's event has no answer for as long again, the request fails.
+        """
         opened = handle.opened
         try:
             if handle.event is not None and not handle.event.query():

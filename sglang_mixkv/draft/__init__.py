@@ -1,1 +1,1 @@
-"""Which bytes are the drafter's: layout and heads of a rank, routes, facts, and copies of rows."""
+"""The drafter's bytes: layout and heads of a rank, routes, facts, and copies of rows."""

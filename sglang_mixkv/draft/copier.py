@@ -33,7 +33,7 @@ AT_ONCE = 256 << 10
 
 
 class Store(NamedTuple):
-    """Where draft KV is on a rank with a drafter: its pool, and its slots, which `plane` has
+    """The places of draft KV on a rank with a drafter: its pool, and its slots, which `plane` has
     registered. `device`: GpuRows of both, or None where a thread copies."""
 
     rows: DraftRows
@@ -44,7 +44,7 @@ class Store(NamedTuple):
     def copier(
         self, name: str, wake: Callable[[], None], moved: Callable[[int, float], None]
     ) -> Copier:
-        """What copies between both. `name`, `wake`: of its thread, where it has one."""
+        """Make what copies between both. `name`, `wake`: of its thread, where it has one."""
         if self.device is not None:
             return GpuCopier(self, moved)
         return HostCopier(self, moved, name, wake)

@@ -57,11 +57,11 @@ class CudaError(RuntimeError):
 
 
 class UnsafeError(CudaError):
-    """What was copied here would be wrong: nothing may be."""
+    """Copies on this device would be wrong."""
 
 
 def is_over(work: Any) -> bool:
-    """Whether torch's event has come, or its stream is empty. While a graph is captured nobody
+    """True if torch's event has come, or its stream is empty. While a graph is captured nobody
     knows, and it is not. Other errors of its query come out."""
     try:
         return bool(work.query())
@@ -102,7 +102,7 @@ class Driver:
             raise self.error(name, code)
 
     def get(self, kind: Any, name: str, *arguments: Any) -> Any:
-        """What the function writes to the address that is its first argument."""
+        """Return what the function writes to the address that is its first argument."""
         found = kind()
         self.call(name, byref(found), *arguments)
         return found.value
@@ -152,7 +152,7 @@ class Driver:
                 time.sleep(1e-4)
 
     def needs_flush(self) -> bool:
-        """Whether `flush` has to be called between the end of a NIC's write to this device and the
+        """True if `flush` has to be called between the end of a NIC's write to this device and the
         launch that reads it. UnsafeError where it would have to be, and cannot."""
         if self._attribute(RDMA_ORDERING) >= TO_OWNER:
             return False
@@ -166,8 +166,8 @@ class Driver:
 
 
 class DeviceMemory:
-    """What torch.as_tensor takes, and keeps. Transports can register it, while that of torch's own
-    allocator may lie in expandable segments."""
+    """Memory that torch.as_tensor takes, and keeps. Transports can register it, while that of
+    torch's own allocator may lie in expandable segments."""
 
     def __init__(self, size: int, driver: Driver) -> None:
         self._address, self._library = driver.get(c_uint64, "cuMemAlloc_v2", size), driver.library
@@ -191,7 +191,7 @@ class Event:
         driver.call("cuEventRecord", self._handle, driver.stream)
 
     def over(self) -> bool:
-        """Whether it has come, asked by any thread."""
+        """True if it has come. For any thread."""
         try:
             self._over = self._over or self._driver.ask("cuEventQuery", self._handle)
         except CudaError as error:  # not every one stays: behind it kernels may still run

@@ -1,4 +1,4 @@
-"""What each rank publishes of itself: one row of facts.
+"""The row of facts that each rank publishes of itself.
 
 A prefill rank's row travels with its registration at the bootstrap server, and decode ranks get
 all rows from GET /mixkv. Only decode compares (decode/compare.py).

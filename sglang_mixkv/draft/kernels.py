@@ -37,7 +37,7 @@ _PACK, _UNPACK, _SEAL, _SETTLE, _CLEAR = (tl.constexpr(mode) for mode in range(l
 
 @triton.jit
 def _weights(place: tl.tensor) -> tl.tensor:
-    """As slot_format.weights."""
+    """The weights of slot_format.weights."""
     found = (place.to(tl.uint32) + 1).to(tl.uint64) * _GOLDEN
     found = (found ^ (found >> 32)) * _MIX
     return ((found ^ (found >> 32)) | 1).to(tl.int64)

@@ -61,7 +61,7 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
 
 
 def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
-    """For each contacted prefill rank, in order, the heads to read from it.
+    """Return for each contacted prefill rank, in order, the heads to read from it.
 
     `held`: the heads on each of them; `needed`: those of the decode rank. Global numbers.
     Raises MixKVError where a needed head is on none of them.
@@ -89,7 +89,7 @@ def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
 
 
 def readers_of(prefill_tp: int, decode_tp: int) -> int:
-    """How many decode ranks open one prefill rank for a request."""
+    """Return how many decode ranks open one prefill rank for a request."""
     if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
         raise _no_route(
             "attention-TP sizes of which one divides the other",
@@ -101,7 +101,7 @@ def readers_of(prefill_tp: int, decode_tp: int) -> int:
 
 
 class DraftFacts(msgspec.Struct, frozen=True):
-    """What the drafters of both sides must agree on.
+    """The facts on which the drafters of both sides must agree.
 
     `head_bytes`: bytes per token and head, per entry. The order of a pool's dimensions is not among
     them: no rank starts with another one than "nhd".
@@ -118,7 +118,7 @@ class DraftFacts(msgspec.Struct, frozen=True):
         return heads * sum(self.head_bytes)
 
     def tokens_in(self, slot_bytes: int, heads: int) -> int:
-        """How many tokens of so many heads fit a slot."""
+        """Return how many tokens of so many heads fit a slot."""
         return max(0, slot_bytes - SLOT_OVERHEAD) // self.bytes_per_token(heads)
 
 
@@ -136,8 +136,8 @@ class DraftLayout(msgspec.Struct, frozen=True):
 
 
 class Pages:
-    """Where a chunk's tokens are, or a room's: `pages` of `page_size` tokens, in the draft pool's
-    numbers.
+    """The places of a chunk's tokens, or a room's: `pages` of `page_size` tokens, in the draft
+    pool's numbers.
 
     `events`: things with `query() -> bool`. Once all are true, the pages can be read and the KV is
     in them; for a chunk that was `written`, by time.monotonic(). `error`: why nobody knows whether

@@ -67,7 +67,7 @@ class DraftRows:
                 spare_captures()
 
     def packed_bytes(self, tokens: int, heads: int) -> int:
-        """What a reader has to read of a slot: the header and the padded payload."""
+        """Return the bytes of a slot that a reader reads: the header and the padded payload."""
         return HEADER + -(-tokens * self.bytes_per_head * heads // 8) * 8
 
     def pack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> None:
@@ -119,7 +119,7 @@ class DraftRows:
         return SlotCheck.OK if same else SlotCheck.DIFFERS
 
     def _sum(self, words: Any) -> Any:
-        """Of the payload's words by their weights, without the stamp."""
+        """Sum up the payload's words by their weights, without the stamp."""
         payload = words[HEADER // 8 :]
         by = _weights(len(payload).bit_length(), None if self._by_numpy else self.device)
         by = by[: len(payload)]
@@ -131,7 +131,7 @@ class DraftRows:
         return tensor.numpy() if self._by_numpy else tensor
 
     def _opened(self, slot: Tensor, tokens: int, heads: int) -> tuple[Any, Any]:
-        """What a segment takes of a slot, in bytes and in words."""
+        """Return what a segment takes of a slot, in bytes and in words."""
         size = self.packed_bytes(tokens, heads)
         memory = self._array(slot)[:size]
         if size > len(memory):
@@ -188,13 +188,13 @@ class Staging:
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[None]:
-    """Where work on this device is queued: in host memory nothing is."""
+    """Return the stream of this device's work; None for host memory."""
     return nullcontext() if device.type == "cpu" else own_stream(device)
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On this thread's own stream of a GPU, and all that was started there is done at the end.
+    """Work on this thread's own stream of a GPU. All that was started there is done at the end.
 
     Torch deals out few streams again and again, SGLang's among them: of those with priority SGLang
     has none. One GPU a process.

@@ -81,7 +81,7 @@ class Ticket(Event):
         super().__init__(driver)
 
     def done(self) -> bool:
-        """Whether the batch has ended; it does not block."""
+        """True if the batch has ended; it does not block."""
         if not self.results and self.over():
             found = UNKNOWN if self.error else self._place.results
             self.results = [CHECKS[one] for one in found[: self._count]]
@@ -195,7 +195,7 @@ class GpuRows:
 
     @property
     def can_start(self) -> bool:
-        """Whether fewer than IN_FLIGHT batches are in flight."""
+        """True if fewer than IN_FLIGHT batches are in flight."""
         return bool(self._free)
 
     def pages(self, numbers: Any) -> memoryview:
@@ -254,7 +254,7 @@ class GpuRows:
 
 
 def unfit(rows: DraftRows, staging: Any) -> str:
-    """Why the kernels do not serve this pool and these slots; empty if they do."""
+    """Say why the kernels do not serve this pool and these slots; empty if they do."""
     widths = sorted(set(rows.head_bytes))
     if any(n % UNIT for n in [*widths, *(entry.data_ptr() for entry in rows.entries)]):
         return f"heads of {widths} bytes: not all begin at a multiple of {UNIT} bytes"

@@ -1,4 +1,4 @@
-"""How far before a prompt's end a drafter reads, so that decode asks for no other of its rows.
+"""The rows before a prompt's end that a drafter reads: decode asks for no others.
 
 A query behind the prompt sees `window` tokens before itself. docs/compatibility.md#windows has the
 drafters and attention backends of SGLang 0.5.21 to 0.5.23 that keep to one, and where its source
@@ -47,6 +47,6 @@ def window_of(flags: Any, config: Any) -> int | None:
 
 
 def pages_left_out(pages: int, page_size: int, window: int | None) -> int:
-    """How many of a prompt's pages, from the first on. Its last page may hold one token, and what
-    DFLASH reads begins on a page."""
+    """Count the pages left out, from a prompt's first on. Its last page may hold one token, and
+    what DFLASH reads begins on a page."""
     return 0 if window is None else max(0, pages - 1 - -(-window // page_size))

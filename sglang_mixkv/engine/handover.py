@@ -25,7 +25,8 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class Handed(NamedTuple):
-    """What the queue hands over. `pool`: the drafter's, unwrapped, None where it is not hidden."""
+    """The queue's hand-over to a manager. `pool`: the drafter's, unwrapped, None where it is not
+    hidden."""
 
     pool: Any
     scheduler: Any
@@ -35,7 +36,7 @@ _thread = threading.local()
 
 
 def take() -> Handed:
-    """What was handed to the manager that is being built in this thread."""
+    """Take what was handed to the manager that is being built in this thread."""
     return getattr(_thread, "handed", Handed(None, None))
 
 

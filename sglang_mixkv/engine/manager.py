@@ -126,7 +126,7 @@ class DraftManager(RankManager):
     # -- both
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with an idle rank: ended threads, and anything left of a room."""
+        """List what is wrong with an idle rank: ended threads, and anything left of a room."""
         channels = (self.prefill_channel, self.decode_channel)
         return [line for one in channels if one is not None for line in one.check()]
 

@@ -1,4 +1,5 @@
-"""What a rank counts and logs: series at SGLang's own /metrics, and one line per peer and note.
+"""The counts and log lines of a rank: series at SGLang's own /metrics, and one line per peer and
+note.
 
 How well decode drafts is counted by how each request's drafter began. SGLang counts a request's
 verify rounds by accepted drafts in a list of the request, Req.spec_correct_drafts_histogram, which
@@ -36,8 +37,8 @@ MAX_WATCHED = 65536  # requests
 
 
 class Began(NamedTuple):
-    """How a request's drafter began. `prefill`: its server's bootstrap address. `reason`: of a cold
-    one, else ""."""
+    """The start of a request's drafter. `prefill`: its server's bootstrap address. `reason`: of a
+    cold one, else ""."""
 
     prefill: str
     state: str
@@ -93,7 +94,7 @@ class MetricsReporter(Reporter):
         self._record("ready_seconds", amount=seconds)
 
     def kernels(self, used: bool) -> None:
-        """Whether kernels copy, on a GPU."""
+        """True if kernels copy, on a GPU."""
         self._record("gpu_kernels", amount=used)
 
     def refused(self, error: MixKVError) -> None:

@@ -65,7 +65,8 @@ class _Server:
 
 
 class _Refusal(NamedTuple):
-    """Why requests to a server fail, until it is asked again; `ranks` get SGLang's ABORT."""
+    """The reason why requests to a server fail, until it is asked again; `ranks` get SGLang's
+    ABORT."""
 
     error: MixKVError
     ranks: Ranks
@@ -95,7 +96,7 @@ class PrefillServers:
     # -- the scheduler's thread
 
     def ensure(self, address: str) -> bool:
-        """Whether it is ready; or refused, and requests fail in `receiver.init` with the reason."""
+        """True if it is ready; or refused, and requests fail in `receiver.init` with the reason."""
         if address in self._table:
             return True
         now = time.monotonic()
@@ -114,7 +115,7 @@ class PrefillServers:
         return False
 
     def refuse(self, address: str, receiver: Any) -> str | None:
-        """Why a server's requests fail, None where they do not. SGLang's `receiver` is that of one,
+        """Say why a server's requests fail, None where they do not. SGLang's `receiver` is of one,
         which is counted, and of which prefill is notified. The stand-in goes, so that the next one
         may ask again."""
         if (refusal := self._refusals.get(address)) is None:

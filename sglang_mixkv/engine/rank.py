@@ -58,7 +58,8 @@ class RankManager:
 
 
 class RankContext:
-    """What the manager builds its channel of. `draft`: None on a rank without draft KV of its own.
+    """The facts that the manager builds its channel of. `draft`: None on a rank without draft KV of
+    its own.
 
     Raises MixKVError for a drafter whose rows cannot be cut, or do not fit a slot.
     """
@@ -105,7 +106,7 @@ class RankContext:
         return self.draft.layout.facts.tokens_in(min(self.slot_bytes, slot_bytes), heads)
 
     def row(self, manager: Any, address: str, store: Store | None) -> Row:
-        """What this rank publishes, or compares with what a peer has published."""
+        """Make the row that this rank publishes, or compares with a peer's."""
         facts = None
         if store is not None:
             staging, plane = store.staging, store.plane
@@ -136,7 +137,7 @@ class RankContext:
 
 
 def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
-    """What copies draft KV on a GPU, or why torch does."""
+    """Return what copies draft KV on a GPU, or why torch does."""
     from sglang_mixkv.draft.rows_gpu import gpu_rows
 
     try:

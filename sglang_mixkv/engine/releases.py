@@ -70,12 +70,12 @@ def sglang_version() -> str:
 
 
 def rules() -> tuple[Rule, ...]:
-    """What is refused with the installed release."""
+    """Return the rules of what the installed release refuses."""
     return ARGUMENT_RULES + UNSERVED.get(sglang_version(), UNSERVED[SUPPORTED_SGLANG[-1]])
 
 
 def _problem(path: str, names: tuple[str, ...]) -> str:
-    """What is wrong with a function or a class of SGLang, "" when it is as expected."""
+    """Say what is wrong with a function or a class of SGLang, "" when it is as expected."""
     due = [name for name in names if name not in LATER.get(sglang_version(), ())]
     try:
         found = pkgutil.resolve_name(path)
@@ -90,7 +90,7 @@ def _problem(path: str, names: tuple[str, ...]) -> str:
 
 
 def has_attribute(owner: type, name: str) -> bool:
-    """Whether the class, or one that it is made of, declares it, or assigns it in a method."""
+    """True if the class, or one that it is made of, declares it, or assigns it in a method."""
     if any(name in {*vars(one), *inspect.get_annotations(one)} for one in owner.__mro__):
         return True
     methods = (value for one in owner.__mro__ for value in vars(one).values())
@@ -100,7 +100,7 @@ def has_attribute(owner: type, name: str) -> bool:
 
 
 def problems(*, functions: bool = True) -> list[str]:
-    """Why the installed SGLang may not carry the plugin: its version, and each function and
+    """List why the installed SGLang may not carry the plugin: its version, and each function and
     attribute that is not as expected."""
     version, found = sglang_version(), []
     if version not in UNSERVED:

@@ -33,7 +33,7 @@ class DraftSender(SenderRoomUse):
             self.channel, self.handle = channel, channel.begin(self.bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
-        """As stock; the first chunk begins behind it."""
+        """Return SGLang's prefix length; the first chunk begins behind it."""
         self._first = int(super().pop_decode_prefix_len())  # type: ignore[misc]
         return self._first
 

@@ -1,1 +1,1 @@
-"""What only protects from SGLang's own faults. Each file says which fault ends it, and when."""
+"""Guards against SGLang's own faults. Each file says which fault ends it, and when."""

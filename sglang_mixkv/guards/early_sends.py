@@ -27,8 +27,8 @@ LOOK_S = 1e-3
 
 
 class ChunkQueue:
-    """In place of SGLang's FastQueue, for one worker. A chunk comes out once it is written, in the
-    order of its room; another room's does not wait for it."""
+    """A queue in place of SGLang's FastQueue, for one worker. A chunk comes out once it is written,
+    in the order of its room; another room's does not wait for it."""
 
     def __init__(self, manager: EarlySends) -> None:
         self._manager, self._put = manager, SimpleQueue[tuple[Any, Any]]()

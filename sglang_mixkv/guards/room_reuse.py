@@ -72,17 +72,17 @@ def _rooms(request: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _is_number(room: Any) -> bool:
-    """Whether every message and table has a place for it, SGLang's among them."""
+    """True if every message and table has a place for it, SGLang's among them."""
     return type(room) is int and 0 <= room < 1 << 63
 
 
 def _is_host(host: Any) -> bool:
-    """Whether it can be looked up: SGLang's scheduler takes its parts, and logs it."""
+    """True if it can be looked up: SGLang's scheduler takes its parts, and logs it."""
     return type(host) is str and 0 < len(host) < 256 and host.isprintable()
 
 
 def _is_port(port: Any) -> bool:
-    """Whether it is one. None is the server's own."""
+    """True if it is one. None is the server's own."""
     return port is None or (type(port) is int and 0 < port < 1 << 16)
 
 
@@ -126,7 +126,7 @@ class RoomUse:
                 mgr.local.reporter(Note("reused", b"", ""))
 
     def _leave(self) -> bool:
-        """Whether another use may have the number before this one is cleared."""
+        """Return whether another use may have the number before this one is cleared."""
         return False
 
     def clear(self) -> None:
@@ -137,8 +137,8 @@ class RoomUse:
             _uses.pop(self.bootstrap_room, None)
 
     def _move(self) -> None:
-        """To a number that no request has. Metadata of the next use have come before it begins:
-        they stay, and SGLang's status is what it would be then."""
+        """Move it to a number that no request has. Metadata of the next use have come before it
+        begins: they stay, and SGLang's status is what it would be then."""
         tables, room = self.kv_mgr, self.bootstrap_room
         status = tables.request_status.pop(room)
         if room in tables.transfer_infos and room in tables.req_to_decode_prefix_len:

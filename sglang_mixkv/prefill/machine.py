@@ -56,14 +56,14 @@ class Machine:
         self._clock, self._seen = 0.0, float("inf")
 
     def advance(self, now: float) -> None:
-        """Before each call of a method below. The clock stands still while this process does: a
+        """Set the clock before each call below. It stands still while this process does: a
         slot's time without an ACK counts from when its READY went out, and a stopped process sends
         it only when it goes on."""
         self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
 
     def actions(self) -> list[act.Action]:
-        """What calls since the last time have led to, in the order in which it must be done."""
+        """Return the actions since the last time, in the order in which they must be done."""
         packing = self._packing
         for part, ready, chunks in packing.announce(self._clock) if packing.announcing else ():
             part.room.progress = self._clock
@@ -272,7 +272,7 @@ class Machine:
                 self.unsent(message)
 
     def left(self) -> dict[str, int]:
-        """What is left of requests, by name; empty on an idle rank."""
+        """Count what is left of requests, by name; empty on an idle rank."""
         found = {
             "rooms": len(self._uses), "waiting": len(self._early), "jobs": len(self._packing),
             "offered": self.slots.offered, "parts": len(self._parts),

@@ -90,7 +90,7 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 
 
 class Part:
-    """What one reader gets of a room. `limit`: how many tokens a segment has at most.
+    """The part of a room that one reader gets. `limit`: how many tokens a segment has at most.
 
     `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
     which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
@@ -113,7 +113,7 @@ class Part:
         return self.complete or self.over
 
     def advance(self) -> bool:
-        """Whether a segment can be cut from the chunks that are written."""
+        """Return whether a segment can be cut from the chunks that are written."""
         if self.complete or self.over:
             return False
         chunks, written = self.room.chunks, self.room.written
@@ -141,9 +141,9 @@ class Part:
         return segment
 
     def ready(self, most: int) -> tuple[Ready, list[Chunk]] | None:
-        """What can be announced now, `most` segments or fewer: those that are packed, up to the
-        first that is not, since segments of a part are announced in their order. And their chunks
-        that end."""
+        """Return what can be announced now, `most` segments or fewer: those that are packed, up to
+        the first that is not, since segments of a part are announced in their order. And their
+        chunks that end."""
         found, ended = list[Announced](), list[Chunk]()
         packing = self.packing
         first = packing[0].first if packing else self.token
@@ -184,7 +184,7 @@ class Packing:
         return self._begun
 
     def limit(self, opened: Open) -> int:
-        """How many tokens of what this reader wants fit a slot of either side."""
+        """Return how many tokens of what this reader wants fit a slot of either side."""
         return self._segment_tokens(len(opened.wanted), opened.slot_bytes)
 
     def add(self, parts: Iterable[Part]) -> None:

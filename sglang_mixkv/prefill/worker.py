@@ -113,8 +113,8 @@ class PrefillWorker(Worker):
         return handle.gate.shut()
 
     def end(self, handle: SendHandle, reason: str = "") -> None:
-        """When this returns, the pages are not read any more. Idempotent: abort, failure_exception
-        and clear all end a sender."""
+        """End it. When this returns, the pages are not read any more. Idempotent: abort,
+        failure_exception and clear all end a sender."""
         if not handle.ended:
             handle.ended = True
             handle.gate.close()

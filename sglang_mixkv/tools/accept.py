@@ -90,7 +90,7 @@ def token_ids(url: str, prompt: dict[str, Any]) -> list[int]:
 
 
 class Baseline(msgspec.Struct):
-    """What is read of a file of `--json`."""
+    """The part of a `--json` file that is read."""
 
     max_new_tokens: int
     each: list[Asked]
@@ -111,7 +111,7 @@ def read_baseline(path: Path) -> Baseline:
 
 
 def ask(args: argparse.Namespace, number: int, prompt: Any) -> Asked:
-    """Of both deployments, answers of so many tokens at most. Raises RequestFailed."""
+    """Ask both deployments for answers of so many tokens at most. Raises RequestFailed."""
     sampling = {"max_new_tokens": number, "temperature": 0}
     if isinstance(prompt, Asked):
         ids, single = prompt.input_ids, prompt.single
@@ -169,8 +169,8 @@ def judge(args: argparse.Namespace) -> int:
 
 
 def no_yardstick(names: tuple[str, str], asked: list[Asked], compared: Comparison) -> Iterator[str]:
-    """Why these answers say nothing of the pair's drafter. `names`: of the single server and of the
-    pair."""
+    """Say why these answers show nothing of the pair's drafter. `names`: of the single server and
+    of the pair."""
     sides = [one.single for one in asked], [one.pair for one in asked]
     for name, answers in zip(names, sides, strict=True):
         outputs = [answer.tokens for answer in answers]

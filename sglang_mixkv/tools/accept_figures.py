@@ -1,4 +1,4 @@
-"""How a pair's answers compare with a single server's, prompt by prompt.
+"""The comparison of a pair's answers with a single server's, prompt by prompt.
 
 Accept lengths here are what a verify round yields, its right drafts and one token more. The first
 token of an answer, which prefill computes, is not in them: short answers would look alike.
@@ -63,11 +63,11 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Of some prompts. `ratio`: the pair's accept length to the single server's; None where one has
-    no rounds. `interval`: where the ratio lies; None where the prompts are too few. `differs`:
-    whether outputs do too soon, too often. `gate`: the share of accept length that the pair may
-    lose. `by_dp_rank`: of decode's DP ranks, where several answered: one may be broken.
-    `differ_from`: the median of the first tokens that differ."""
+    """The comparison of some prompts. `ratio`: the pair's accept length to the single server's;
+    None where one has no rounds. `interval`: where the ratio lies; None where the prompts are too
+    few. `differs`: whether outputs do too soon, too often. `gate`: the share of accept length that
+    the pair may lose. `by_dp_rank`: of decode's DP ranks, where several answered: one may be
+    broken. `differ_from`: the median of the first tokens that differ."""
 
     prompts: int
     same_output: int
@@ -169,7 +169,7 @@ def _side(answers: list[Answer], at_least: Any) -> Side:
 
 
 def _interval(tables: list[Any], tail: float) -> tuple[float, float] | None:
-    """By resampling prompts: rounds of one prompt hang together."""
+    """Resample prompts: rounds of one prompt hang together."""
     number = len(tables[0])
     if number < FEWEST:
         return None
@@ -184,7 +184,7 @@ def _interval(tables: list[Any], tail: float) -> tuple[float, float] | None:
 
 
 def is_chance(early: int, number: int) -> bool:
-    """Whether so many of this number of outputs may differ within EARLY tokens. Outputs of right
+    """True if so many of this number of outputs may differ within EARLY tokens. Outputs of right
     servers do, too, where two tokens are as likely. More than a tenth of them is taken for chance
     only as long as that is likelier than one in a thousand; in whole numbers, since the ways to
     choose them are beyond a float."""

@@ -45,7 +45,7 @@ class RequestFailed(RuntimeError):
 
 
 def session() -> requests.Session:
-    """Past any proxy of the environment, with its certificates, and with the servers' key."""
+    """Make a session without proxies, with the environment's certificates and the servers' key."""
     made = requests.Session()
     made.trust_env = False
     made.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True

@@ -90,7 +90,7 @@ def versions() -> Iterator[Finding]:
 
 
 def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Whether SGLang will find the plugin, and whether its own variable leaves it out."""
+    """Check that SGLang will find the plugin, and that its own variable does not leave it out."""
     found = [point.value for point in metadata.entry_points(group=GROUP) if point.name == ENTRY]
     missing = "" if found else "SGLang will not load the plugin: reinstall sglang-mixkv"
     yield Finding("plugin", "entry point", ", ".join(found) or "not found", missing)
@@ -182,8 +182,8 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.environ) -> Finding:
-    """What the reads of this plane went over. `used`: the devices that it had open, of which NIXL
-    may have used none."""
+    """Say what the reads of this plane went over. `used`: the devices that it had open, of which
+    NIXL may have used none."""
     here, mooncake = devices(), plane == "mooncake"
     value, problem = "TCP" if mooncake else "no RDMA device", ""
     if used:

@@ -50,7 +50,7 @@ class ReadFailed(RuntimeError):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """What the flags and variables of a server decide."""
+    """The choices that the flags and variables of a server make."""
 
     backend: str = "mooncake"
     devices: str = ""
@@ -62,8 +62,8 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """Of one side. `used`: the RDMA devices that it had open. `wrong`: the first wrong byte of each
-    slot that has one. A listener gets these, and neither bytes nor seconds."""
+    """The result of one side. `used`: the RDMA devices that it had open. `wrong`: the first wrong
+    byte of each slot that has one. A listener gets these, and neither bytes nor seconds."""
 
     memory: str
     used: list[str]
@@ -87,7 +87,7 @@ class Offer(msgspec.Struct, tag="offer 4"):
 
 
 def text_of(file: Path) -> str:
-    """Of a device's state, which reads `4: ACTIVE`, the word."""
+    """Return the word of a device's state, which reads `4: ACTIVE`."""
     try:
         return file.read_text().strip().rpartition(": ")[2]
     except OSError:
@@ -143,7 +143,7 @@ def _socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
 
 
 def serve(host: str, port: int, wire: Wire) -> Result:
-    """Until a reader has reported which slots were wrong. `host`: "*" for all addresses."""
+    """Serve until a reader has reported which slots were wrong. `host`: "*" for all addresses."""
     side: Side | None = None
     with _socket(zmq.REP) as listener:
         try:
@@ -223,7 +223,7 @@ def _read_slots(side: Side, peer: Peer, offer: Offer) -> Result:
 
 
 def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None = None) -> Result:
-    """What a process here read from a peer, a peer from one here, or else one here from another."""
+    """Read from a peer here, or let a peer read, or else between two processes here."""
     roles: list[Any] = [(serve, "*", listen)] if peer is None else [(read, *peer)]
     if peer is None and listen is None:
         with socket.create_server((HERE, 0)) as free:
@@ -234,8 +234,9 @@ def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None =
 
 
 def apart(seconds: int, *calls: Sequence[Any]) -> Any:
-    """What the last of these functions with arguments returns. Each runs in a process of its own,
-    which an import or a transport may end. ReadFailed where one fails, dies or takes longer."""
+    """Return what the last of these functions with arguments returns. Each runs in a process of its
+    own, which an import or a transport may end. ReadFailed where one fails, dies or takes longer.
+    """
     with NamedTemporaryFile() as log, ProcessPoolExecutor(
         len(calls), multiprocessing.get_context("spawn"), _confine, (log.name, seconds)
     ) as pool:  # fmt: skip

@@ -91,7 +91,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def parse(flags: Sequence[str]) -> argparse.Namespace:
-    """What these flags set. Raises MixKVError with all words that SGLang does not know."""
+    """Return what these flags set. Raises MixKVError with all words that SGLang does not know."""
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     parser, words = _parser(), list(flags)

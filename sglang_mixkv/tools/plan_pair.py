@@ -41,7 +41,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """What a decode rank reads from a prefill rank that it opens: attention-TP ranks, the same in
+    """The read of a decode rank from a prefill rank that it opens: attention-TP ranks, the same in
     each group."""
 
     decode_rank: int
@@ -78,7 +78,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)) -> Plan:
-    """With all findings at once. `servers`: how many there are of each role."""
+    """Make the plan, with all findings at once. `servers`: how many there are of each role."""
     facts, no_route = decode.facts, [*_no_route(prefill, decode)]
     need = None if no_route else need_of(prefill, decode)
     reads, fleet = list[Read](), None
@@ -94,7 +94,7 @@ def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)
 
 
 def need_of(prefill: Server, decode: Server) -> Need:
-    """Of attention-TP sizes of which one divides the other."""
+    """Say what is needed of attention-TP sizes of which one divides the other."""
     sizes = theirs, ours = prefill.attention_tp, decode.attention_tp
     if prefill.draft is None or decode.draft is None:
         without = [side.role for side in (prefill, decode) if side.draft is None]
@@ -210,7 +210,7 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
 
 
 def _row(server: Server, topk: int) -> Row:
-    """What its ranks would publish, without what only a running one knows."""
+    """Make the row that its ranks would publish, without what only a running one knows."""
     facts, tp, backend = (
         server.facts,
         server.attention_tp or 1,
@@ -222,7 +222,7 @@ def _row(server: Server, topk: int) -> Row:
 
 
 def _models(prefill: Server, decode: Server) -> Iterator[str]:
-    """What nothing compares."""
+    """Note what nothing compares."""
     for side in (prefill, decode):
         if facts := side.draft and side.draft.facts:
             words = refusals.other_head(facts.architecture, facts.algorithm)

@@ -84,7 +84,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def facts(self) -> DraftFacts | None:
-        """Of a drafter with KV heads."""
+        """The facts of a drafter with KV heads."""
         return self.draft.facts if self.draft and self.draft.kv_heads else None
 
 
@@ -149,7 +149,7 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
 
 
 def _unread(role: str, line: plan_line.Line, args: argparse.Namespace) -> Iterator[str]:
-    """What decides nothing here. Takes the flags away that the server's host answers."""
+    """Note what decides nothing here. Takes the flags away that the server's host answers."""
     if line.unread:
         yield f"{role}: no shell runs, so this is taken as it stands: {' '.join(line.unread)}"
     for name in OF_HOST:
@@ -188,8 +188,8 @@ def _check_models(args: argparse.Namespace) -> None:
 
 
 def _not_started(role: str, server_args: Any) -> Iterator[str]:
-    """What SGLang raises, and where it says nothing, the line that does. A step of its resolution
-    that raises hides none behind it."""
+    """Return what SGLang raises, and where it says nothing, the line that does. A step of its
+    resolution that raises hides none behind it."""
     from sglang.srt.arg_groups import pipeline
 
     raised, run = list[Exception](), pipeline.run_hook

@@ -45,8 +45,8 @@ class Sample(NamedTuple):
 
 
 def samples(text: str) -> Iterator[tuple[Sample, float]]:
-    """Of a Prometheus page. A server's own begins its names with `sglang:`, the router's with
-    `sglang_`, as here. Raises ValueError."""
+    """Read the samples of a Prometheus page. A server's own begins its names with `sglang:`, the
+    router's with `sglang_`, as here. Raises ValueError."""
     from prometheus_client.parser import text_string_to_metric_families
 
     for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
@@ -79,8 +79,8 @@ class Page(dict[Sample, float]):
         return sum((max(one.values(), key=most) for one in ranks.values()), Counter())
 
     def quantile(self, name: str, share: float) -> float | None:
-        """Of a histogram, as Prometheus estimates it; of the rank where it is largest, since a
-        request waits for all of its ranks."""
+        """The quantile of a histogram, as Prometheus estimates it; of the rank where it is largest,
+        since a request waits for all of its ranks."""
         ranks: defaultdict[tuple[str, ...], Counter[float]] = defaultdict(Counter)
         for sample, value in self.of(f"{name}_bucket"):
             ranks[tuple(map(sample.label, RANK))][float(sample.label("le"))] += round(value)
@@ -122,13 +122,13 @@ def read(url: str, text: str) -> Pages:
 
 
 def page_url(url: str) -> str:
-    """Of what an operator types: with or without scheme, with or without /metrics."""
+    """Complete what an operator types: with or without scheme, with or without /metrics."""
     whole = url if "://" in url else f"http://{url}"
     return whole if urlsplit(whole).path.strip("/") else f"{whole.rstrip('/')}/metrics"
 
 
 def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[str, str]]:
-    """At all pages side by side; and why which could not be read."""
+    """Look at all pages side by side; and say why which could not be read."""
     pages, unread = Pages(), dict[str, str]()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = {url: pool.submit(request, "GET", url, timeout) for url in map(page_url, urls)}
