@@ -86,6 +86,31 @@ def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, 
     assert (READER, "early") in rank.notes or held
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from("abr")), min_size=20)
+)
+def test_each_early_room_is_held_by_its_own_last_open(opens: list[tuple[int, int, str]]) -> None:
+    """Whoever opens others meanwhile, or it again; a request (r) takes its own away."""
+    rank, last = Prefill(), dict[int, tuple[float, set[str]]]()
+    rank.times.early_room = 2.0
+    rank.do(rank.machine.tick)
+    for generation, (number, quarters, who) in enumerate(opens, 1):
+        rank.now += quarters / 4  # a clock advances by a second at most
+        rank.do(rank.machine.tick)
+        last = {one: at for one, at in last.items() if rank.now - at[0] < 2.0}
+        if who == "r":
+            rank.tell(rank.machine.begin, generation, number)
+            rank.do(rank.machine.end, generation)
+            last.pop(number, None)
+        else:
+            rank.open(number, who.encode() * 8, generation, readers=2)
+            last[number] = rank.now, {who, *last.get(number, (0.0, ()))[1]}
+        parts = sum(len(readers) for _, readers in last.values())
+        held = {"waiting": len(last), "parts": parts}
+        assert rank.machine.left() == {name: count for name, count in held.items() if count}
+        assert rank.books == []
+
+
 def test_what_a_fail_of_either_side_says() -> None:
     rank = Prefill()
     rank.open(5, generation=77)
