@@ -387,7 +387,7 @@ def test_a_server_of_another_drafter_is_refused_unless_an_operator_wants_its_req
             assert site.servers.refuse(address, None) is None
             infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT}]
             assert site.servers.plan(address, infos).cold
-            assert site.held()["sockets"] == 1
+            assert wait_for(lambda: site.held()["sockets"] == 1)  # the channel thread adds it
 
 
 # ---------------------------------------------------------------- what stays behind
