@@ -10,20 +10,28 @@ until   all releases that are served wait, over both backends
 
 SGLang's scheduler puts a chunk into a queue of NIXL's manager, and a worker of SGLang's posts it.
 The queues are the plugin's: a chunk leaves one once its event has come. Where SGLang has none that
-can be replaced, and over Mooncake of 0.5.21, early sends are switched off.
+can be replaced, and over Mooncake of 0.5.21, early sends are switched off. A chunk of which nobody
+can tell stays, and its request fails by SGLang's timeout: bytes that are not written never leave.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
-from sglang_mixkv.draft.cuda import is_over
+import torch
+
+from sglang_mixkv.draft.cuda import is_over, spare_captures
+
+logger = logging.getLogger(f"sglang.{__name__}")
 
 EARLY_SENDS = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 LOOK_S = 1e-3
+NEVER = SimpleNamespace(query=lambda: False)
 
 
 class ChunkQueue:
@@ -33,11 +41,15 @@ class ChunkQueue:
     def __init__(self, manager: EarlySends) -> None:
         self._manager, self._put = manager, SimpleQueue[tuple[Any, Any]]()
         self._chunks: list[tuple[Any, Any]] = []  # the worker's, each with its event
+        self._is_spared = not torch.cuda.is_available() or bool(torch.version.hip)
 
     def put(self, chunk: Any) -> None:
         self._put.put((chunk, self._manager.early))
 
     def get(self) -> Any:
+        if not self._is_spared:  # in the worker's thread, which asks events from here on
+            spare_captures()
+            self._is_spared = True
         while (found := self._written()) is None:
             with suppress(Empty):
                 self._chunks.append(self._put.get(timeout=LOOK_S if self._chunks else None))
@@ -46,16 +58,15 @@ class ChunkQueue:
     def _written(self) -> int | None:
         rooms = set[int]()
         for number, (chunk, event) in enumerate(self._chunks):
-            if chunk.room not in rooms and _is_written(event):
-                return number
+            try:
+                if chunk.room not in rooms and (event is None or is_over(event)):
+                    return number
+            except Exception:
+                text = "[MIXKV-SELF-01] KV of room %s may not be written: it is not sent"
+                logger.exception(text, chunk.room)
+                self._chunks[number] = chunk, NEVER
             rooms.add(chunk.room)
         return None
-
-
-def _is_written(event: Any) -> bool:
-    with suppress(Exception):  # the forward failed: SGLang's scheduler ends before a last chunk
-        return event is None or is_over(event)
-    return True
 
 
 class EarlySends:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rig.ring.logs import keep_lines
 from rig.ring.model import Case, Request
 from rig.ring.rank import Rank, send
@@ -18,6 +19,7 @@ from rig.ring.run import right, run
 from rig.ring.special import Special
 
 from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.guards import early_sends
 from sglang_mixkv.guards.early_sends import (
     EARLY_SENDS,
     EarlySends,
@@ -132,9 +134,31 @@ def test_a_chunk_that_comes_while_another_is_held_back_passes_it() -> None:
     assert take(queue, 1) == [(2, 0)]
 
 
-def test_an_event_that_cannot_be_asked_ends_no_worker_of_sglangs() -> None:
-    """The forward before it has failed: SGLang's scheduler ends, and sends no last chunk."""
-    assert take(queue_of((1, 0, Event(-1)), (1, 1, None)), 2) == [(1, 0), (1, 1)]
+def test_a_chunk_whose_event_cannot_be_asked_never_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor do later ones of its room, so that no request succeeds with KV that is not written; and
+    SGLang's worker goes on."""
+    caplog.set_level("ERROR", "sglang")
+    queue = queue_of((1, 0, Event(-1)), (1, 1, None), (2, 0, Event(100)), (3, 0, None))
+    assert take(queue, 2) == [(3, 0), (2, 0)]
+    assert [chunk.number for chunk, _ in queue._chunks] == [0, 1]
+    assert [one.args for one in caplog.records] == [(1,)]
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_a_worker_spares_captures_before_it_asks(
+    hip: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that has not said so ends what another one captures, by asking for an event."""
+    done = list[Any]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(early_sends, "spare_captures", lambda: done.append(threading.get_ident()))
+    event = SimpleNamespace(query=lambda: done.append("asked") or True)
+    queue = queue_of((1, 0, event), (2, 0, event))
+    worker = threading.Thread(target=take, args=(queue, 2))
+    worker.start()
+    worker.join()
+    assert done == [worker.ident][: hip is None] + ["asked"] * 2
 
 
 # ---------------------------------------------------------------- where they are off
