@@ -127,7 +127,7 @@ SETTINGS = (
     Setting(
         "staging_mb", "SGLANG_MIXKV_STAGING_MB", *_between(int, 1, 16384),
         "MiB of a rank's staging buffer for draft KV: registered memory of the KV's kind, outside "
-        "--mem-fraction-static, in 64 slots. Taken at start.",
+        "--mem-fraction-static, in slots of 4 MiB, or 64 smaller ones. Taken at start.",
         "--mixkv-staging-mb",
     ),
     Setting(

@@ -1,20 +1,26 @@
 """What the draft channel itself costs, without a GPU and without a NIC.
 
 Both sides' threads, sockets, slots and machines are the real ones. Copies end at once and copy
-nothing. Reads end at once (`control plane`), or at the pace of a 400 Gb/s NIC (`paced`): each
-behind the one before, at 50 GB/s. Slots are of 4 MiB, as by default.
+nothing. Reads end at once (`control plane`), or at the pace of a NIC of 400 Gb/s on prefill
+(`paced`): each behind the one before, at 50 GB/s. Slots are those of the default staging buffer;
+tokens have 4 KiB, as on one rank of TP 8 with Kimi-K2's EAGLE3 drafter.
 
-`us per slot`: CPU time of each side's channel thread. `calls`: Python functions of the package
-that both threads enter. `ms`: from the chunk's hand-over to the verdict.
+`us per slot`: CPU time of each side's channel thread, and its messages. `wait`: from a request's
+only chunk, with which its target arrives, to the verdict. Readers and times of requests are drawn.
+All ranks share one interpreter, and where it is `busy`, a thread of pure Python shares it.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
+import random
 import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +29,10 @@ from typing import Any
 import numpy as np
 from common import Record, options, show
 
-from sglang_mixkv.channel import messages
+from sglang_mixkv.channel import loop, messages
 from sglang_mixkv.channel.data_plane import Extent, Read
 from sglang_mixkv.channel.slot_format import SlotCheck
-from sglang_mixkv.channel.slots import SLOTS, slot_bytes
+from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Source
@@ -37,12 +43,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 rig = importlib.import_module("rig.channel.threads")
 
-HEADS, TIMES = range(64), Times(100)
-SLOT = slot_bytes(256)
-TOKEN = 16 << 10  # bytes of all heads
+HEADS, TIMES = range(8), Times(100)
+SLOTS, SLOT = slots_of(256)
+TOKEN = 4 << 10  # bytes of all heads
 TOKENS = (SLOT - 4096) // TOKEN  # of a slot
 NIC = 50e9  # bytes per second
 REQUESTS = ((1, 1), (16, 1), (1024, 1), (1, 64), (16, 64))  # slots of each; how many at once
+READERS, PROMPTS, RATES = (8, 72, 128), (8 << 10, 32 << 10), (5, 20, math.inf)
+DRAWN = 40  # requests of a row in a turn
 SETTLE_S = 0.02  # in which what was said last is done
 
 
@@ -72,79 +80,76 @@ class NoRows:
 
 
 class Plane(rig.Reads):  # type: ignore[misc, name-defined]
-    """`pace`: bytes per second of all reads, one behind the other; None: each ends at once."""
+    """Reads at `pace`, bytes per second of all ranks' reads, one behind the other."""
 
-    def __init__(self, pace: float | None = None) -> None:
+    lock, free = threading.Lock(), 0.0
+
+    def __init__(self, pace: float) -> None:
         super().__init__()
-        self._pace, self._free = pace, 0.0
+        self._pace = pace
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
-        if self._pace is not None:
-            self._free = max(self._free, time.perf_counter())
-            self._free += sum(length for _, _, length in extents) / self._pace
-        read.handle = self._free
+        seconds = sum(length for _, _, length in extents) / self._pace
+        with Plane.lock:
+            read.handle = Plane.free = max(Plane.free, time.perf_counter()) + seconds
 
     def _check(self, read: Read) -> str | None:
-        return "" if self._pace is None or time.perf_counter() >= read.handle else None
+        return "" if time.perf_counter() >= read.handle else None
 
 
-class Pair:
-    """A prefill rank and a decode rank."""
+class Fleet:
+    """A prefill rank and so many decode ranks."""
 
-    def __init__(self, pace: float | None) -> None:
+    def __init__(self, pace: float, readers: int = 1) -> None:
         staging = SimpleNamespace(
             address=1 << 30, slot_bytes=SLOT, count=SLOTS, size=SLOTS * SLOT, slot=lambda _: None
         )
         given = {"rows": NoRows(), "staging": staging}
-        self._sides = (
-            rig.Prefill(TIMES, plane=Plane(), **given),
-            rig.Decode(TIMES, plane=Plane(pace), **given),
-        )
-        self.prefill, self.decode = (side.channel for side in self._sides)
-        for worker in (self.prefill, self.decode):
+        prefill = rig.Prefill(TIMES, plane=Plane(pace), **given)
+        decode = [rig.Decode(TIMES, plane=Plane(pace), **given) for _ in range(readers)]
+        self._sides, self._prefill = (prefill, *decode), prefill.channel
+        for worker in (side.channel for side in self._sides):
             worker._copies._work.put(None)
             worker._copies = AtOnce(worker._store, worker._reporter.moved)
-        prefill, decode = self._sides
-        self.source = Source(decode.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)
-        while not self.decode.knows(self.source.peer):
+        self._readers = [
+            (side, Source(side.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)) for side in decode
+        ]
+        while not all(side.channel.knows(source.peer) for side, source in self._readers):
             time.sleep(1e-3)
-        self._room = 0
+        self._rooms, self._draw = itertools.count(1), random.Random(readers)
 
-    def run(self, slots: int, requests: int = 1) -> tuple[float, list[float]]:
-        """So many requests at once, of so many full slots each: seconds from their chunks to the
-        last verdict, and CPU seconds of both channel threads, from the chunks to the last ACK."""
-        pages, (_, decode) = np.arange(slots * TOKENS), self._sides
-        sent, handles = [], []
-        for _ in range(requests):
-            self._room += 1
-            sent.append(self.prefill.begin(self._room))
-            handles.append(
-                decode.open(self._room, len(pages), b"", source=self.source, pages=pages, page=1)
-            )
+    def run(
+        self, slots: int, starts: Sequence[float] = (0,), readers: int = 1
+    ) -> tuple[list[float], list[float]]:
+        """Requests of so many full slots, at these seconds, of as many readers: seconds from each
+        chunk to its verdict, and CPU seconds of the channel threads of prefill and the first
+        decode rank, from the first chunk to the last ACK."""
+        pages, made = np.arange(slots * TOKENS), []
+        for room, _ in zip(self._rooms, starts, strict=False):
+            side, source = self._draw.choice(self._readers[:readers])
+            handle = side.open(room, len(pages), b"", source=source, pages=pages, page=1)
+            made.append((self._prefill.begin(room), side.channel, handle))
         time.sleep(SETTLE_S)
         began, cpu = time.perf_counter(), self._cpu()
-        for one in sent:
-            self.prefill.add_chunk(one, 0, len(pages), True, Pages(pages, 1))
-        while any(handle.state is None for handle in handles):
-            time.sleep(1e-4)
-        seconds = time.perf_counter() - began
-        assert all(handle.state is act.State.WARM for handle in handles)
+        for start, (sent, decode, handle) in zip(starts, made, strict=True):
+            time.sleep(max(0.0, began + start - time.perf_counter()))
+            decode.target_arrived(handle)
+            self._prefill.add_chunk(sent, 0, len(pages), True, Pages(pages, 1))
+        for *_, handle in made:
+            while handle.state is None:
+                time.sleep(1e-3)
+            assert handle.state is act.State.WARM
         time.sleep(SETTLE_S)
-        cpu = [after - before for before, after in zip(cpu, self._cpu(), strict=True)]
-        for one, handle in zip(sent, handles, strict=True):
-            self.prefill.end(one)
-            self.decode.close(handle)
+        spent = [after - before for before, after in zip(cpu, self._cpu(), strict=True)]
+        for sent, decode, handle in made:
+            self._prefill.end(sent)
+            decode.close(handle)
         time.sleep(SETTLE_S)
-        return seconds, cpu
+        return [handle.waited for *_, handle in made], spent
 
-    def _cpu(self) -> tuple[float, float]:
-        """Seconds of both channel threads."""
-        clocks = (
-            time.pthread_getcpuclockid(worker._thread.ident or 0)
-            for worker in (self.prefill, self.decode)
-        )
-        first, second = map(time.clock_gettime, clocks)
-        return first, second
+    def _cpu(self) -> list[float]:
+        threads = [side.channel._thread for side in self._sides[:2]]
+        return [time.clock_gettime(time.pthread_getcpuclockid(one.ident)) for one in threads]
 
     def close(self) -> None:
         for side in self._sides:
@@ -153,51 +158,47 @@ class Pair:
 
 def control_plane(slots: int, requests: int, repeats: int) -> Record:
     """CPU time per slot of each thread, for so many requests at once, of so many slots."""
-    pair, found = Pair(None), []
-    pair.run(slots, requests)
+    pair, found, sent, encode = Fleet(math.inf), [], Counter[str](), messages.encode
+    pair.run(slots, [0] * requests)
     for _ in range(repeats):
-        found.append([cpu / (slots * requests) * 1e6 for cpu in pair.run(slots, requests)[1]])
+        spent = pair.run(slots, [0] * requests)[1]
+        found.append([cpu / (slots * requests) * 1e6 for cpu in spent])
+    messages.encode = lambda one: sent.update([type(one).__name__]) or encode(one)  # type: ignore
+    pair.run(slots, [0] * requests)
+    messages.encode = encode
     pair.close()
     prefill, decode = (statistics.median(side) for side in zip(*found, strict=True))
     return {
-        "slots": slots, "requests": requests,
+        "slots": slots, "requests": requests, "READY": sent["Ready"], "ACK": sent["Ack"],
         "prefill us per slot": prefill, "decode us per slot": decode,
     }  # fmt: skip
 
 
-def traffic(slots: int) -> Record:
-    """Messages and calls of one request of so many slots."""
-    calls, sent = [0], {"READY": 0, "ACK": 0}
-    package, encode = str(ROOT / "sglang_mixkv"), messages.encode
-
-    def counted(message: messages.Message) -> bytes:
-        name = type(message).__name__.upper()
-        sent[name] = sent.get(name, 0) + 1
-        return encode(message)
-
-    def entered(frame: Any, event: str, _: Any) -> None:
-        calls[0] += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    messages.encode = counted  # type: ignore[assignment]
-    threading.setprofile(entered)
-    pair = Pair(None)
-    threading.setprofile(None)  # type: ignore[arg-type]
-    pair.run(1)
-    calls[0], sent["READY"], sent["ACK"] = 0, 0, 0
-    pair.run(slots)
-    found = {"slots": slots, "calls": calls[0], "READY": sent["READY"], "ACK": sent["ACK"]}
-    pair.close()
-    messages.encode = encode
-    return found
+def paced(repeats: int, drawn: int) -> list[Record]:
+    """Rows take turns, in an order that is drawn for each."""
+    rows = [*itertools.product(RATES, PROMPTS, ("", "busy"), READERS)]
+    found: dict[Any, list[float]] = {row: [] for row in rows}
+    loop.TICK = 60.0  # so that the clocks of idle ranks do not take the GIL from others
+    ranks, draw, busy = Fleet(NIC, max(READERS)), random.Random(drawn), threading.Event()
+    threading.Thread(target=spin, args=(busy,), daemon=True).start()
+    for row in [one for _ in range(repeats) for one in draw.sample(rows, len(rows))]:
+        rate, tokens, is_busy, readers = row
+        starts = itertools.accumulate(draw.expovariate(1) / rate for _ in range(drawn))
+        (busy.set if is_busy else busy.clear)()
+        found[row] += ranks.run(tokens // TOKENS, [*starts], readers)[0]
+    busy.clear()
+    ranks.close()
+    names = "requests a second", "tokens", "GIL", "readers", "wait: p50 ms", "p99 ms"
+    return [
+        dict(zip(names, (*row, *np.quantile(one, (0.5, 0.99)) * 1e3), strict=True))
+        for row, one in found.items()
+    ]
 
 
-def paced(slots: int, repeats: int) -> Record:
-    pair = Pair(NIC)
-    pair.run(slots)
-    found = [pair.run(slots)[0] * 1e3 for _ in range(repeats)]
-    pair.close()
-    wire = slots * (64 + TOKENS * TOKEN) / NIC * 1e3
-    return {"slots": slots, "ms": statistics.median(found), "ms on the wire": wire}
+def spin(busy: threading.Event) -> None:
+    while busy.wait():
+        for _ in range(10_000):
+            pass
 
 
 def main() -> None:
@@ -205,8 +206,7 @@ def main() -> None:
     repeats = arguments.repeats or (1 if arguments.quick else 15)
     parts = {
         "control plane": [control_plane(*one, repeats) for one in REQUESTS],
-        "traffic": [traffic(slots) for slots in (1, 16)],
-        "paced": [paced(slots, repeats) for slots in (1, 16, 64)],
+        "paced": paced(-(-repeats // 3), 3 if arguments.quick else DRAWN),
     }
     show(arguments, parts)
 

@@ -25,18 +25,18 @@ from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
 
-SLOTS = 64
-# What a slot costs beside its bytes (its place in a message each way, a read, a copy's descriptor
-# on both sides) is the same for any size, so slots are large: 4 MiB of rows, by default.
-ALIGNMENT = 4096
+FEWEST, LARGEST, PAGE, LIST = 64, 4 << 20, 4096, 8
 
 T = TypeVar("T")
 
 
-def slot_bytes(staging_mb: int) -> int:
-    """Bytes of each slot of a rank's staging buffer: its share, and one page for the header, so
-    that chunks of a power of two fill slots and leave no rest for another."""
-    return (staging_mb << 20) // SLOTS // ALIGNMENT * ALIGNMENT + ALIGNMENT
+def slots_of(staging_mb: int) -> tuple[int, int]:
+    """Return how many slots a rank's staging buffer has, and the bytes of each: 4 MiB of rows, or
+    less where 64 would not fit, and a page for the header, so that chunks of a power of two leave
+    no rest for another slot. Each costs a place in two messages, a read and two copies' descriptors
+    whatever its size, so they are large; and more memory is more of them, for more owners."""
+    rows = min(LARGEST, (staging_mb << 20) // FEWEST)
+    return (staging_mb << 20) // rows, rows + PAGE
 
 
 def quota_of(count: int) -> int:
@@ -45,15 +45,15 @@ def quota_of(count: int) -> int:
 
 
 def list_of(count: int) -> int:
-    """Return how many segments go into one READY or one read: a quarter of the quota, so that the
-    others are packed or read while these are acknowledged, and the wire does not stop for that."""
-    return max(1, quota_of(count) // 4)
+    """Return how many segments go into one READY or one read: a quarter of the quota at most, so
+    that others are packed or read while these are acknowledged, and the wire does not stop."""
+    return min(LIST, max(1, quota_of(count) // 4))
 
 
 @lru_cache(1024)
 def share_of(count: int, owners: int) -> int:
-    """Return how many slots each of so many owners may hold."""
-    return max(1, min(quota_of(count), (count - count // 4) // owners))
+    """Return how many slots each of so many owners may hold. Its first may be one more."""
+    return min(quota_of(count), (count - count // 4) // owners)
 
 
 class SlotPool:

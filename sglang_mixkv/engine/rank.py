@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slot_format import SPARE
-from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
+from sglang_mixkv.channel.slots import SlotPool, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
 from sglang_mixkv.decode.worker import DecodeWorker
@@ -68,7 +67,7 @@ class RankContext:
         self.config = config = config_of(server_args)
         check_once(server_args)
         self.handed = handover.take()
-        self.slot_bytes = slot_bytes(config.staging_mb)
+        count, self.slot_bytes = slots_of(config.staging_mb)
         pool = self.handed.pool
         self.draft = draft_pool.of_pool(pool) if pool is not None else None
         if self.draft is not None:
@@ -80,7 +79,7 @@ class RankContext:
         self.copying = "copied on the host"
         self.port = config.port and config.port + _gpu(kv_args)  # 0: any free one
         self.reporter = reporter(mode)
-        self.reporter.slots = self.slots = SlotPool(SLOTS, self.times)
+        self.reporter.slots = self.slots = SlotPool(count, self.times)
 
     def store(self, host: str) -> Store | None:
         """The staging buffer, registered with the data plane, and what copies between it and the
@@ -88,7 +87,7 @@ class RankContext:
         if (draft := self.draft) is None:
             return None
         rows, devices = draft.rows, rdma_devices(self.kv_args)
-        staging = Staging(SLOTS, self.slot_bytes, rows.device, draft.mem_pool)
+        staging = Staging(self.slots.count, self.slot_bytes, rows.device, draft.mem_pool)
         plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
         device = (staging.device.index or 0) if staging.device.type == "cuda" else None
         memory = Memory(staging.address, staging.size, device)
@@ -181,9 +180,10 @@ def check_slots(layout: DraftLayout, size: int) -> None:
     slots of both, every request can be served."""
     heads = len(layout.heads)
     if not layout.facts.tokens_in(size, heads):
-        fits = (mb for mb in itertools.count(1) if layout.facts.tokens_in(slot_bytes(mb), heads))
+        fits = [mb for mb in range(1, 257) if layout.facts.tokens_in(slots_of(mb)[1], heads)]
         raise refuse(
-            "MIXKV-START-04", f"--mixkv-staging-mb to be {next(fits)} or more",
+            "MIXKV-START-04",
+            f"--mixkv-staging-mb to be {fits[0]} or more" if fits else "a token of 4 MiB at most",
             f"slots of {size} bytes for tokens of {layout.facts.bytes_per_token(heads)}",
             "every request would start with a cold drafter", "Raise it on both sides",
         )  # fmt: skip

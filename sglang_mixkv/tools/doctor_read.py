@@ -33,7 +33,7 @@ import zmq
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory, Peer
 from sglang_mixkv.channel.slot_format import SPARE
-from sglang_mixkv.channel.slots import SLOTS, slot_bytes
+from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
 
@@ -120,14 +120,14 @@ class Side:
         if gpu is not None:
             torch.cuda.set_device(gpu)
         device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
-        self._from_numpy, self.slot_bytes = torch.from_numpy, slot_bytes(wire.config.staging_mb)
-        staging = Staging(SLOTS, self.slot_bytes, device)
-        self.slot = staging.slot
+        count, self.slot_bytes = slots_of(wire.config.staging_mb)
+        staging = Staging(count, self.slot_bytes, device)
+        self._from_numpy, self.slot = torch.from_numpy, staging.slot
         self.plane = planes.make(wire.plane.name, host, wire.devices, wire.config.nixl_params)
         memory = Memory(staging.address, staging.size, gpu)
         self.plane.register(memory, staging.address + SPARE)
         where = "host" if gpu is None else "GPU"
-        self.memory = f"{where}, {SLOTS} slots of {self.slot_bytes >> 10:,} KiB"
+        self.memory = f"{where}, {count} slots of {self.slot_bytes >> 10:,} KiB"
 
     def fill(self) -> None:
         for number in range(READ):

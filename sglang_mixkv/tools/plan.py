@@ -115,11 +115,14 @@ def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
     yield from point(
         f"{here:,} MiB on each prefill rank, {there:,} MiB on each decode rank, outside "
         "--mem-fraction-static", "staging  ")  # fmt: skip
+    share = f"two ranks then share {fleet.slots} slots, which hold {fleet.tokens:,} tokens"
+    if not fleet.slots:
+        enough = -(-16 * max(fleet.readers, fleet.sources) // 3)  # of three quarters, 4 MiB each
+        share = f"then not each has a slot at once; with --mixkv-staging-mb {enough} each has"
     yield from point(
         f"{fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
         f"{fleet.sources:,} (--prefill-servers {fleet.prefill_servers}, --decode-servers "
-        f"{fleet.decode_servers}): two ranks then share {fleet.slots} slots, which hold "
-        f"{fleet.tokens:,} tokens", "busy     ")  # fmt: skip
+        f"{fleet.decode_servers}): {share}", "busy     ")  # fmt: skip
 
 
 def _list(title: str, points: Iterable[str]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import msgspec
 
 from sglang_mixkv import __version__, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
+from sglang_mixkv.channel.slots import share_of, slots_of
 from sglang_mixkv.decode.compare import Difference, Severity, differences
 from sglang_mixkv.draft import layout
 from sglang_mixkv.draft.handshake import Row
@@ -52,8 +52,8 @@ class Read(msgspec.Struct, frozen=True):
 
 class Fleet(msgspec.Struct, frozen=True):
     """So many servers of each role. `readers`: decode ranks that read a prefill rank; `sources`:
-    prefill ranks that a decode rank reads. `slots`: what two ranks share while all are busy, and
-    how many `tokens` fit them."""
+    prefill ranks that a decode rank reads. `slots`: what two ranks share while all are busy, 0
+    where some have to wait for one, and how many `tokens` fit them."""
 
     prefill_servers: int
     decode_servers: int
@@ -157,9 +157,10 @@ def _fleet(reads: list[Read], prefill: Server, decode: Server, servers: tuple[in
     readers = Counter(one.prefill_rank for one in read).most_common(1)[0][1]
     sources *= servers[0] * prefill.groups
     readers *= servers[1] * decode.groups
-    slots = share_of(SLOTS, max(readers, sources))
-    size = slot_bytes(min(prefill.config.staging_mb, decode.config.staging_mb))
-    per_slot = decode.facts.tokens_in(size, max(len(one.heads) for one in read))
+    sides = (slots_of(side.config.staging_mb) for side in (prefill, decode))
+    counts, sizes = zip(*sides, strict=True)
+    slots = min(map(share_of, counts, (readers, sources)))
+    per_slot = decode.facts.tokens_in(min(sizes), max(len(one.heads) for one in read))
     return Fleet(*servers, readers, sources, slots, slots * per_slot)
 
 
@@ -211,13 +212,10 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
 
 def _row(server: Server, topk: int) -> Row:
     """Make the row that its ranks would publish, without what only a running one knows."""
-    facts, tp, backend = (
-        server.facts,
-        server.attention_tp or 1,
-        server.disaggregation_transfer_backend,
-    )
+    facts, tp = server.facts, server.attention_tp or 1
     draft = DraftLayout(facts, tp, 0) if facts else None
     of_rank = sglang_version(), bytes(8), "", 0, "", tp, 0, 0, ()
+    backend = server.disaggregation_transfer_backend
     return Row(PROTOCOL, __version__, *of_rank, backend, server.stage, topk, draft)
 
 
@@ -227,8 +225,7 @@ def _models(prefill: Server, decode: Server) -> Iterator[str]:
         if facts := side.draft and side.draft.facts:
             words = refusals.other_head(facts.architecture, facts.algorithm)
             yield from [f"{side.role}: {words}"] if words else []
-    wrong = "its KV would be in wrong rows"
-    yield from _differ("target", prefill.target, decode.target, wrong)
+    yield from _differ("target", prefill.target, decode.target, "its KV would be in wrong rows")
     here, there = (str(side.draft or "none") for side in (prefill, decode))
     if prefill.draft and here != there and None in (prefill.facts, decode.facts):
         yield from _differ("drafter", here, there, "its KV cannot be moved")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slot_format import HEADER, SPARE
-from sglang_mixkv.channel.slots import SLOTS, slot_bytes
+from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.transfer import peer_of
@@ -100,20 +101,21 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
 def test_a_ranks_row_has_each_of_its_facts(rank_of: Callable[[Config], Any]) -> None:
     """Each of another value, so that none can stand in another's place."""
     one, store, row = rank_of(Config(enabled=True, staging_mb=2, patience=0.7))
-    size = slot_bytes(2)
+    slots, size = slots_of(2)
     assert msgspec.structs.asdict(row) == {
         "protocol": PROTOCOL, "plugin": sglang_mixkv.__version__, "engine": "0.5.23",
         "instance": one.instance, "rank_ip": "10.0.0.9", "rank_port": 9009,
         "address": "tcp://10.0.0.9:1", "attn_tp": 12, "attn_tp_rank": 11, "pp_rank": 10,
         "aux_item_lens": (1, 2), "backend": "mooncake", "topk": 3, "draft": LAYOUT, "patience": 0.7,
         "target": Target(6, 2, layer_ids=True, even=False, stages=13, dcp=14),
-        "staging": StagingFacts("mooncake", b"endpoint", store.staging.address, size, SLOTS),
+        "staging": StagingFacts("mooncake", b"endpoint", store.staging.address, size, slots),
     }  # fmt: skip
 
 
 SETTINGS = {
-    "staging_mb": (3, lambda one, store, row: (
-        one.slot_bytes, store.staging.slot_bytes, row.staging.slot_bytes), slot_bytes),
+    "staging_mb": (300, lambda one, store, row: (
+        (one.slots.count, one.slot_bytes), (store.staging.count, store.staging.slot_bytes),
+        (row.staging.slots, row.staging.slot_bytes)), slots_of),
     "patience": (2.5, lambda one, store, row: (row.patience, one.times.patience), None),
     "port": (2000, lambda one, store, row: (one.port,), lambda port: port + 5),  # of GPU 5
     "data_plane": ("nixl", lambda one, store, row: (
@@ -148,7 +150,7 @@ def test_the_data_plane_has_the_slots_and_a_byte_of_them_that_means_nothing(
     one, store, _ = rank_of(PLAIN)
     address = store.staging.address
     assert store.plane.made_of == ("mooncake", "10.0.0.8", "", {})
-    assert store.plane.registered == [(Memory(address, SLOTS * slot_bytes(1)), address + SPARE)]
+    assert store.plane.registered == [(Memory(address, math.prod(slots_of(1))), address + SPARE)]
     assert 16 <= SPARE < HEADER
     assert pools == one.reporter.used == []
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _, of=ranks.draft_pool.of_pool:
@@ -163,8 +165,8 @@ def test_a_segment_fits_the_slots_of_both_sides(
     rank_of: Callable[[Config], Any], prefill: int, decode: int, heads: int
 ) -> None:
     one, _, _ = rank_of(msgspec.structs.replace(PLAIN, staging_mb=prefill))
-    smaller = slot_bytes(min(prefill, decode))
-    assert one.segment_tokens(heads, slot_bytes(decode)) == FACTS.tokens_in(smaller, heads)
+    smaller = slots_of(min(prefill, decode))[1]
+    assert one.segment_tokens(heads, slots_of(decode)[1]) == FACTS.tokens_in(smaller, heads)
 
 
 # ---------------------------------------------------------------- other ranks
@@ -196,10 +198,10 @@ def test_a_rank_is_checked_with_its_arguments_slots_and_times(
     monkeypatch.setattr(ranks, "check_slots", lambda *args: checked.append(args))
     one = other_rank(config := msgspec.structs.replace(PLAIN, staging_mb=3, patience=3.0))
     assert checked[0]._mixkv is config is one.config
-    assert checked[1:] == [(LAYOUT, slot_bytes(3))]
+    assert checked[1:] == [(LAYOUT, slots_of(3)[1])]
     assert (one.mode, one.backend, one.reporter.mode) == ("decode", "nixl", "decode")
     assert one.reporter.slots is one.slots
-    assert one.slots.count == SLOTS
+    assert one.slots.count == slots_of(3)[0]
     assert vars(one.times) == vars(ranks.times(3.0))
     assert one.instance != other_rank().instance
     one, *_ = rank_of(PLAIN)
@@ -268,7 +270,7 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
     monkeypatch.setattr(rows_gpu, "gpu_rows", lambda *args: asked.append(args) or draft)
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: Draft(LAYOUT, rows, 4, "pool"))
     one, store, _ = rank_of(PLAIN)
-    assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made, "auto")]
+    assert asked == [(*slots_of(1), device, "pool"), (rows, 4, made, "auto")]
     assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + SPARE)]
     assert store.device is (None if kernels == "why not" else draft)
     assert one.reporter.used == [kernels == "kernels"]
@@ -564,10 +566,14 @@ def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
 
 def test_a_slot_that_holds_no_token_is_refused_with_what_would() -> None:
     facts = DraftFacts("Llama", "EAGLE3", 8, (256,) * 16, "bfloat16")  # 32 KiB a token
-    ranks.check_slots(DraftLayout(facts, 1, 0), slot_bytes(2))
-    ranks.check_slots(DraftLayout(facts, 2, 0), slot_bytes(1))
+    small, larger = slots_of(1)[1], slots_of(2)[1]
+    ranks.check_slots(DraftLayout(facts, 1, 0), larger)
+    ranks.check_slots(DraftLayout(facts, 2, 0), small)
     with pytest.raises(MixKVError, match=r"MIXKV-START-04.*--mixkv-staging-mb to be 2 or more"):
-        ranks.check_slots(DraftLayout(facts, 1, 0), slot_bytes(1))
+        ranks.check_slots(DraftLayout(facts, 1, 0), small)
+    facts = msgspec.structs.replace(facts, head_bytes=(1 << 20,) * 5)  # more than the largest slot
+    with pytest.raises(MixKVError, match=r"MIXKV-START-04.*a token of 4 MiB at most"):
+        ranks.check_slots(DraftLayout(facts, 8, 0), slots_of(16384)[1])
 
 
 def test_an_open_waits_as_long_as_sglang_lets_a_request_wait(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from rig.channel.driven import TOKENS, Decode, Prefill
+from rig.channel.driven import SLOTS, TOKENS, Decode, Prefill
 
-from sglang_mixkv.channel.slots import SLOTS
 from sglang_mixkv.decode.breaker import STRIKES
 
 RANKS = (8, 19, 64, 128)

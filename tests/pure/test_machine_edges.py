@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rig.channel.driven import BEGAN, PREFILL, READER, TOKENS, Decode, Prefill
+from rig.channel.driven import BEGAN, PREFILL, READER, SLOTS, TOKENS, Decode, Prefill
 
 from sglang_mixkv.channel.messages import Ack, Fail
-from sglang_mixkv.channel.slots import (
-    SLOTS,
-    RoundRobin,
-    SlotPool,
-    list_of,
-    quota_of,
-    share_of,
-    slot_bytes,
-)
+from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of, quota_of, share_of, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import Numbers
@@ -27,10 +19,20 @@ from sglang_mixkv.prefill import machine
 AT = BEGAN
 
 
-def test_slots_are_cut_as_the_documents_say() -> None:
-    """256 MiB are 64 slots of 4 MiB of rows each; a READY or a read has at most eight."""
-    assert slot_bytes(256) == (4 << 20) + 4096
-    assert (SLOTS, quota_of(SLOTS), list_of(SLOTS)) == (64, 32, 8)
+@pytest.mark.parametrize(
+    ("staging_mb", "slots", "rows"),
+    [(1, 64, 16), (2, 64, 32), (100, 64, 1600), (255, 64, 4080), (256, 64, 4096), (259, 64, 4096),
+     (260, 65, 4096), (683, 170, 4096), (1024, 256, 4096), (16384, 4096, 4096)],
+)  # fmt: skip
+def test_slots_follow_the_staging_buffer(staging_mb: int, slots: int, rows: int) -> None:
+    """`rows`: KiB of each; one page more is for the header."""
+    assert slots_of(staging_mb) == (slots, (rows << 10) + 4096)
+    assert slots * rows <= staging_mb << 10 < (slots + 1) * rows
+
+
+def test_quotas_and_lists_are_as_the_documents_say() -> None:
+    """A READY or a read has eight segments at most."""
+    assert (quota_of(SLOTS), list_of(SLOTS), list_of(4096)) == (32, 8, 8)
     assert [list_of(count) for count in (2, 8, 15, 16, 24, 40)] == [1, 1, 1, 2, 3, 5]
     assert [quota_of(count) for count in (2, 3, 4, 5, 16)] == [
         2,
@@ -173,15 +175,8 @@ def test_an_owner_that_holds_some_leaves_a_quarter() -> None:
         found.append((free, pool.allowed("owner", 2)))
         pool.give("others")
     assert found[:8] == [(22, 6), (21, 5), (20, 4), (19, 3), (18, 2), (17, 1), (16, 0), (15, 0)]
-    assert [share_of(64, owners) for owners in (1, 2, 3, 47, 48, 49, 128)] == [
-        32,
-        24,
-        16,
-        1,
-        1,
-        1,
-        1,
-    ]
+    owners = (1, 2, 3, 47, 48, 49, 128)
+    assert [share_of(64, number) for number in owners] == [32, 24, 16, 1, 1, 0, 0]
 
 
 def test_what_else_an_owner_waits_for_stays() -> None:

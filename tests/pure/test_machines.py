@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from rig.channel.books import strikes, wrong_books
-from rig.channel.driven import Prefill
+from rig.channel.driven import SLOTS, TOKENS, Prefill
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
-from sglang_mixkv.channel.slots import SLOTS, SlotPool, quota_of, share_of
+from sglang_mixkv.channel.slots import SlotPool, quota_of, share_of, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import transfer as decode_transfer
@@ -378,6 +378,32 @@ def test_no_owner_has_more_than_its_share_however_long_it_holds() -> None:
         held = list(rank.slots.held.values())
         assert len(held) == owners
         assert max(held) <= share_of(SLOTS, owners), "they share alike in the end"
+
+
+@pytest.mark.parametrize(("staging_mb", "each"), [(256, 0), (512, 0), (683, 1), (2048, 3)])
+def test_128_readers_at_once_have_equal_shares_where_there_are_slots(
+    staging_mb: int, each: int
+) -> None:
+    """`each`: how many every one holds for as long as all want more. Where that is none, some wait
+    until others have all of theirs."""
+    rank, segments = Prefill(slots_of(staging_mb)[0]), 20
+    readers = {number: b"reader%03d" % number for number in range(1, 129)}
+    for number, reader in readers.items():
+        rank.slow.add(reader)
+        rank.open(number, reader)
+    for number in readers:
+        rank.tell(rank.machine.begin, number, number)
+        rank.tell(rank.machine.add_chunk, number, 0, segments * TOKENS, True)
+    rank.act()
+    assert max(rank.sent.values()) < segments * TOKENS
+    while rank.unread:
+        held = [rank.slots.held.get(reader, 0) for reader in readers.values()]
+        sent = [rank.sent.get(number, 0) // TOKENS for number in readers]
+        if max(sent) < segments:
+            assert (min(held), max(held)) == (each, each or 1)
+            assert not each or max(sent) - min(sent) <= 1, "they take turns"
+        rank.acknowledge(1)
+    assert rank.sent == dict.fromkeys(readers, segments * TOKENS)
 
 
 def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:

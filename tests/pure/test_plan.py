@@ -172,6 +172,21 @@ def test_figures_of_an_eagle3_drafter_of_8_heads() -> None:
     assert "0 of one of" not in text
 
 
+@pytest.mark.parametrize(
+    ("readers", "staging_mb", "slots", "enough"),
+    [(48, 256, 1, 0), (49, 256, 0, 262), (128, 256, 0, 683), (128, 679, 0, 683), (128, 683, 1, 0)],
+)
+def test_a_plan_says_how_much_staging_has_a_slot_for_each_reader(
+    readers: int, staging_mb: int, slots: int, enough: int
+) -> None:
+    prefill, decode = pair(2, 1, 8)
+    prefill = replace(prefill, config=Config(staging_mb=staging_mb))
+    plan = make_plan(prefill, decode, (1, readers))
+    assert plan.fleet == Fleet(1, readers, readers, 2, slots, 2049 * slots)
+    said = re.findall(r"--mixkv-staging-mb (\d+) each has", " ".join(tool.text(plan).split()))
+    assert said == ([str(enough)] if enough else [])
+
+
 # ---------------------------------------------------------------- findings
 
 

@@ -11,7 +11,7 @@ from rig.channel.books import strikes, wrong_books
 
 from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slot_format import SlotCheck
-from sglang_mixkv.channel.slots import SLOTS, SlotPool
+from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.machine import Machine as DecodeMachine
@@ -24,6 +24,7 @@ from sglang_mixkv.prefill.transfer import Segment
 
 PREFILL, READER = b"prefill_", b"reader_0"
 TOKENS = 10  # of a segment
+SLOTS = 64  # of the default staging buffer
 BEGAN = 5000.0  # clocks do not begin at 0
 
 
