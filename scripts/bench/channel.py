@@ -49,7 +49,7 @@ TOKEN = 4 << 10  # bytes of all heads
 TOKENS = (SLOT - 4096) // TOKEN  # of a slot
 NIC = 50e9  # bytes per second
 REQUESTS = ((1, 1), (16, 1), (1024, 1), (1, 64), (16, 64))  # slots of each; how many at once
-READERS, PROMPTS, RATES = (8, 72, 128), (8 << 10, 32 << 10), (5, 20, math.inf)
+READERS, PROMPTS, RATES = (8, 72, 128), (8 << 10, 32 << 10), (5, 20)
 DRAWN = 40  # requests of a row in a turn
 SETTLE_S = 0.02  # in which what was said last is done
 
