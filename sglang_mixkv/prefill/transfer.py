@@ -52,13 +52,12 @@ class Room:
         self.settled = False
 
     def note_written(self, pending: bool) -> Iterable[Part]:
-        """Mark the next pending chunk as written, if one is, and all others that follow. The parts
-        for which there is more to pack."""
-        before = self.written
+        """Mark the next pending chunk as written, if one is, and all others that follow. Return
+        the parts, for which there may be more to pack."""
         self.written += pending
         while self.written < len(self.chunks) and not self.chunks[self.written].pending:
             self.written += 1
-        return self.parts.values() if self.written > before else ()
+        return self.parts.values()
 
     @property
     def missing(self) -> int:
@@ -119,8 +118,7 @@ class Part:
         chunks, written = self.room.chunks, self.room.written
         while self.chunk < written:
             chunk = chunks[self.chunk]
-            if not (self.announced or self.packing) and self.token < chunk.first:
-                self.token = chunk.first  # a reader cannot want what its prefix has left out
+            self.token = max(self.token, chunk.first)  # earlier tokens are not in its pages
             if self.token < chunk.first + chunk.count:
                 self.at = chunk
                 return True
