@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs.pages import ROOT, bash, blocks, words
+from docs.pages import ROOT, bash, blocks, readme_flags, words
 from gpu import test_engine
 
 from mixkv_cpu import CPU_ENGINE_ENV
@@ -23,7 +23,7 @@ from mixkv_demo.launch import DEVICES, Topology, prefill_and_decode
 from sglang_mixkv.config import config_of
 
 DEPLOY, GPU = (ROOT / "docs" / name for name in ("deploy.md", "gpu.md"))
-READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter", "MODEL": "/models/target",
+READER = {"FLAGS": readme_flags(), "DRAFT": "/models/drafter", "MODEL": "/models/target",
           "PREFILL_HOST": "10.0.0.1", "DECODE_HOST": "10.0.0.2"}  # fmt: skip
 
 
