@@ -105,6 +105,14 @@ def test_the_readmes_pair_of_lines_is_planned(
     assert plan_pair.make_plan(*servers).findings == ()
 
 
+def test_the_readme_comes_to_the_point() -> None:
+    """In words: whether a reader needs it, how to install it, and all of it."""
+    readme = PAGES[0].read_text()
+    for end, limit in (("## Do you need it?", 250), ("pip install", 350)):
+        assert len(readme[: readme.index(end)].split()) < limit, end
+    assert len(readme.split()) <= 800
+
+
 def test_the_sizes_of_a_fleet_are_the_plans() -> None:
     """Kimi-K2's EAGLE3 head, TP 8 -> 8 DP-attention groups, as docs/deploy.md has it."""
     facts = DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 64, (256, 256), "bfloat16")
