@@ -202,6 +202,7 @@ def test_every_code_has_an_entry() -> None:
 
 def test_versions_that_have_to_change_together() -> None:
     assert PROJECT["version"] == __version__
+    assert f"**Status:** {__version__}, " in (ROOT / "README.md").read_text()
     assert PROJECT["optional-dependencies"]["sglang"] == [f"sglang=={SUPPORTED_SGLANG[-1]}"]
     assert f"lmsysorg/sglang:v{SUPPORTED_SGLANG[-1]}" in (ROOT / "docker/Dockerfile").read_text()
     done = subprocess.run(
