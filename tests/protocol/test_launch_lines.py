@@ -76,9 +76,10 @@ def accepted() -> Callable[[Sequence[str]], Any]:
 
 @pytest.mark.parametrize("line", lines("sglang.launch_server"))
 def test_sglang_accepts_the_line(line: str, accepted: Callable[[Sequence[str]], Any]) -> None:
-    server_args = accepted(flags_of(line, "sglang.launch_server"))
-    assert config_of(server_args).enabled is ("--enable-mixkv" in line)
-    is_single = "--disaggregation" not in line and "--enable-mixkv" not in line
+    flags = flags_of(line, "sglang.launch_server")
+    server_args = accepted(flags)
+    assert config_of(server_args).enabled is ("--enable-mixkv" in flags)
+    is_single = "--disaggregation-mode" not in flags and "--enable-mixkv" not in flags
     assert (server_args.disaggregation_mode == "null") is is_single
 
 
