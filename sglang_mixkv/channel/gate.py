@@ -48,14 +48,14 @@ class Gate:
                 self._changed.notify_all()
 
     def ended(self, ticket: Ticket) -> None:
-        """Forget a ticket of `start_behind`: its copies have ended."""
+        """Forget a ticket of `launch_guarded`: its copies have ended."""
         with self._changed:
             self._tickets.pop(ticket, None)
 
     def close(self) -> None:
         """No copy begins from here on, and none is in flight when this returns. It takes as long as
         the copies in flight, two batches of slots at most; without them it does not wait."""
-        if self.shut():
+        if self.try_close():
             return
         began = time.monotonic()
         with self._changed:
@@ -70,14 +70,14 @@ class Gate:
                 "pages must not be given back before", time.monotonic() - began,
             )  # fmt: skip
 
-    def shut(self) -> bool:
+    def try_close(self) -> bool:
         """No copy begins from here on. Whether none is in flight; it does not wait for those."""
         with self._changed:
             self._open = False
             return not self._in_flight and all(ticket.over() for ticket in self._tickets)
 
 
-def start_behind(
+def launch_guarded(
     gates: Iterable[Gate], start: Callable[[list[bool]], Ticket | None]
 ) -> Ticket | None:
     """Start copies of several requests on a device. `start` gets for each gate whether it is open,

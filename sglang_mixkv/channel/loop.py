@@ -62,7 +62,7 @@ class Worker(ABC):
     def check(self) -> list[str]:
         """Report what is wrong with an idle rank."""
         found = ["a thread of the draft channel has ended"] if self.broken else []
-        left = {name: count for name, count in self.left().items() if name != "offered"}
+        left = {name: count for name, count in self.left().items() if name != "published"}
         return found + [f"{count} {name} left" for name, count in left.items()]
 
     def _call(self, method: Callable[..., object], *args: Any, wake: bool = True) -> None:

@@ -38,7 +38,7 @@ class Times:
         # patience of both sides.
         self.slot_aside = 60.0 * patience
 
-        # How long after a slot was offered its owner's like may have been heard, and be gone.
+        # How long after a slot was published its owner's like may have been heard, and be gone.
         self.unsure = 0.1 * patience
 
         # How long an OPEN waits for its request.

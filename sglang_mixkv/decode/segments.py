@@ -65,7 +65,7 @@ class Segments:
                 for first in range(0, len(segments), self._list):
                     some = segments[first : first + self._list]
                     for one in some:
-                        self._slots.offer(one.slot, one.announced.stamp, now)
+                        self._slots.publish(one.slot, one.announced.stamp, now)
                     read = act.StartRead(some[0].peer, some, now, now + some[0].room.limits.read)
                     self._reads[read] = None
                     found.append(read)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.channel.gate import Gate, launch_guarded
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.layout import Pages
 
@@ -239,7 +239,7 @@ class GpuCopier(Copier):
             return self._starts[kind](jobs) if jobs else None
 
         try:
-            ticket = start_behind([copy.gate for copy, _ in batch], launch)
+            ticket = launch_guarded([copy.gate for copy, _ in batch], launch)
         except Exception as error:
             logger.exception("[MIXKV-SELF-01] draft KV could not be copied on the device")
             self._over += [(copy, error, 0.0) for copy in started]

@@ -275,6 +275,6 @@ class Machine:
         """Count what is left of requests, by name; empty on an idle rank."""
         found = {
             "rooms": len(self._uses), "waiting": len(self._early), "jobs": len(self._packing),
-            "offered": self.slots.offered, "parts": len(self._parts),
+            "published": self.slots.published, "parts": len(self._parts),
         }  # fmt: skip
         return {name: count for name, count in found.items() if count}

@@ -222,12 +222,12 @@ class Packing:
         return list(failed)
 
     def announce(self, now: float) -> list[tuple[Part, Ready, list[Chunk]]]:
-        """The READYs that can leave, and the chunks that each ends. Their slots are offered."""
+        """The READYs that can leave, and the chunks that each ends. Their slots are published."""
         found = []
         for part in self.announcing:
             while not (part.complete or part.over) and (made := part.ready(self._list)):
                 for one in made[0].segments:
-                    self._slots.offer(one.slot, one.stamp, now)
+                    self._slots.publish(one.slot, one.stamp, now)
                 found.append((part, *made))
         self.announcing = {}
         return found

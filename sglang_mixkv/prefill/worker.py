@@ -110,7 +110,7 @@ class PrefillWorker(Worker):
                 "request goes on", handle.room,
             )  # fmt: skip
             handle.settled = True
-        return handle.gate.shut()
+        return handle.gate.try_close()
 
     def end(self, handle: SendHandle, reason: str = "") -> None:
         """End it. When this returns, the pages are not read any more. Idempotent: abort,

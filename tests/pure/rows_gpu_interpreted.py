@@ -22,7 +22,7 @@ from rig.channel.books import wrong_books
 from rig.channel.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
 
 from sglang_mixkv.channel import loop
-from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.channel.gate import Gate, launch_guarded
 from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import cuda
@@ -280,7 +280,7 @@ def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
 
 def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
     side, gate = small(), Gate()
-    ticket = start_behind([gate], lambda _: side.rows.start_clear(eight(side)[:1]))
+    ticket = launch_guarded([gate], lambda _: side.rows.start_clear(eight(side)[:1]))
     side.cuda._run_to(None)  # the kernel has written that all is well
     side.cuda.broken = True
     gate.close()
@@ -295,11 +295,11 @@ def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
 def test_a_batch_has_not_ended_while_a_graph_is_captured(code: int) -> None:
     """Whoever asks: the channel, or the scheduler that shuts a gate or waits."""
     side, gate = small(FakeCuda(late=0, captures=0)), Gate()
-    ticket = start_behind([gate], lambda _: side.rows.start_pack(eight(side)))
+    ticket = launch_guarded([gate], lambda _: side.rows.start_pack(eight(side)))
     side.cuda.answers = [code] * 3
     assert not ticket.over()
     assert not ticket.done()
-    assert not gate.shut(), "pages would be given back under the kernels"
+    assert not gate.try_close(), "pages would be given back under the kernels"
     assert side.cuda._queue
     assert (len(side.rows._free), ticket.error, ticket.results) == (1, "", [])
     side.cuda.answers = [code] * 2

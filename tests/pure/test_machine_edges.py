@@ -166,12 +166,12 @@ def test_an_owner_that_holds_some_leaves_a_quarter() -> None:
     """And gets what is above it, up to its share."""
     pool = SlotPool(64, Times())
     for _ in range(41):
-        pool.give("others")
-    pool.give("owner")
+        pool.allocate("others")
+    pool.allocate("owner")
     found = []
     while free := pool.free_slots:
-        found.append((free, pool.allowed("owner", 2)))
-        pool.give("others")
+        found.append((free, pool.available_for("owner", 2)))
+        pool.allocate("others")
     assert found[:8] == [(22, 6), (21, 5), (20, 4), (19, 3), (18, 2), (17, 1), (16, 0), (15, 0)]
     assert [share_of(64, owners) for owners in (1, 2, 3, 47, 48, 49, 128)] == [
         32,

@@ -83,10 +83,10 @@ def test_a_slot_rests_while_its_rank_does() -> None:
     (pack,) = of(prefill_transfer.Segment, rooms.handle(0.0, rooms.machine.received, *opened(10)))
     rooms.handle(0.0, rooms.machine.copied, (pack,))
     rooms.handle(1000.0, rooms.machine.tick)
-    assert rooms.left()["offered"] == 1
+    assert rooms.left()["published"] == 1
     for second in range(1001, 1061):
         rooms.handle(second, rooms.machine.tick)
-    assert "offered" not in rooms.left()
+    assert "published" not in rooms.left()
 
 
 def decode() -> Driven:
@@ -388,12 +388,12 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
         rank.open(number)
         rank.begin(number, number, 40)
     stamps = {slot: stamp for _, (slot, stamp) in rank.unread}
-    assert len(stamps) == rank.slots.offered == 8
+    assert len(stamps) == rank.slots.published == 8
     first = tuple(Announced(*slot, 10) for _, slot in rank.unread[:4])
     ready = Ready(1, 1, 0, 0, first, last=True)
     for _ in range(2):
         rank.do(rank.machine.undone, pact.Send(READER, ready), MemoryError())
-        assert rank.slots.offered == 4
+        assert rank.slots.published == 4
         assert not rank.slots._signs[True], "its reader has read nothing"
     rank.open(3)
     rank.begin(3, 3, 400)

@@ -163,7 +163,7 @@ def test_gauges_follow_slots_and_breakers() -> None:
     one.name_of = {b"one": "a:1", b"two": "b:2", b"gone": ""}.__getitem__
     for address in ("a:1", "b:2"):
         one.end(act.State.WARM, prefill=address)
-    one.slots.give("reader")
+    one.slots.allocate("reader")
     for peer in (b"one", b"gone"):
         for strike in range(STRIKES):
             one.breaker.record_failure(peer, strike, 0.0)

@@ -110,7 +110,7 @@ class Checks:
             process.judge.handled(name, args, process.now)
         elif name == "unsent":
             announced = getattr(args[0], "segments", ())
-            if any(process.offers(one.slot, one.stamp) for one in announced):
+            if any(process.publishes(one.slot, one.stamp) for one in announced):
                 raise Finding("unsent", f"{process.name} keeps slots that nobody can read")
 
     def asked(self, process: Process, actions: list) -> None:

@@ -339,17 +339,17 @@ def pending_chunks_are_packed(patch: Patch) -> None:
 
 @mistake("books", "any")
 def one_owner_takes_all(patch: Patch) -> None:
-    patch.setattr(slots.SlotPool, "allowed", lambda self, *_: len(self._free))
+    patch.setattr(slots.SlotPool, "available_for", lambda self, *_: len(self._free))
 
 
 @mistake("untouched", "dead_readers", 100, 40)
 def a_first_slot_for_everybody(patch: Patch) -> None:
-    def allowed(self: Any, owner: Any, owners: int) -> int:
+    def available_for(self: Any, owner: Any, owners: int) -> int:
         held, free = self.held.get(owner, 0), len(self._free)
         more = min(free - self._reserve, slots.share_of(self.count, owners) - held)
         return max(more, 0) if held else min(max(more, 1), free)
 
-    patch.setattr(slots.SlotPool, "allowed", allowed)
+    patch.setattr(slots.SlotPool, "available_for", available_for)
 
 
 @mistake("untouched", "dead_readers", 100, 40)
@@ -405,30 +405,30 @@ def prefill_has_no_last_resort(patch: Patch) -> None:
         if handle.sent is None:
             handle.sent = self.monotonic()
             self._call(self._machine.target_sent, handle, wake=False)
-        return bool(handle.settled and handle.gate.shut())
+        return bool(handle.settled and handle.gate.try_close())
 
     patch.setattr(PrefillWorker, "release", release)
 
 
 @mistake("pages", "unopened", 150)
 def copies_in_flight_are_not_waited_for(patch: Patch) -> None:
-    real = gate.Gate.shut
+    real = gate.Gate.try_close
 
-    def shut(self: Any) -> bool:
+    def try_close(self: Any) -> bool:
         real(self)
         return True
 
-    patch.setattr(gate.Gate, "shut", shut)
+    patch.setattr(gate.Gate, "try_close", try_close)
 
 
 @mistake("pages", "waiting")
 def gates_know_of_no_ticket(patch: Patch) -> None:
-    patch.setattr(gate.Gate, "shut", _without_tickets(gate.Gate.shut))
+    patch.setattr(gate.Gate, "try_close", _without_tickets(gate.Gate.try_close))
 
 
 def _without_tickets(real: Any) -> Any:
-    def shut(self: Any) -> bool:
+    def try_close(self: Any) -> bool:
         self._tickets.clear()
         return bool(real(self))
 
-    return shut
+    return try_close

@@ -108,9 +108,9 @@ class PrefillRank(Process):
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)
 
-    def offers(self, slot: int, stamp: int) -> bool:
+    def publishes(self, slot: int, stamp: int) -> bool:
         """Whether the slot is a reader's, under this stamp."""
-        return self.alive and self.slots._offered.get(slot, (0, None))[1] == stamp
+        return self.alive and self.slots._published.get(slot, (0, None))[1] == stamp
 
     # -- SGLang's side
 

@@ -24,7 +24,7 @@ class VirtualGate(Gate):
     """What a handle's own gate is made into, since a gate takes long to make."""
 
     def close(self) -> None:
-        if not self.shut():
+        if not self.try_close():
             raise Blocked
 
 

@@ -27,14 +27,14 @@ def wrong_slots(pool: SlotPool) -> Iterator[str]:
         yield "slots: the owners' counts are wrong"
     if max(pool.held.values(), default=0) > quota_of(pool.count):
         yield f"slots: one owner has {max(pool.held.values())} of {pool.count}"
-    if not set(pool._offered) <= held:
-        yield "slots: one is offered that nobody holds"
+    if not set(pool._published) <= held:
+        yield "slots: one is published that nobody holds"
 
 
 def _prefill(machine: Any) -> Iterator[str]:
     parts = machine._parts.values()
     packed = sum(one.packed for part in parts for one in part.packing)
-    yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.offered)
+    yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.published)
     if len(machine._packing) > MAX_IN_FLIGHT:
         yield f"{len(machine._packing)} segments are packed at once"
     rooms = [*machine._uses.values(), *machine._early.values()]
