@@ -1,5 +1,5 @@
-"""What a channel thread waits for: its queue (Inlet) and its ZMQ sockets, which deliver a message
-within a known time or lose it."""
+"""A channel thread waits for its EventQueue and its ZMQ sockets, which deliver a message within a
+known time or lose it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_mixkv.channel.times import Times
 
 T = TypeVar("T")
 EAGER = 0.008  # seconds
-EAGER_MS, LOOK_MS = 0.2, 1
+EAGER_MS, IDLE_MS = 0.2, 1
 # pyzmq makes enums of both at each use, which takes as long as asking a socket
 IN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
 KEEPALIVE = 2  # seconds without a message, after which the kernel asks the peer's
@@ -27,7 +27,7 @@ _LIBC = ctypes.CDLL(None)
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
-class Inlet(Generic[T]):
+class EventQueue(Generic[T]):
     """Events for one thread, from any. `put` neither blocks nor waits for the GIL's other users; to
     wake a thread that sleeps costs its caller some 10 us."""
 
@@ -60,11 +60,11 @@ class Inlet(Generic[T]):
 
 
 class Poller:
-    """Looks for messages of many sockets, and asks only those where something happened.
+    """Polls many sockets, and asks only those where something happened.
 
     The kernel names them by their `zmq.FD`, which is readable from a change of the socket on until
     the socket is used, by whatever call. A call may thus hide messages that came before it, so a
-    socket that is new, had messages at the last look, or was `used` since is asked as well.
+    socket that is new, had messages at the last poll, or was `used` since is asked as well.
     """
 
     def __init__(self) -> None:
@@ -91,17 +91,17 @@ class Poller:
         self._used.discard(socket)
 
     def used(self, socket: zmq.Socket[bytes]) -> None:
-        """Something is sent over it, before the next look."""
+        """Something is sent over it, before the next poll."""
         self._used.add(socket)
 
     def wait(self, tick: float, outstanding: bool) -> list[Any]:
         """The sleep of a channel thread: what is ready, within `tick` seconds. No file becomes
         readable when a read or a CUDA event ends, so while one is `outstanding` the thread polls:
-        every 0.2 ms, and every 1 ms once nothing has come for 8 ms, since each look may take the
+        every 0.2 ms, and every 1 ms once nothing has come for 8 ms, since each poll may take the
         GIL from SGLang's scheduler. What makes a file readable wakes it at once."""
         timeout_ms = tick * 1000
         if outstanding:
-            timeout_ms = EAGER_MS if time.monotonic() - self._came < EAGER else LOOK_MS
+            timeout_ms = EAGER_MS if time.monotonic() - self._came < EAGER else IDLE_MS
         if ready := self.poll(timeout_ms):
             self._came = time.monotonic()
         return ready

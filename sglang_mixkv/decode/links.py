@@ -23,7 +23,7 @@ from sglang_mixkv.draft.handshake import Row
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BATCH = 64  # messages of one peer between two looks at everything else
+BATCH = 64  # messages of one peer taken in one iteration
 CONNECT_S = 5.0
 NOBLOCK = int(zmq.NOBLOCK)  # pyzmq makes an enum of it at each use
 

@@ -193,7 +193,7 @@ class DecodeWorker(Worker):
     def _outstanding(self) -> bool:
         return bool(self._forwards) or (self._store is not None and self._store.plane.busy)
 
-    def _look(self, ready: list[Any]) -> Iterator[Call]:
+    def _poll(self, ready: list[Any]) -> Iterator[Call]:
         for generation, event in list(self._forwards.items()):
             try:
                 if is_over(event):

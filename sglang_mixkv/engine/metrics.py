@@ -30,7 +30,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Of histograms: upper bounds, in seconds."""
-LOOK_S = 1.0
+SAMPLE_S = 1.0
 MAX_LOGGED = 1024  # pairs of peer and note; beyond them nothing new is logged
 MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
 MAX_WATCHED = 65536  # requests
@@ -64,7 +64,7 @@ class MetricsReporter(Reporter):
         self._watched: dict[str, tuple[weakref.ref[Any], list[int], Began]] = {}
         self._prefills: set[str] = set()
         self._logged: set[tuple[str, bytes]] = set()
-        self._looked, self._counting = 0.0, threading.Lock()
+        self._sampled, self._counting = 0.0, threading.Lock()
         self._made = {} if labels is None else _make(side, labels, registry)
 
     def __call__(self, note: Any) -> None:
@@ -121,15 +121,15 @@ class MetricsReporter(Reporter):
             return  # the other thread counts
         try:
             self._count_rooms()
-            if time.monotonic() - self._looked >= LOOK_S:
-                self._looked = time.monotonic()
-                self._look()
+            if time.monotonic() - self._sampled >= SAMPLE_S:
+                self._sampled = time.monotonic()
+                self._sample()
         except Exception:
             self._stop()
         finally:
             self._counting.release()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         for rid, (alive, histogram, began) in list(self._watched.items()):
             if (request := alive()) is None or request.finished():
                 del self._watched[rid]

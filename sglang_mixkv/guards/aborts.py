@@ -22,7 +22,7 @@ from sglang_mixkv.guards.room_reuse import RoomUse, newest
 from sglang_mixkv.series import ABORTED
 
 BLOCKED_AT_ONCE = 256  # decode ranks
-LOOK_S, LATE_S = 1.0, 300.0  # SGLang's timeout, beyond which decode waits no more
+POLL_S, LATE_S = 1.0, 300.0  # SGLang's timeout, beyond which decode waits no more
 
 
 class AbortedRequests:
@@ -52,7 +52,7 @@ class AbortedRequests:
     async def _notify(self, sender: RoomUse, room: int, targets: Any) -> None:
         until = time.monotonic() + LATE_S
         while targets is None and time.monotonic() < until:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             targets = self._late(sender, room)
         fields = {"bootstrap_room": room, "status": KVPoll.Failed, "failure_reason": ABORTED}
         send, message = self._background.send, self._manager.send_kv_status_message  # logs errors

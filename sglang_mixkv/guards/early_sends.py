@@ -30,7 +30,7 @@ from sglang_mixkv.draft.cuda import is_over, spare_captures
 logger = logging.getLogger(f"sglang.{__name__}")
 
 EARLY_SENDS = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
-LOOK_S = 1e-3
+POLL_S = 1e-3
 NEVER = SimpleNamespace(query=lambda: False)
 
 
@@ -52,7 +52,7 @@ class ChunkQueue:
             self._is_spared = True
         while (found := self._written()) is None:
             with suppress(Empty):
-                self._chunks.append(self._put.get(timeout=LOOK_S if self._chunks else None))
+                self._chunks.append(self._put.get(timeout=POLL_S if self._chunks else None))
         return self._chunks.pop(found)[0]
 
     def _written(self) -> int | None:

@@ -31,7 +31,7 @@ from sglang_mixkv.prefill.transfer import Connection, Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BATCH = 64  # messages taken between two looks at the queue
+BATCH = 64  # messages taken in one iteration
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # `|` makes an enum at each use
 RCVMORE = int(zmq.RCVMORE)
 
@@ -126,7 +126,7 @@ class PrefillWorker(Worker):
     def _outstanding(self) -> bool:
         return bool(self._pending)
 
-    def _look(self, ready: list[Any]) -> Iterator[Call]:
+    def _poll(self, ready: list[Any]) -> Iterator[Call]:
         while self._pending and self._is_written(*self._pending[0]):
             # events are asked in the order of their chunks, which is the stream's
             yield self._machine.chunk_written, self._pending.popleft()[:1]

@@ -629,7 +629,7 @@ def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
     channel.decode.plane.damage = []
     assert channel.request(5) == ("warm", "")
     for side in channel.prefill, channel.decode:
-        side.channel._inlet.wake()  # the end of a request waits for the next event
+        side.channel._queue.wake()  # the end of a request waits for the next event
     assert channel.at_rest()
 
 

@@ -59,7 +59,7 @@ class Rank(metrics.MetricsReporter):
 
     def count(self) -> None:
         self._count_rooms()
-        self._look()
+        self._sample()
 
     def end(self, request: Any, prefill: str = "a:1", state: Any = act.State.WARM) -> None:
         handle = ReceiveHandle([], 1, None, prefill)
@@ -156,7 +156,7 @@ def test_rooms_are_counted_at_each_tick_and_drafts_once_a_second(
 def test_series_and_lines_are_as_many_as_operators_were_told() -> None:
     """docs/metrics.md has the first."""
     bounds = metrics.MAX_PREFILLS, metrics.MAX_LOGGED, metrics.MAX_WATCHED
-    assert (*bounds, metrics.LOOK_S) == (64, 1024, 65536, 1.0)
+    assert (*bounds, metrics.SAMPLE_S) == (64, 1024, 65536, 1.0)
 
 
 def test_what_is_watched_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Rank(metrics.MetricsReporter):
         self.ended(handle, closed)
 
     def look_now(self) -> None:
-        self._looked = -1e9
+        self._sampled = -1e9
         self.ticked()
 
 

@@ -75,13 +75,13 @@ def test_answers_that_a_peer_does_not_take_end_its_connection_once(
 
     with Channel() as channel, zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
         prefill, lost = channel.prefill.channel, list[Any]()
-        put = prefill._inlet.put
+        put = prefill._queue.put
 
         def puts(call: Any, wake: bool = True) -> None:
             lost.extend([call] * (call[0].__name__ == "connection_lost"))
             put(call, wake)
 
-        monkeypatch.setattr(prefill._inlet, "put", puts)
+        monkeypatch.setattr(prefill._queue, "put", puts)
         monkeypatch.setattr(prefill._socket, "send", full, raising=False)
         deaf.setsockopt(zmq.LINGER, 0)
         deaf.connect(prefill.address)

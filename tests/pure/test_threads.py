@@ -339,7 +339,7 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     """An operator is told where its end was an error."""
     worker = channel.decode.channel
     owner, name = {
-        "channel": (worker, "_look"), "copies": (worker._copies, "_copy"),
+        "channel": (worker, "_poll"), "copies": (worker._copies, "_copy"),
         "machine": (worker._machine, "actions"),
     }[end]  # fmt: skip
     monkeypatch.setattr(owner, name, failing if end == "machine" else ending)
@@ -477,7 +477,7 @@ def test_the_text_of_an_error_is_cut(
 def test_a_call_or_a_look_that_raises_ends_no_channel(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
-    worker, once = getattr(channel, side).channel, ["_look", "tick"]
+    worker, once = getattr(channel, side).channel, ["_poll", "tick"]
 
     def raising_once(name: str, real: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -488,7 +488,7 @@ def test_a_call_or_a_look_that_raises_ends_no_channel(
 
         return call
 
-    for owner, name in ((worker, "_look"), (worker._machine, "tick")):
+    for owner, name in ((worker, "_poll"), (worker._machine, "tick")):
         monkeypatch.setattr(owner, name, raising_once(name, getattr(owner, name)))
     assert wait_for(lambda: not once)
     assert channel.request(1) == ("warm", "")

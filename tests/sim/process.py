@@ -211,7 +211,7 @@ class Process:
 
     def look(self) -> None:
         """For what makes no call of its own: CUDA events, and copies that have ended."""
-        for call in [*self.worker._look(()), *self.worker._copied()]:
+        for call in [*self.worker._poll(()), *self.worker._copied()]:
             self.on_thread(self._take, call)
 
     def _act(self) -> None:

@@ -126,7 +126,7 @@ def stop(worker: Any) -> None:
     """End the threads of a channel, which in a server end with the process, and close what they
     have. Copies that are in flight end before; nothing is read by a copy any more."""
     worker._stopping = True
-    worker._inlet.wake()
+    worker._queue.wake()
     worker._thread.join(SOON_S)
     if isinstance(worker._copies, HostCopier):
         worker._copies._work.put(None)
@@ -139,7 +139,7 @@ def stop(worker: Any) -> None:
             thread.join(SOON_S)
     getattr(worker, "_links", worker)._context.destroy(linger=0)
     worker._poller._epoll.close()
-    os.close(worker._inlet.fileno())
+    os.close(worker._queue.fileno())
 
 
 class _Side:
