@@ -6,7 +6,7 @@ A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
     connect(endpoint) -> peer   in a background thread, since it blocks
     start(tag, peer, extents)   in the channel's thread: one transfer, of many slots
     ended() -> [(tag, error)]   in the channel's thread, again and again
-    forget(peer)                its owner is done with it, or connects anew after a read that failed
+    forget(peer)                its owner is done with it, or reconnects after a read that failed
 
 `start`, `ended` and `forget` never block and never raise. Neither backend calls back, so whoever
 started reads asks for their ends, some 2 us each.
@@ -106,18 +106,18 @@ class DataPlane(ABC):
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
-        self._spare: int | None = None
+        self._probe_address: int | None = None
         self._running: list[Read] = []  # the channel thread's
         self._unanswered: tuple[Read, ...] = ()  # probes that a `connect` gave up
         self._lock = threading.Lock()  # to change these, and all peers' `reads` and `gone`
         self.endpoint = b""
 
-    def register(self, memory: Memory, spare: int | None = None) -> None:
-        """Once: this rank's slots. `spare`: the address of a byte of them that means nothing, into
-        which `connect` reads; None on a rank that never connects. MixKVError if it is refused."""
+    def register(self, memory: Memory, probe_address: int | None = None) -> None:
+        """Register this rank's slots, once. `probe_address`: a scratch byte of them, into which
+        `connect` reads; None on a rank that never connects. MixKVError if it is refused."""
         endpoint = Endpoint(self.name, self._register(memory), memory, os.urandom(8))
         self.endpoint = msgspec.msgpack.encode(endpoint)
-        self._memory, self._spare = memory, spare
+        self._memory, self._probe_address = memory, probe_address
 
     @property
     def busy(self) -> bool:
@@ -145,14 +145,14 @@ class DataPlane(ABC):
         return peer
 
     def _answers(self, peer: Peer, until: float) -> bool:
-        """True if a byte of its memory can be read, over a connection that is made anew."""
-        assert self._spare is not None
+        """True if a byte of its memory can be read over a new connection."""
+        assert self._probe_address is not None
         try:
             self._open(peer)
         except Exception as error:
             raise ConnectionError(f"{self.name}: {error}") from error
         read = Read(peer)
-        self._begin(read, [(self._spare, peer.endpoint.memory.address, 1)])
+        self._begin(read, [(self._probe_address, peer.endpoint.memory.address, 1)])
         while not self._has_ended(read):
             if time.monotonic() > until:
                 with self._lock:
@@ -257,8 +257,7 @@ class DataPlane(ABC):
 
     @abstractmethod
     def _open(self, peer: Peer) -> None:
-        """Set `peer.link`, anew if it is set; no read of this peer is in flight. May block, and
-        raise."""
+        """Set or replace `peer.link`; no read of this peer is in flight. May block and raise."""
 
     @abstractmethod
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:

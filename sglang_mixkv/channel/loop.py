@@ -56,13 +56,13 @@ class Worker(ABC):
         """True if a thread of the channel has ended."""
         return self._broken.is_set() or not (self._copies is None or self._copies.is_alive)
 
-    def left(self) -> dict[str, int]:
-        return self._machine.left()
+    def outstanding(self) -> dict[str, int]:
+        return self._machine.outstanding()
 
     def check(self) -> list[str]:
         """Report what is wrong with an idle rank."""
         found = ["a thread of the draft channel has ended"] if self.broken else []
-        left = {name: count for name, count in self.left().items() if name != "published"}
+        left = {name: count for name, count in self.outstanding().items() if name != "published"}
         return found + [f"{count} {name} left" for name, count in left.items()]
 
     def _call(self, method: Callable[..., object], *args: Any, wake: bool = True) -> None:
@@ -72,7 +72,7 @@ class Worker(ABC):
     # -- the channel thread
 
     @abstractmethod
-    def _outstanding(self) -> bool:
+    def _must_poll(self) -> bool:
         """True if something besides copies is under way whose end makes no file readable."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Worker(ABC):
                 self._store.rows.use_device()
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
-                self._take(self._calls(self._poller.wait(TICK, polled or self._outstanding())))
+                self._take(self._calls(self._poller.wait(TICK, polled or self._must_poll())))
                 self._take(self._ticks())
                 self._act()
         except Exception:
@@ -137,7 +137,7 @@ class Worker(ABC):
                 except Exception as error:  # the other actions are still carried out
                     name = type(action).__name__
                     logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
-                    self._call(self._machine.undone, action, error)
+                    self._call(self._machine.on_action_failed, action, error)
             if self._copies is None or not self._copies.done:
                 return
             self._take(self._copied())

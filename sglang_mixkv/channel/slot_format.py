@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADER = 64  # bytes in front of the payload
-SPARE = 16  # of the first byte without a meaning
+PROBE_OFFSET = 16  # of a scratch byte, which a new peer reads
 SLOT_OVERHEAD = HEADER + 8  # bytes: the header, and padding behind the payload
 GOLDEN, MIX, SEED = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0x2545F4914F6CDD1D
 """Of the sum: two multipliers that make a weight of a place, and the stamp's weight. All odd."""

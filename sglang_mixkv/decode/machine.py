@@ -275,9 +275,9 @@ class Machine:
                     room, ColdReason.DEADLINE, "its KV is late", *room.missing(), strikes=late
                 )
 
-    # -- actions that raised, and books
+    # -- actions that raised, and what is outstanding
 
-    def undone(self, action: act.Action, error: Exception) -> None:
+    def on_action_failed(self, action: act.Action, error: Exception) -> None:
         """This action raised. A message concerns its generation alone; slots of an ACK expire."""
         match action:
             case act.Send(peer, Open(generation=generation) | Fail(generation=generation)):
@@ -291,7 +291,7 @@ class Machine:
         """The room, to be read and not changed; None once it is closed."""
         return self._rooms.get(generation)
 
-    def left(self) -> dict[str, int]:
-        """Count what is left of requests, by name; empty on an idle rank."""
-        found = {"rooms": len(self._rooms), **self._segments.left()}
+    def outstanding(self) -> dict[str, int]:
+        """Count by name what requests still hold; empty on an idle rank."""
+        found = {"rooms": len(self._rooms), **self._segments.outstanding()}
         return {name: count for name, count in found.items() if count}

@@ -119,6 +119,6 @@ class Segments:
             if isinstance(job, Segment):
                 self.remove(job)
 
-    def left(self) -> dict[str, int]:
+    def outstanding(self) -> dict[str, int]:
         reads = len(self._turns) + len(self._reads)
         return {"reads": reads, "jobs": len(self._copying)}

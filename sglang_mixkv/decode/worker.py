@@ -190,7 +190,7 @@ class DecodeWorker(Worker):
 
     # -- the channel thread
 
-    def _outstanding(self) -> bool:
+    def _must_poll(self) -> bool:
         return bool(self._forwards) or (self._store is not None and self._store.plane.busy)
 
     def _poll(self, ready: list[Any]) -> Iterator[Call]:

@@ -19,7 +19,7 @@ from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
-from sglang_mixkv.channel.slot_format import SPARE
+from sglang_mixkv.channel.slot_format import PROBE_OFFSET
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
@@ -92,7 +92,7 @@ class RankContext:
         plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
         device = (staging.device.index or 0) if staging.device.type == "cuda" else None
         memory = Memory(staging.address, staging.size, device)
-        plane.register(memory, staging.address + SPARE)  # of slot 0
+        plane.register(memory, staging.address + PROBE_OFFSET)  # of slot 0
         if rows.device.type != "cuda":
             return Store(rows, staging, plane)
         kernels = kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)

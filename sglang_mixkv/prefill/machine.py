@@ -261,9 +261,9 @@ class Machine:
         self._fail(room.parts.values(), "slow", "packing made no progress")
         self._settle(room, given_up=True)
 
-    # -- actions that raised, and books
+    # -- actions that raised, and what is outstanding
 
-    def undone(self, action: act.Action, error: Exception) -> None:
+    def on_action_failed(self, action: act.Action, error: Exception) -> None:
         """This action raised, and was not done."""
         match action:
             case act.Pack(segments):
@@ -271,8 +271,8 @@ class Machine:
             case act.Send(message=message):
                 self.unsent(message)
 
-    def left(self) -> dict[str, int]:
-        """Count what is left of requests, by name; empty on an idle rank."""
+    def outstanding(self) -> dict[str, int]:
+        """Count by name what requests still hold; empty on an idle rank."""
         found = {
             "rooms": len(self._uses), "waiting": len(self._early), "jobs": len(self._packing),
             "published": self.slots.published, "parts": len(self._parts),

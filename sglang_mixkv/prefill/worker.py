@@ -123,7 +123,7 @@ class PrefillWorker(Worker):
 
     # -- the channel thread
 
-    def _outstanding(self) -> bool:
+    def _must_poll(self) -> bool:
         return bool(self._pending)
 
     def _poll(self, ready: list[Any]) -> Iterator[Call]:

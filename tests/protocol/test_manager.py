@@ -22,7 +22,7 @@ import sglang_mixkv
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.channel.slot_format import HEADER, SPARE
+from sglang_mixkv.channel.slot_format import HEADER, PROBE_OFFSET
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
@@ -148,8 +148,10 @@ def test_the_data_plane_has_the_slots_and_a_byte_of_them_that_means_nothing(
     one, store, _ = rank_of(PLAIN)
     address = store.staging.address
     assert store.plane.made_of == ("mooncake", "10.0.0.8", "", {})
-    assert store.plane.registered == [(Memory(address, SLOTS * slot_bytes(1)), address + SPARE)]
-    assert 16 <= SPARE < HEADER
+    assert store.plane.registered == [
+        (Memory(address, SLOTS * slot_bytes(1)), address + PROBE_OFFSET)
+    ]
+    assert 16 <= PROBE_OFFSET < HEADER
     assert pools == one.reporter.used == []
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _, of=ranks.draft_pool.of_pool:
         of(None)._replace(mem_pool="the KV's"))  # fmt: skip
@@ -269,7 +271,7 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: Draft(LAYOUT, rows, 4, "pool"))
     one, store, _ = rank_of(PLAIN)
     assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made, "auto")]
-    assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + SPARE)]
+    assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + PROBE_OFFSET)]
     assert store.device is (None if kernels == "why not" else draft)
     assert one.reporter.used == [kernels == "kernels"]
     assert (store.rows, store.staging) == (rows, made)

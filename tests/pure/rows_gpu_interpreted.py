@@ -18,8 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rig.channel import threads
-from rig.channel.books import wrong_books
 from rig.channel.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
+from rig.channel.invariants import violations
 
 from sglang_mixkv.channel import loop
 from sglang_mixkv.channel.gate import Gate, launch_guarded
@@ -648,7 +648,7 @@ def test_requests_that_end_while_kernels_run_lose_no_slot(channel: Any) -> None:
         rows = decode.rows_of(handle).copy()
         prefill.channel.end(sent, "aborted")
         assert (decode.rows_of(handle) == rows).all(), "rows are written after the end"
-    assert threads.wait_for(lambda: not decode.channel.left())
-    assert threads.wait_for(lambda: not prefill.channel.left().get("jobs"))
-    assert not wrong_books(prefill.channel._machine), prefill.channel.left()
+    assert threads.wait_for(lambda: not decode.channel.outstanding())
+    assert threads.wait_for(lambda: not prefill.channel.outstanding().get("jobs"))
+    assert not violations(prefill.channel._machine), prefill.channel.outstanding()
     assert channel.request(99) == ("warm", "")

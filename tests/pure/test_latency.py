@@ -298,7 +298,7 @@ def test_the_clock_goes_on_beside_what_fails_each_time(
     began = time.monotonic()
     with Channel() as channel, monkeypatch.context() as patch:
         worker = getattr(channel, side).channel
-        patch.setattr(worker, "_outstanding", lambda: True)
+        patch.setattr(worker, "_must_poll", lambda: True)
         if side == "prefill":
             sent = channel.prefill.send(1, TOKENS)  # nobody opens it
             fails(worker, patch)
@@ -404,7 +404,7 @@ def test_a_request_ends_whose_forward_never_has_an_answer(
     assert rooms[1].state is None
     forward.error, forward.done = None, True
     assert wait_for(lambda: set(decode._forwards.values()) == {running}, LOST_S)
-    assert wait_for(lambda: not decode.left().get("jobs"), LOST_S)
+    assert wait_for(lambda: not decode.outstanding().get("jobs"), LOST_S)
     assert untouched(channel, rooms[0]), "rows were written behind the end"
     for room in rooms:
         decode.close(room)
@@ -472,7 +472,7 @@ def test_a_request_that_ends_before_its_event_has_an_answer_holds_nothing_back(
         worker.end(sent, "aborted")
     else:
         worker.close(room, "aborted")
-    assert wait_for(lambda: not worker._outstanding(), LOST_S)
+    assert wait_for(lambda: not worker._must_poll(), LOST_S)
     asked = event.asked
     assert channel.request(2) == ("warm", "")
     assert event.asked == asked

@@ -82,7 +82,7 @@ def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, 
     rank.until(rank.now + 400.0, step=0.9)
     rank.open(1)
     rank.until(rank.now + rank.times.early_room - less, step=0.9)
-    assert ("waiting" in rank.machine.left()) is held
+    assert ("waiting" in rank.machine.outstanding()) is held
     assert (READER, "early") in rank.notes or held
 
 
@@ -107,8 +107,8 @@ def test_each_early_room_is_held_by_its_own_last_open(opens: list[tuple[int, int
             last[number] = rank.now, {who, *last.get(number, (0.0, ()))[1]}
         parts = sum(len(readers) for _, readers in last.values())
         held = {"waiting": len(last), "parts": parts}
-        assert rank.machine.left() == {name: count for name, count in held.items() if count}
-        assert rank.books == []
+        assert rank.machine.outstanding() == {name: count for name, count in held.items() if count}
+        assert rank.violations == []
 
 
 def test_what_a_fail_of_either_side_says() -> None:
@@ -272,7 +272,7 @@ def test_packs_of_all_readers_under_way_are_two_batches_at_most(
         rank.jobs = [one for one in rank.jobs if one not in packed]
         rank.pack(packed)
         assert len(rank.jobs) <= most
-        assert rank.books == []
+        assert rank.violations == []
     while rank.jobs:
         first, rank.jobs = rank.jobs[0], rank.jobs[1:]
         rank.pack([first])
@@ -337,7 +337,7 @@ def test_a_read_that_cannot_be_begun_has_failed() -> None:
     rank.hung = {PREFILL}
     rank.open(1)
     rank.ready(1, 3)
-    rank.do(rank.machine.undone, rank.reading.pop(), OverflowError("x"))
+    rank.do(rank.machine.on_action_failed, rank.reading.pop(), OverflowError("x"))
     assert rank.verdicts[1] == ("cold", "read")
     assert rank.slots.free_slots == SLOTS
 
@@ -346,7 +346,7 @@ def test_the_text_of_an_action_that_raised_is_cut() -> None:
     rank, error = Decode(), OverflowError("x" * 1000)
     rank.open(1)
     opened = rank.sends[0]
-    rank.do(rank.machine.undone, dact.Send(*opened), error)
+    rank.do(rank.machine.on_action_failed, dact.Send(*opened), error)
     assert ("unsent", repr(error)[:300]) in rank.details
 
 

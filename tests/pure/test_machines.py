@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rig.channel.books import strikes, wrong_books
 from rig.channel.driven import Prefill
+from rig.channel.invariants import strikes, violations
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, quota_of, share_of
@@ -32,7 +32,7 @@ class Driven:
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
-        self.left = machine.left
+        self.outstanding = machine.outstanding
 
     def handle(self, now: float, method: Callable[..., None], *args: Any, **more: Any) -> list[Any]:
         self.machine.advance(now)
@@ -72,7 +72,7 @@ def test_a_generation_names_one_part() -> None:
     rooms.handle(0.0, rooms.machine.received, *opened(10, OTHER, readers=2))
     ended = of(pact.Send, rooms.handle(0.1, rooms.machine.end, 0))
     assert [send.connection for send in ended] == [b"connection" + READER]
-    assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
+    assert (rooms.outstanding(), violations(rooms.machine)) == ({}, [])
 
 
 def test_a_slot_rests_while_its_rank_does() -> None:
@@ -83,10 +83,10 @@ def test_a_slot_rests_while_its_rank_does() -> None:
     (pack,) = of(prefill_transfer.Segment, rooms.handle(0.0, rooms.machine.received, *opened(10)))
     rooms.handle(0.0, rooms.machine.copied, (pack,))
     rooms.handle(1000.0, rooms.machine.tick)
-    assert rooms.left()["published"] == 1
+    assert rooms.outstanding()["published"] == 1
     for second in range(1001, 1061):
         rooms.handle(second, rooms.machine.tick)
-    assert "published" not in rooms.left()
+    assert "published" not in rooms.outstanding()
 
 
 def decode() -> Driven:
@@ -282,10 +282,10 @@ def test_invented_readers_are_bounded(
             rooms.handle(0.0, rooms.machine.received, connection.encode(), gone)
     assert codes["c"] == ["full"] * 12
     assert codes["d"] == ["full"] * ("d" in refused)
-    assert wrong_books(rooms.machine) == []
+    assert violations(rooms.machine) == []
     for second in range(1, 602):
         rooms.handle(float(second), rooms.machine.tick)
-    assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
+    assert (rooms.outstanding(), violations(rooms.machine)) == ({}, [])
 
 
 @pytest.mark.parametrize(("warm", "later"), [(True, 1.0), (False, 1.0), (False, 601.0)])
@@ -342,7 +342,7 @@ def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
         assert "B" in rank.settled, order
         rank.do(rank.machine.end, "B")
         rank.until(rank.now + 601.0, 1.0)
-        assert (rank.machine.left(), rank.books) == ({}, []), order
+        assert (rank.machine.outstanding(), rank.violations) == ({}, []), order
     assert count > 2
 
 
@@ -392,12 +392,12 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     first = tuple(Announced(*slot, 10) for _, slot in rank.unread[:4])
     ready = Ready(1, 1, 0, 0, first, last=True)
     for _ in range(2):
-        rank.do(rank.machine.undone, pact.Send(READER, ready), MemoryError())
+        rank.do(rank.machine.on_action_failed, pact.Send(READER, ready), MemoryError())
         assert rank.slots.published == 4
         assert not rank.slots._signs[True], "its reader has read nothing"
     rank.open(3)
     rank.begin(3, 3, 400)
-    rank.do(rank.machine.undone, pact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
+    rank.do(rank.machine.on_action_failed, pact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
     sent = rank.sent[3]
     rank.acknowledge()
     assert rank.sent[3] == sent < 400
@@ -405,7 +405,12 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     rank.begin(4, 4, 40)
     assert rank.sent[4] == 40
     other = decode()
-    assert other.handle(0.0, other.machine.undone, dact.Send(PREFILL, Ack(())), MemoryError()) == []
+    assert (
+        other.handle(
+            0.0, other.machine.on_action_failed, dact.Send(PREFILL, Ack(())), MemoryError()
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -426,7 +431,7 @@ def test_an_open_that_the_current_use_does_not_wait_for_is_the_next_ones(
     assert rank.pages[2] == {"B"}
     rank.tell(rank.machine.end, "b")
     rank.do(rank.machine.end, "B")
-    assert (rank.machine.left(), rank.books) == ({}, [])
+    assert (rank.machine.outstanding(), rank.violations) == ({}, [])
 
 
 def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
@@ -444,8 +449,8 @@ def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
     for generation in (1, 2, 3):
         rank.open(ROOM, READER, generation)
         rank.open(ROOM, READER, 1)  # late
-    assert (rank.machine.left(), rank.books) == ({"waiting": 1, "parts": 1}, [])
+    assert (rank.machine.outstanding(), rank.violations) == ({"waiting": 1, "parts": 1}, [])
     rank.begin("b", ROOM, 16, "b")
     assert rank.pages == {3: {"b"}}
     rank.do(rank.machine.end, "b")
-    assert (rank.machine.left(), rank.books) == ({}, [])
+    assert (rank.machine.outstanding(), rank.violations) == ({}, [])

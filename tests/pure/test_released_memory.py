@@ -58,7 +58,7 @@ class Held:
 
 def jobs(side: Prefill | Decode) -> int:
     """Copies under way and queued."""
-    return side.channel.left().get("jobs", 0)
+    return side.channel.outstanding().get("jobs", 0)
 
 
 def ended(how: str, channel: Channel, gates: bool) -> Prefill:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rig.channel.books import wrong_slots
+from rig.channel.invariants import slot_violations
 
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, share_of
 from sglang_mixkv.channel.times import Times
@@ -128,7 +128,7 @@ def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     assert pool.expire(TIMES.slot_aside - 0.01) == []
     assert pool.expire(TIMES.slot_aside) == [one]
     assert pool.acknowledge([(one, 7), (other, 8)]) == [one]
-    assert (pool.published, pool.free_slots, list(wrong_slots(pool))) == (0, 8, [])
+    assert (pool.published, pool.free_slots, list(slot_violations(pool))) == (0, 8, [])
 
 
 # ---------------------------------------------------------------- who gets them

@@ -49,7 +49,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
             began = time.monotonic()
             assert channel.request(3 + len(seconds), arrived=True) == ("warm", "")
             seconds.append(time.monotonic() - began)
-            most = max(most, prefill.left().get("parts", 0))
+            most = max(most, prefill.outstanding().get("parts", 0))
         sent = pipe.recv()
         decode.close(cheated)
         print(
@@ -60,8 +60,8 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         assert 100 < most <= MAX_OPEN + 1  # and the request's own
         assert most > MAX_OPEN // 2 or lasts < 60
         assert min(sent) > stranger.ENOUGH
-        assert wait_for(lambda: not decode.left())
-        assert wait_for(lambda: set(prefill.left()) <= {"waiting", "parts"})
+        assert wait_for(lambda: not decode.outstanding())
+        assert wait_for(lambda: set(prefill.outstanding()) <= {"waiting", "parts"})
         assert leaks(warm, resources, SLACK) == []
 
 

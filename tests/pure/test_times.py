@@ -236,7 +236,7 @@ def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bo
     rank.do(rank.machine.target_sent, 1)
     assert len(rank.settled) == 1
     assert rank.slots.published == len(rank.unread)
-    assert rank.books == []
+    assert rank.violations == []
 
 
 @patiently

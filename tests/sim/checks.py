@@ -12,7 +12,7 @@ from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.draft.copier import Copy, Kind
 from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.series import NOTES
-from tests.rig.channel.books import wrong_books
+from tests.rig.channel.invariants import violations
 from tests.sim import memory
 from tests.sim.finding import Finding
 from tests.sim.spared import is_spared
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.sim.spec import Request, Server, Where
     from tests.sim.world import World
 
-BOOKS = 3  # looks at a machine that did something for one at its books, which take as long
+CHECKED = 3  # of so many times that a machine did something, its invariants are checked once
 PROMPT = 0.01  # gathering
 SLACK = 0.5  # ticks and copies, on top of a deadline
 
@@ -50,13 +50,13 @@ class Checks:
         self._lied: set[int] = set()  # stamps of READYs that may be lies
         self._lost: set[int] = set()  # stamps of ACKs that were not sent
 
-    # -- books
+    # -- invariants
 
-    def books(self, process: Process) -> None:
+    def invariants(self, process: Process) -> None:
         self._turn += 1
-        if self._turn % BOOKS == 0:
-            for wrong in wrong_books(process.machine):
-                raise Finding("books", f"{process.name}: {wrong}")
+        if self._turn % CHECKED == 0:
+            for wrong in violations(process.machine):
+                raise Finding("invariants", f"{process.name}: {wrong}")
 
     def told(self, process: Process, name: str, args: tuple) -> None:
         """Before the machine is."""
@@ -182,7 +182,7 @@ class Checks:
             case Fail():
                 self._closed.add((rank, peer, message.generation))
 
-    def undone(self, process: Process, action: object) -> None:
+    def on_action_failed(self, process: Process, action: object) -> None:
         """It has raised: what it would have sent is lost."""
         if type(action) is dact.Send and type(action.message) in (Open, Fail):
             self._closed.add((process, action.peer, action.message.generation))
@@ -354,10 +354,10 @@ class Checks:
 
     def _at_rest(self, process: Process) -> None:
         machine = process.machine
-        if left := machine.left():
+        if left := machine.outstanding():
             raise Finding("left", f"{process.name}: {left}")
-        for wrong in wrong_books(machine):
-            raise Finding("books", f"{process.name}: {wrong}")
+        for wrong in violations(machine):
+            raise Finding("invariants", f"{process.name}: {wrong}")
         slots = process.slots
         if slots.free_slots != slots.count:
             raise Finding("left", f"{process.name}: {slots.free_slots} of {slots.count} free")

@@ -190,15 +190,15 @@ def no_number_is_doubted(patch: Patch) -> None:
 
 @mistake("untouched", "numbers")
 def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
-    real = decode.Machine.undone
+    real = decode.Machine.on_action_failed
 
-    def undone(self: Any, action: Any, error: Exception) -> None:
+    def on_action_failed(self: Any, action: Any, error: Exception) -> None:
         if type(action) is dact.Send:
             self.peer_lost(action.peer)
         else:
             real(self, action, error)
 
-    patch.setattr(decode.Machine, "undone", undone)
+    patch.setattr(decode.Machine, "on_action_failed", on_action_failed)
 
 
 @mistake("acks", "any")
@@ -337,7 +337,7 @@ def pending_chunks_are_packed(patch: Patch) -> None:
 # -- slots
 
 
-@mistake("books", "any")
+@mistake("invariants", "any")
 def one_owner_takes_all(patch: Patch) -> None:
     patch.setattr(slots.SlotPool, "available_for", lambda self, *_: len(self._free))
 

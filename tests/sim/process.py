@@ -37,7 +37,8 @@ TOLD = {
     + (method.__defaults__ or ())
     for machine in (prefill_machine.Machine, decode_machine.Machine)
     for name, method in vars(machine).items()
-    if name[0] != "_" and name not in ("advance", "actions", "undone", "state", "left")
+    if name[0] != "_"
+    and name not in ("advance", "actions", "on_action_failed", "state", "outstanding")
 }
 """The machines' methods that tell them something, and defaults of their arguments."""
 
@@ -222,7 +223,7 @@ class Process:
             return
         if self.world.log is not None:
             self.world.note_actions(self.name, actions)
-        self.world.checks.books(self)
+        self.world.checks.invariants(self)
         self.world.checks.asked(self, actions)
         if self._stop is not None and self._stop[0] == "emitted":
             cut = self.rng.randint(0, len(actions) - 1)
@@ -246,8 +247,8 @@ class Process:
                 raise Injected
             self.worker._do(action)
         except (Injected, *REFUSED) as error:
-            self.world.checks.undone(self, action)
-            self.post((self.machine.undone, (action, error)))
+            self.world.checks.on_action_failed(self, action)
+            self.post((self.machine.on_action_failed, (action, error)))
         else:
             self.after(action)
 
@@ -367,7 +368,7 @@ class Process:
         if when != self._tick_time:
             return
         self._tick_time = None
-        if self.machine.left():
+        if self.machine.outstanding():
             self._take((self.machine.tick, ()))
 
 

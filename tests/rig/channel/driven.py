@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from rig.channel.books import strikes, wrong_books
+from rig.channel.invariants import strikes, violations
 
 from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slot_format import SlotCheck
@@ -67,8 +67,8 @@ class _Side:
         self.until(self.now + seconds)
 
     @property
-    def books(self) -> list[str]:
-        return wrong_books(self.machine)
+    def violations(self) -> list[str]:
+        return violations(self.machine)
 
 
 class Prefill(_Side):

@@ -18,7 +18,7 @@ import torch
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
-from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD, SPARE
+from sglang_mixkv.channel.slot_format import PROBE_OFFSET, SLOT_OVERHEAD
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import machine as decode_machine
@@ -164,7 +164,7 @@ class _Side:
         self.slots, self.plane = SlotPool(self.staging.count, times), plane or Reads()
         self.instance, self.closed, self.notes = messages.draw_instance(), False, Reporter()
         memory = Memory(self.staging.address, self.staging.size, self.rows.device.index)
-        self.plane.register(memory, self.staging.address + SPARE)  # of slot 0
+        self.plane.register(memory, self.staging.address + PROBE_OFFSET)  # of slot 0
         make = type(self).device
         on_device = make(self.rows, self.staging) if make is not None else on_device
         self.store = Store(self.rows, self.staging, self.plane, on_device)

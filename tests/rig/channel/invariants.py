@@ -1,4 +1,4 @@
-"""What is wrong with the books of a state machine, or of its slots, at any time."""
+"""Invariants of a state machine and of its slots: what is violated, at any time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sglang_mixkv.decode.transfer import Stage
 from sglang_mixkv.prefill.transfer import MAX_IN_FLIGHT
 
 
-def wrong_books(machine: Any) -> list[str]:
+def violations(machine: Any) -> list[str]:
     of_side = _decode if isinstance(machine, Decode) else _prefill
-    return [*wrong_slots(machine.slots), *of_side(machine)]
+    return [*slot_violations(machine.slots), *of_side(machine)]
 
 
-def wrong_slots(pool: SlotPool) -> Iterator[str]:
+def slot_violations(pool: SlotPool) -> Iterator[str]:
     """Each slot is free or held, once."""
     held, free = set(pool._owner), set(pool._free)
     if len(pool._free) != len(free) or held & free or held | free != set(range(pool.count)):
