@@ -29,7 +29,7 @@ from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
-from sglang_mixkv.engine import draft_pool, handover
+from sglang_mixkv.engine import draft_pool, pool_hooks
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
@@ -67,9 +67,9 @@ class RankContext:
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config = config_of(server_args)
         check_once(server_args)
-        self.handed = handover.take()
+        self.pool_context = pool_hooks.current()
         self.slot_bytes = slot_bytes(config.staging_mb)
-        pool = self.handed.pool
+        pool = self.pool_context.pool
         self.draft = draft_pool.of_pool(pool) if pool is not None else None
         if self.draft is not None:
             check_slots(self.draft.layout, self.slot_bytes)

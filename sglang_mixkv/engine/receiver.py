@@ -66,7 +66,7 @@ class DraftReceiver(RoomUse):
             page_size = local.draft.page_size
             first, pages = local.draft.in_reach(first, pages)
             end = first + len(pages) * page_size
-        event = forward_event(local.handed.scheduler)
+        event = forward_event(local.pool_context.scheduler)
         handle = ReceiveHandle(pages, page_size, event, self.bootstrap_addr)
         channel = self.kv_mgr.decode_channel
         assert channel is not None

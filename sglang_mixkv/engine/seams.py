@@ -25,12 +25,12 @@ _FUNCTIONS = {
     f"{_ARGS}from_cli_args": "args -> plugin.attach_config",  # flags and variables are a record
     # SGLang's classes with a mixin each
     f"{_PD}utils:get_kv_class": "transfer_backend class_type -> plugin.kv_class",
-    f"{_PREFILL}_init_kv_manager": "-> engine.handover.around_init",  # SGLang sees no draft pool
-    f"{_DECODE}_init_kv_manager": "-> engine.handover.around_init",  # the same
+    f"{_PREFILL}_init_kv_manager": "-> engine.pool_hooks.around_init",  # SGLang sees no draft pool
+    f"{_DECODE}_init_kv_manager": "-> engine.pool_hooks.around_init",  # the same
     # which request a room belongs to
-    f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.handover.around_extend",
+    f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.pool_hooks.around_extend",
     # these have new draft rows
-    f"{_DECODE}resume_retracted_reqs": "-> engine.handover.around_resume",
+    f"{_DECODE}resume_retracted_reqs": "-> engine.pool_hooks.around_resume",
     # refuses a room number that is used twice, or cannot be sent
     f"{_TOKENIZER}_init_req_state": "obj request -> guards.room_reuse.around_request",
     # makes this rank's side of the channel

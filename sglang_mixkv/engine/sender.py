@@ -52,7 +52,7 @@ class DraftSender(SenderRoomUse):
     ) -> None:
         events, local = [early, kwargs.get("indices_event")], self.kv_mgr.local
         if self.kv_mgr.pp_size > 1:  # process_prefill_chunk sends while the forward may run
-            events.append(forward_event(local.handed.scheduler))
+            events.append(forward_event(local.pool_context.scheduler))
         assert local.draft is not None
         page_size, count = local.draft.page_size, kwargs.get("num_kv_tokens")
         count = len(pages) * page_size if count is None else count

@@ -3,7 +3,7 @@
 fault   A retracted request's backup in `cpu_tensor` has rows of the target alone (Req.load_kv_cache
         in managers/schedule_batch.py): its drafter would read other requests' rows
 patch   none yet
-until   that backup has the drafter's rows. engine/handover.py, around_resume, stays: it also counts
+until   that backup has the drafter's rows. around_resume (engine/pool_hooks.py) stays: it counts
 """
 
 from __future__ import annotations

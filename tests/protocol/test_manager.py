@@ -37,6 +37,7 @@ from sglang_mixkv.engine import rank as ranks
 from sglang_mixkv.engine.bootstrap import KEY
 from sglang_mixkv.engine.draft_pool import Draft
 from sglang_mixkv.engine.manager import MIXINS, DraftManager, mixed
+from sglang_mixkv.engine.pool_hooks import DraftPoolContext
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.guards.early_sends import EarlySends
 from sglang_mixkv.series import ABORTED
@@ -71,7 +72,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
     )
     monkeypatch.setattr(ranks, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=3))
     monkeypatch.setattr(ranks, "sglang_version", lambda: "0.5.23")
-    monkeypatch.setattr(ranks.handover, "take", lambda: ranks.handover.Handed(object(), None))
+    monkeypatch.setattr(ranks.pool_hooks, "current", lambda: DraftPoolContext(object(), None))
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: draft)
     monkeypatch.setattr(planes, "make", Plane)
     monkeypatch.setenv("MC_FORCE_TCP", "1")
@@ -183,10 +184,11 @@ def other_rank(config: Config = PLAIN, **kv_args: Any) -> Any:
 def test_a_rank_without_a_drafter_has_no_store_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks.handover, "take", lambda: ranks.handover.Handed(None, "scheduler"))
+    monkeypatch.setattr(ranks.pool_hooks, "current", lambda: DraftPoolContext(None, "scheduler"))
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: 1 // 0)
     one = other_rank()
-    assert (one.draft, one.store("10.0.0.8"), one.handed.scheduler) == (None, None, "scheduler")
+    assert (one.draft, one.store("10.0.0.8")) == (None, None)
+    assert one.pool_context.scheduler == "scheduler"
     assert one.banner().endswith("(SGLang 0.5.23): decode rank without draft KV of its own")
 
 
