@@ -172,16 +172,17 @@ class RoundRobin(Generic[T]):
         if not queue:
             self.owners.pop(owner, None)
 
-    def take(self, slots: SlotPool, most: int) -> Iterator[tuple[T, int]]:
-        """`most` items with a slot each, or as many as there are slots for. Each leaves; the caller
-        adds it again where it wants another slot. In a round each owner gets an equal part of what
-        is free, or what it is allowed; one that gets none has to wait, and is not asked again."""
-        owners, most = list(self.owners), min(most, slots.free_slots)
+    def take(self, slots: SlotPool, limit: int) -> Iterator[tuple[T, int]]:
+        """Yield up to `limit` items with a slot each, as far as there are slots. Each leaves; the
+        caller adds it again where it wants another slot. In a round each owner gets an equal part
+        of what is free, or what is available for it; one that gets none waits for the next call.
+        """
+        owners, limit = list(self.owners), min(limit, slots.free_slots)
         contend = len({*owners, *slots.held})
-        while owners and most > 0:
-            part, again = max(1, most // len(owners)), list[Hashable]()
+        while owners and limit > 0:
+            part, again = max(1, limit // len(owners)), list[Hashable]()
             for owner in owners:
-                given = min(part, most, slots.available_for(owner, contend))
+                given = min(part, limit, slots.available_for(owner, contend))
                 if not given:
                     continue
                 queue, item, left = self.owners[owner], None, 0
@@ -189,7 +190,7 @@ class RoundRobin(Generic[T]):
                     if not left or item not in queue:
                         item, left = next(iter(queue)), self._run
                     del queue[item]
-                    given, most, left = given - 1, most - 1, left - 1
+                    given, limit, left = given - 1, limit - 1, left - 1
                     yield item, slots.allocate(owner)
                 del self.owners[owner]
                 if queue:

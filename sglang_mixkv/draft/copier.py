@@ -219,7 +219,7 @@ class GpuCopier(Copier):
         """Batches of one kind, as long as the device takes some."""
         while self._waiting and self._device.can_start:
             kind, batch = self._waiting[0][0].kind, list[tuple[Copy, Any]]()
-            while self._waiting and len(batch) < self._device.most:
+            while self._waiting and len(batch) < self._device.max_batch:
                 if self._waiting[0][0].kind is not kind:
                     break
                 batch.append(self._waiting.popleft())

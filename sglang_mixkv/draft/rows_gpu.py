@@ -49,13 +49,13 @@ from sglang_mixkv.draft.cuda import CudaError, Driver, Event, UnsafeError
 from sglang_mixkv.draft.kernels import COLUMN, TOKENS, UNIT, WARPS, compiled
 from sglang_mixkv.draft.rows import DraftRows
 
-MOST = 64  # slots of a batch
+MAX_BATCH = 64  # slots of a batch
 IN_FLIGHT = 2  # batches
 SETTLERS = 8  # programs that clear what a wrong slot has put into an entry
 OLDEST = 80  # the compute capability of the oldest GPU that the kernels are compiled for in tests
 JOB = struct.Struct("<6qQq")  # a line of jobs, as kernels.py reads it
 CHECKS = tuple(SlotCheck)
-UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MOST).cast("q")
+UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MAX_BATCH).cast("q")
 
 
 class Job(NamedTuple):
@@ -75,29 +75,29 @@ class Ticket(Event):
     """A batch that was started. The thread that started it has to ask until it is done; a gate that
     closes asks whether it is over."""
 
-    def __init__(self, driver: Driver, place: _Place, count: int, free: list[_Place]) -> None:
-        self._place, self._count, self._free = place, count, free
+    def __init__(self, driver: Driver, buffers: _BatchBuffers, count: int, free: list[Any]) -> None:
+        self._buffers, self._count, self._free = buffers, count, free
         self.results: list[SlotCheck] = []  # what each job found, once the batch is done
         super().__init__(driver)
 
     def done(self) -> bool:
         """True if the batch has ended; it does not block."""
         if not self.results and self.over():
-            found = UNKNOWN if self.error else self._place.results
+            found = UNKNOWN if self.error else self._buffers.results
             self.results = [CHECKS[one] for one in found[: self._count]]
-            self._free.append(self._place)
+            self._free.append(self._buffers)
         return bool(self.results)
 
 
-class _Place:
+class _BatchBuffers:
     """Memory of a batch in flight on the host and on the device: its results, which kernels write
     on the host, its jobs, and so many page numbers. `entries`: see kernels.py."""
 
     def __init__(self, driver: Driver, entries: int, page_numbers: int) -> None:
-        size = MOST * (8 + JOB.size) + 4 * page_numbers
+        size = MAX_BATCH * (8 + JOB.size) + 4 * page_numbers
         device, host, memory = driver.allocate(size)
-        self.device, self.source = device + MOST * 8, host + MOST * 8
-        self.results, self._host = memory[: MOST * 8].cast("q"), memory[MOST * 8 :]
+        self.device, self.source = device + MAX_BATCH * 8, host + MAX_BATCH * 8
+        self.results, self._host = memory[: MAX_BATCH * 8].cast("q"), memory[MAX_BATCH * 8 :]
         # Triton adds parameters for scratch memory, which these kernels do not use.
         self._values = [ctypes.c_uint64(n) for n in (self.device, entries, host, 0, 0, 0, 0)]
         pointers = [ctypes.addressof(value) for value in self._values]
@@ -139,8 +139,8 @@ class GpuRows:
         memory[:] = lines
         driver.upload(table, source, len(lines))
         in_slot = staging.slot_bytes // (self._in_all * UNIT) // page_size + 2  # of one head's rows
-        numbers = self._num_pages + MOST * in_slot
-        self._free = [_Place(driver, table, numbers) for _ in range(IN_FLIGHT)]
+        numbers = self._num_pages + MAX_BATCH * in_slot
+        self._free = [_BatchBuffers(driver, table, numbers) for _ in range(IN_FLIGHT)]
         self._flushes = driver.needs_flush()
         kernels = compiled(driver.capability, page_size)
         self._kernels = {name: self._load(kernel) for name, kernel in kernels.items()}
@@ -170,7 +170,7 @@ class GpuRows:
             if ticket.results != [expected]:
                 raise UnsafeError(f"a kernel is wrong: expected {expected!r}, got {ticket.results}")
 
-    most = MOST
+    max_batch = MAX_BATCH
 
     def job(
         self, pages: memoryview, first: int, tokens: int, heads: range | None = None, slot: int = 0,
@@ -219,26 +219,26 @@ class GpuRows:
         return self._start(jobs, "clear")
 
     def _start(self, jobs: Sequence[Job], *names: str) -> Ticket:
-        if not self._free or not 0 < len(jobs) <= MOST:
+        if not self._free or not 0 < len(jobs) <= MAX_BATCH:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
-        place, driver, name = self._free.pop(), self.driver, ""
+        buffers, driver, name = self._free.pop(), self.driver, ""
         try:
-            size, grids = place.write(jobs), self._grids(jobs)
+            size, grids = buffers.write(jobs), self._grids(jobs)
             driver.bind()
             if self._flushes and "unpack" in names:
                 driver.flush()
-            driver.upload(place.device, place.source, size)
+            driver.upload(buffers.device, buffers.source, size)
             for name in names:
                 function, shared = self._kernels[name]
-                launch = function, grids[name], 32 * WARPS, shared, place.parameters
+                launch = function, grids[name], 32 * WARPS, shared, buffers.parameters
                 driver.launch(*launch)
-            return Ticket(driver, place, len(jobs), self._free)
+            return Ticket(driver, buffers, len(jobs), self._free)
         except Exception:
             if name == "settle":  # no row stays that nobody has judged
                 with contextlib.suppress(CudaError):
                     driver.launch(*launch)
             driver.drain()
-            self._free.append(place)
+            self._free.append(buffers)
             raise
 
     def _grids(self, jobs: Sequence[Job]) -> dict[str, tuple[int, int, int]]:

@@ -24,7 +24,7 @@ from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, Kind
+from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, NoteSpec
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -68,21 +68,21 @@ class MetricsReporter(Reporter):
         self._made = {} if labels is None else _make(side, labels, registry)
 
     def __call__(self, note: Any) -> None:
-        kind = NOTES.get(note.what, Kind())
+        spec = NOTES.get(note.what, NoteSpec())
         peer = getattr(note, "peer", b"") or getattr(note, "reader", b"")
         if note.what == "breaker_opened":
-            self._record(kind.series, self._known(self.name_of(peer)))
-        elif kind.series:
-            self._record(kind.series, *kind.values)
+            self._record(spec.series, self._known(self.name_of(peer)))
+        elif spec.series:
+            self._record(spec.series, *spec.values)
         is_new = (note.what, peer) not in self._logged and len(self._logged) < MAX_LOGGED
-        if kind.happened and kind.logged and is_new:
+        if spec.message and spec.logged and is_new:
             self._logged.add((note.what, peer))
             other = "decode" if self._side == PREFILL else "prefill"
             whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
             logger.warning(
                 "[%s] draft channel, %s %s: %s (%s); %s. %s. From now on counted, not logged",
-                kind.code, other, whom, kind.happened, note.detail or "no detail",
-                kind.consequence, kind.remedy,
+                spec.code, other, whom, spec.message, note.detail or "no detail",
+                spec.consequence, spec.remedy,
             )  # fmt: skip
 
     def moved(self, size: int, seconds: float) -> None:
@@ -212,7 +212,7 @@ def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]
             kind = kinds.get(one.name.rpartition("_")[2], gauge)
             names, where = [*labels, *one.labels], registry or REGISTRY
             made[one.name] = kind(series.PREFIX + one.name, one.help, names, registry=where)
-            for values in one.known:
+            for values in one.initial_labels:
                 made[one.name].labels(*labels.values(), *values)
     return made
 

@@ -140,14 +140,14 @@ class Part:
         self.token += count
         return segment
 
-    def ready(self, most: int) -> tuple[Ready, list[Chunk]] | None:
-        """Return what can be announced now, `most` segments or fewer: those that are packed, up to
+    def ready(self, limit: int) -> tuple[Ready, list[Chunk]] | None:
+        """Return what can be announced now, `limit` segments or fewer: those that are packed, up to
         the first that is not, since segments of a part are announced in their order. And their
         chunks that end."""
         found, ended = list[Announced](), list[Chunk]()
         packing = self.packing
         first = packing[0].first if packing else self.token
-        while packing and packing[0].packed and len(found) < most:
+        while packing and packing[0].packed and len(found) < limit:
             segment = packing.popleft()
             found.append(Announced(segment.slot, segment.stamp, segment.count))
             chunk = segment.chunk

@@ -29,7 +29,7 @@ from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.cuda import CudaError, UnsafeError
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import MOST, GpuRows, Job
+from sglang_mixkv.draft.rows_gpu import MAX_BATCH, GpuRows, Job
 
 CPU = torch.device("cpu")
 OK, STALE, DIFFERS, ERROR = SlotCheck
@@ -232,12 +232,12 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
 def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
     """Of slots full of one head's rows, for many readers of the same pages, and of a whole pool
     that is cleared."""
-    side = Side([16, 16], range(2), page, rows // page, 1, MOST, 1024)
+    side = Side([16, 16], range(2), page, rows // page, 1, MAX_BATCH, 1024)
     pages, heads = side.rows.pages(np.arange(rows // page)), range(1)
-    jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MOST)]
-    for slot in range(MOST):
+    jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MAX_BATCH)]
+    for slot in range(MAX_BATCH):
         side.draft.pack(np.arange(page - 1, page + 29), heads, side.beside.slot(slot), slot)
-    assert ended(side.rows.start_pack(jobs)) == [OK] * MOST
+    assert ended(side.rows.start_pack(jobs)) == [OK] * MAX_BATCH
     assert side.same()
     side.draft.clear(np.arange(rows))
     assert ended(side.rows.start_clear([side.rows.job(pages, 0, rows)])) == [OK]
@@ -477,7 +477,7 @@ def test_a_batch_has_one_job_at_least_and_64_at_most() -> None:
     for jobs in ([], eight(side) * 8 + eight(side)[:1]):
         with pytest.raises(ValueError, match="jobs"):
             side.rows.start_clear(jobs)
-    assert ended(side.rows.start_clear(eight(side) * 8)) == [OK] * MOST
+    assert ended(side.rows.start_clear(eight(side) * 8)) == [OK] * MAX_BATCH
 
 
 # ---------------------------------------------------------------- a NIC's writes
@@ -530,7 +530,7 @@ def test_calls_of_a_batch_come_in_their_order(start: str) -> None:
     side = small(FakeCuda(attributes=UNORDERED, captures=0))
     functions = {function: name for name, (function, _) in side.rows._kernels.items()}
     stream, expected = side.rows.driver.stream, BATCHES[start]
-    log, place = side.cuda.log, side.rows._free[-1]
+    log, buffers = side.cuda.log, side.rows._free[-1]
     log.clear()
     ticket = getattr(side.rows, start)(eight(side))
     steps: list[Any] = []
@@ -542,7 +542,7 @@ def test_calls_of_a_batch_come_in_their_order(start: str) -> None:
             case "cuMemcpyHtoDAsync_v2":
                 steps.append(UPLOAD)
                 size = 8 * (64 + 4)  # eight jobs, of one page each
-                assert what == [place.device, place.source, size, stream]
+                assert what == [buffers.device, buffers.source, size, stream]
             case "cuLaunchKernel":
                 steps.append(functions[what[0]])
                 assert what[8] == stream
@@ -565,9 +565,9 @@ def test_the_memory_of_a_batch_is_used_again_behind_its_event_alone() -> None:
     assert second.over(), "both have ended"
     assert not side.rows.can_start, "nobody has read the results"
     assert second.done()
-    assert side.rows._free == [second._place]
+    assert side.rows._free == [second._buffers]
     third = side.rows.start_pack(eight(side))
-    assert third._place is second._place is not first._place
+    assert third._buffers is second._buffers is not first._buffers
     assert not side.rows.can_start
     second.done()
     assert not side.rows.can_start, "a batch gives its memory back once"

@@ -35,7 +35,7 @@ class Batch:
 class Device:
     """Of what the copier calls. A job is its name; "!": it cannot be prepared."""
 
-    most = 3
+    max_batch = 3
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []

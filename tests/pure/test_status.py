@@ -29,7 +29,7 @@ def page(side: str = "decode", ranks: int = 1) -> str:
     return "".join(
         line(one.name, 64 * (one.name == "slots"), engine_type=side, tp_rank=rank,
              **dict(zip(one.labels, values, strict=True)))
-        for one in series.SERIES if side in one.sides for values in one.known
+        for one in series.SERIES if side in one.sides for values in one.initial_labels
         for rank in range(ranks)
     )  # fmt: skip
 
