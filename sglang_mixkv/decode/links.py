@@ -127,7 +127,7 @@ class Links:
             return False
         here, there, extents = store.staging, link.row.staging, []
         for segment in action.segments:
-            one, heads = segment.announced, segment.part.source.heads
+            one, heads = segment.announced, segment.transfer.source.heads
             local = here.address + segment.slot * here.slot_bytes
             remote = there.base + one.slot * there.slot_bytes
             extents.append((local, remote, store.rows.packed_bytes(one.count, len(heads))))

@@ -237,13 +237,13 @@ class DecodeWorker(Worker):
                 self._reporter(action)
 
     def _copy_of(self, job: Job) -> Copy:
-        handle, first = job.room.opened.handle, job.room.opened.first_token
+        handle, first = job.request.opened.handle, job.request.opened.first_token
         assert isinstance(handle, ReceiveHandle)
         assert self._store is not None
         request = job, handle.gate, handle.pages
         if isinstance(job, act.Clear):
             tokens = job.first_token - first, job.end - job.first_token
             return Copy(Kind.CLEAR, *request, *tokens, self._store.rows.heads)
-        one, heads = job.announced, job.part.source.heads
+        one, heads = job.announced, job.transfer.source.heads
         tokens = job.first - first, one.count
         return Copy(Kind.UNPACK, *request, *tokens, heads, job.slot, one.stamp)

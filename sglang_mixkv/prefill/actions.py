@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import msgspec
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.prefill.transfer import Chunk, Connection, Segment, Use
+from sglang_mixkv.prefill.transfer import Chunk, Segment
 
 
 class Pack(msgspec.Struct, frozen=True):
@@ -18,15 +20,15 @@ class Pack(msgspec.Struct, frozen=True):
 class Send(msgspec.Struct, frozen=True):
     """`chunks`: of which a READY announces the last segment."""
 
-    connection: Connection
+    connection: bytes
     message: Ready | Fail
     chunks: list[Chunk] = []
 
 
-class Settled(msgspec.Struct, frozen=True):
-    """The sender may report SGLang's Success: nothing will read the use's pages any more."""
+class PagesReleased(msgspec.Struct, frozen=True):
+    """The sender may report SGLang's Success: nothing reads the request's pages any more."""
 
-    use: Use
+    handle: Hashable
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -37,4 +39,4 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Action = Pack | Send | Settled | Note
+Action = Pack | Send | PagesReleased | Note

@@ -44,7 +44,7 @@ SLACK_S = 3.0
 less than `Times.whole_wait`, which a request must not wait here, for any patience of the tests."""
 LATE = re.compile(
     r"prefill \d+: left behind: "
-    ".*(waiting left|parts left|request_status|transfer_infos|prefix_len)"
+    ".*(waiting left|transfers left|request_status|transfer_infos|prefix_len)"
 )
 """SGLang's own entries of requests that were aborted, and rooms that no request came for, which
 are known for a minute."""

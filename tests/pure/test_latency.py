@@ -173,7 +173,7 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
         pages = channel.prefill.pages(TOKENS)
         assert wakes(prefill.add_chunk, sent, 0, TOKENS, True, pages)
         assert decided(channel, room) == ("warm", "")
-        assert wait_for(lambda: sent.settled, LOST_S)
+        assert wait_for(lambda: sent.pages_released, LOST_S)
     assert not wakes(prefill.release, sent)
     assert not wakes(decode.target_arrived, room)
     for call, one in ((prefill.end, sent), (decode.close, room)):
@@ -303,7 +303,7 @@ def test_the_clock_goes_on_beside_what_fails_each_time(
             sent = channel.prefill.send(1, TOKENS)  # nobody opens it
             fails(worker, patch)
             channel.prefill.channel.release(sent)
-            assert wait_for(lambda: sent.settled, LOST_S), "no time passes"
+            assert wait_for(lambda: sent.pages_released, LOST_S), "no time passes"
         else:
             room = channel.open(1, TOKENS)  # nobody sends it
             fails(worker, patch)

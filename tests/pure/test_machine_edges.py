@@ -21,7 +21,7 @@ from sglang_mixkv.channel.slots import (
 )
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
-from sglang_mixkv.decode.transfer import Numbers
+from sglang_mixkv.decode.transfer import RecentRooms
 from sglang_mixkv.prefill import machine
 
 AT = BEGAN
@@ -49,19 +49,19 @@ def test_readers_can_be_invented_up_to_the_documented_bounds() -> None:
     ("after", "doubtful"), [(0.0, True), (599.9, True), (600.0, True), (600.1, False)]
 )
 def test_a_number_is_doubted_as_long_as_prefill_may_hold_it(after: float, doubtful: bool) -> None:
-    numbers = Numbers(600.0)
-    assert not numbers.is_doubtful(7, AT)
-    assert numbers.is_doubtful(7, AT + after) is doubtful
+    numbers = RecentRooms(600.0)
+    assert not numbers.is_ambiguous(7, AT)
+    assert numbers.is_ambiguous(7, AT + after) is doubtful
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500), st.booleans())))
 def test_each_number_is_doubted_by_its_own_last_request(asked: list[tuple[int, int, bool]]) -> None:
     """Whatever came of others meanwhile; and none is held that is not doubted any more."""
-    numbers, last, now = Numbers(600.0), dict[int, float](), AT
+    numbers, last, now = RecentRooms(600.0), dict[int, float](), AT
     for number, after, warm in asked:
         now += after
         last = {one: since for one, since in last.items() if now - since <= 600.0}
-        assert numbers.is_doubtful(number, now) is (number in last)
+        assert numbers.is_ambiguous(number, now) is (number in last)
         last[number] = now
         assert numbers._since == last
         if warm:
@@ -106,7 +106,7 @@ def test_each_early_room_is_held_by_its_own_last_open(opens: list[tuple[int, int
             rank.open(number, who.encode() * 8, generation, readers=2)
             last[number] = rank.now, {who, *last.get(number, (0.0, ()))[1]}
         parts = sum(len(readers) for _, readers in last.values())
-        held = {"waiting": len(last), "parts": parts}
+        held = {"waiting": len(last), "transfers": parts}
         assert rank.machine.outstanding() == {name: count for name, count in held.items() if count}
         assert rank.violations == []
 
@@ -288,7 +288,7 @@ def test_a_segment_that_cannot_be_packed_fails_its_part_at_once(failed: int) -> 
     rank.begin(1, 1, 5 * TOKENS)
     rank.do(rank.machine.copied, (rank.jobs.pop(failed),), error)
     assert rank.failed == [(READER, Fail(1, 1, "pack", repr(error)[:300]))]
-    assert list(rank.settled) == [1]
+    assert list(rank.pages_released) == [1]
     rank.do(rank.machine.copied, tuple(rank.jobs))
     assert rank.slots.free_slots == SLOTS
     assert len(rank.failed) == 1

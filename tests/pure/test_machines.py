@@ -316,7 +316,7 @@ def orders(*lines: str) -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize("former", ["bct", "bc", "b"])
 def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
     """The end of the former use may be behind all of the next one's, and so may its target. The
-    other orders are decode's to prevent (`Numbers`)."""
+    other orders are decode's to prevent (`RecentRooms`)."""
     count = 0
     for order in orders(former + "e", "BCT", "o", "O"):
         at = order.index
@@ -325,21 +325,21 @@ def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
         count += 1
         rank = Prefill()
         for event in order:
-            use, generation = ("b", 1) if event in "bcteo" else ("B", 2)
+            handle, generation = ("b", 1) if event in "bcteo" else ("B", 2)
             match event.lower():
                 case "b":
-                    rank.do(rank.machine.begin, use, ROOM)
+                    rank.do(rank.machine.begin, handle, ROOM)
                 case "c":
-                    rank.do(rank.machine.add_chunk, use, 0, 16, last=True, pages=use)
+                    rank.do(rank.machine.add_chunk, handle, 0, 16, last=True, pages=handle)
                 case "t":
-                    rank.do(rank.machine.target_sent, use)
+                    rank.do(rank.machine.target_sent, handle)
                 case "e":
-                    rank.do(rank.machine.end, use)
+                    rank.do(rank.machine.end, handle)
                 case "o":
                     rank.open(ROOM, generation=generation)
         assert rank.pages.get(2) == {"B"}, order
         assert rank.pages.get(1, {"b"}) == {"b"}, order
-        assert "B" in rank.settled, order
+        assert "B" in rank.pages_released, order
         rank.do(rank.machine.end, "B")
         rank.until(rank.now + 601.0, 1.0)
         assert (rank.machine.outstanding(), rank.violations) == ({}, []), order
@@ -348,13 +348,13 @@ def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_an_open_behind_a_use_that_was_given_up_is_the_next_ones(given_up: bool) -> None:
-    """It settled without this reader. Before, it waited for it."""
+    """It was released without this reader. Before, it waited for it."""
     rank = Prefill()
     rank.open(ROOM, OTHER, 1, readers=2)
     rank.begin("b", ROOM, 16, "b")
     rank.do(rank.machine.target_sent, "b")
     rank.wait(1.001 if given_up else 0.999)
-    assert ("b" in rank.settled) == given_up
+    assert ("b" in rank.pages_released) == given_up
     rank.open(ROOM, READER, 2, readers=2)
     assert rank.pages.get(2) == (None if given_up else {"b"})
     rank.do(rank.machine.end, "b")
@@ -441,7 +441,7 @@ def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
     rank.open(ROOM, READER, 1)
     rank.do(rank.machine.begin, "B", ROOM)
     assert rank.fails == {1: "aborted"}
-    assert rank.settled == {"b": rank.now}
+    assert rank.pages_released == {"b": rank.now}
 
 
 def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
@@ -449,7 +449,7 @@ def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
     for generation in (1, 2, 3):
         rank.open(ROOM, READER, generation)
         rank.open(ROOM, READER, 1)  # late
-    assert (rank.machine.outstanding(), rank.violations) == ({"waiting": 1, "parts": 1}, [])
+    assert (rank.machine.outstanding(), rank.violations) == ({"waiting": 1, "transfers": 1}, [])
     rank.begin("b", ROOM, 16, "b")
     assert rank.pages == {3: {"b"}}
     rank.do(rank.machine.end, "b")

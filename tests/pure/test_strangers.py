@@ -49,7 +49,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
             began = time.monotonic()
             assert channel.request(3 + len(seconds), arrived=True) == ("warm", "")
             seconds.append(time.monotonic() - began)
-            most = max(most, prefill.outstanding().get("parts", 0))
+            most = max(most, prefill.outstanding().get("transfers", 0))
         sent = pipe.recv()
         decode.close(cheated)
         print(
@@ -61,7 +61,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         assert most > MAX_OPEN // 2 or lasts < 60
         assert min(sent) > stranger.ENOUGH
         assert wait_for(lambda: not decode.outstanding())
-        assert wait_for(lambda: set(prefill.outstanding()) <= {"waiting", "parts"})
+        assert wait_for(lambda: set(prefill.outstanding()) <= {"waiting", "transfers"})
         assert leaks(warm, resources, SLACK) == []
 
 

@@ -227,7 +227,7 @@ def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
             gone.append(Decode(channel.times))
             gone[-1].reach(prefill.row)
             gone[-1].open(100 + number, 60, prefill.instance)
-        assert wait_for(lambda: worker.outstanding().get("parts") == len(gone))
+        assert wait_for(lambda: worker.outstanding().get("transfers") == len(gone))
         for one in gone:
             one.close()
         if vanish:
@@ -265,7 +265,7 @@ ACTIONS = [
     ("decode", "StartCopies", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
     ("prefill", "Send", ("cold", "deadline or protocol")),
-    ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "Settled", ("warm", "")),
+    ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "PagesReleased", ("warm", "")),
 ]  # fmt: skip
 
 

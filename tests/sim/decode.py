@@ -278,7 +278,7 @@ class DecodeRank(Process):
     # -- copies
 
     def owner_of(self, copy: Copy) -> Receiver:
-        return copy.job.room.opened.handle.request
+        return copy.job.request.opened.handle.request
 
     def refusal(self, copy: Copy) -> Any:
         """Why nothing is written."""

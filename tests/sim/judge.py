@@ -176,7 +176,7 @@ class Judge:
     def _begun(self, action: act.StartRead) -> None:
         """A read, of segments of one room."""
         segments = action.segments
-        room = self.rooms.get(segments[0].room.generation)
+        room = self.rooms.get(segments[0].request.generation)
         self.reads[action] = Reading(room, action.peer, self.rank.now, len(segments))
 
     def _read(self, now: float, action: act.StartRead, error: str) -> None:
@@ -200,13 +200,13 @@ class Judge:
             return
         for job in jobs:
             # a copy that ended beside its room's close says as much of its peer
-            number = job.room.generation
+            number = job.request.generation
             room = self.rooms.get(number) or self.closed.get(number)
             if room is None or isinstance(job, act.Clear):
                 continue
             room.progress = now
             for source in room.opened.sources:
-                if source.heads == job.part.source.heads and source.peer in room.parts:
+                if source.heads == job.transfer.source.heads and source.peer in room.parts:
                     room.parts[source.peer].placed += 1
                     if room.parts[source.peer].placed == 1:
                         self._came(source.peer)

@@ -48,7 +48,7 @@ class Injected(Exception): ...
 
 class Process:
     """`time`: what a thread reads that asks for it. `awaiting`: requests that wait for the drafter
-    alone: on prefill those that were sent and are not settled, on decode those whose target is
+    alone: on prefill those that were sent and not released, on decode those whose target is
     there. `stopped_for`, `hung_for`: seconds in all, of the process and of its channel thread
     alone. `worker`: its code."""
 

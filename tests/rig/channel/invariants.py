@@ -32,26 +32,27 @@ def slot_violations(pool: SlotPool) -> Iterator[str]:
 
 
 def _prefill(machine: Any) -> Iterator[str]:
-    parts = machine._parts.values()
-    packed = sum(one.packed for part in parts for one in part.packing)
+    transfers = machine._transfers.values()
+    packed = sum(one.packed for transfer in transfers for one in transfer.packing)
     yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.published)
     if len(machine._packing) > MAX_IN_FLIGHT:
         yield f"{len(machine._packing)} segments are packed at once"
-    rooms = [*machine._uses.values(), *machine._early.values()]
-    if {id(part) for room in rooms for part in room.parts.values()} != set(map(id, parts)):
-        yield f"{len(parts)} parts, {[len(room.parts) for room in rooms]} in rooms"
-    if dict(machine._open) != Counter(part.connection for part in parts):
+    requests = [*machine._requests.values(), *machine._early.values()]
+    found = {id(one) for request in requests for one in request.transfers.values()}
+    if found != set(map(id, transfers)):
+        yield f"{len(transfers)} transfers, {[len(one.transfers) for one in requests]} of requests"
+    if dict(machine._open) != Counter(transfer.connection for transfer in transfers):
         yield "the connections' counts are wrong"
 
 
 def _decode(machine: Any) -> Iterator[str]:
     segments = machine._segments
-    held = sum(len(room.of_stage(Stage.HELD)) for room in machine._rooms.values())
+    held = sum(len(request.of_stage(Stage.HELD)) for request in machine._requests.values())
     copying = sum(isinstance(one, Segment) for one in segments._copying)
     reading = sum(len(read.segments) for read in segments._reads)
     yield from _used(machine.slots, reading + copying + held)
     probes = set[int]().union(*(state.probes for state in machine.breaker._states.values()))
-    if not probes <= machine._rooms.keys():
+    if not probes <= machine._requests.keys():
         yield "breaker: a probe that is over holds others back"
 
 
