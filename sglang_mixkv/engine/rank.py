@@ -40,13 +40,13 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class RankManager:
-    """DraftManager (manager.py), as far as its senders and receivers know it."""
+    """The part of DraftManager (manager.py) that its senders and receivers use."""
 
     local: RankContext
     aborted: AbortedRequests  # on prefill
     prefill_channel: PrefillWorker | None = None
     decode_channel: DecodeWorker | None = None
-    early: Any = None  # the event behind a chunk that is sent (EarlySends)
+    early: Any = None  # the event after which a chunk may be sent (EarlySends)
     # SGLang's
     failure_records: dict[int, str]
     kv_args: Any
@@ -58,8 +58,8 @@ class RankManager:
 
 
 class RankContext:
-    """The facts that the manager builds its channel of. `draft`: None on a rank without draft KV of
-    its own.
+    """The facts from which the manager builds its channel. `draft`: None on a rank without draft KV
+    of its own.
 
     Raises MixKVError for a drafter whose rows cannot be cut, or do not fit a slot.
     """
@@ -142,12 +142,12 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
 
     try:
         found = gpu_rows(rows, page_size, staging, asked)
-    except UnsafeError as wrong:  # torch may not, either
+    except UnsafeError as wrong:  # nor may torch
         found, asked = str(wrong), "kernels"
     if isinstance(found, str):
         error = refuse(
             "MIXKV-START-07", "the plugin's kernels to copy draft KV", found,
-            "torch copies it, 13 to 30 times slower", "Mend that, or report it",
+            "torch copies it, 13 to 30 times slower", "Fix that, or report it",
         )  # fmt: skip
         if asked == "kernels":
             raise error
@@ -157,7 +157,7 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
 
 def rdma_devices(kv_args: Any) -> str:
     """This rank's RDMA devices, joined by commas: --disaggregation-ib-device may name them by GPU,
-    as JSON or in a file. Without RDMA SGLang does not look at it (MooncakeTransferEngine.__init__).
+    as JSON or in a file. Without RDMA SGLang ignores the flag (MooncakeTransferEngine.__init__).
     """
     if os.environ.get("MC_FORCE_TCP") == "1":
         return ""
@@ -169,7 +169,7 @@ def _gpu(kv_args: Any) -> int:
 
 
 def times(patience: float) -> Times:
-    """SGLang's own DeferredBootstrap knows a request that is not here yet for as long
+    """SGLang's DeferredBootstrap keeps a request that is not here yet for as long
     (disaggregation/common/conn.py, CommonKVManager.__init__)."""
     waiting = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
     bootstrap = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
@@ -177,8 +177,8 @@ def times(patience: float) -> Times:
 
 
 def check_slots(layout: DraftLayout, size: int) -> None:
-    """What one rank sends another is less than a token of either's heads, so where this fits the
-    slots of both, every request can be served."""
+    """Refuse slots that hold no token of all heads of this rank. One rank reads no more heads from
+    another than either has, so every request can be served if this fits on both."""
     heads = len(layout.heads)
     if not layout.facts.tokens_in(size, heads):
         fits = (mb for mb in itertools.count(1) if layout.facts.tokens_in(slot_bytes(mb), heads))
@@ -190,7 +190,7 @@ def check_slots(layout: DraftLayout, size: int) -> None:
 
 
 def forward_event(scheduler: Any) -> Any:
-    """An event behind all that is queued on SGLang's forward stream; None without a GPU."""
+    """An event after all work queued on SGLang's forward stream; None without a GPU."""
     stream = getattr(scheduler, "forward_stream", None)
     if not isinstance(stream, torch.cuda.Stream):
         return None
@@ -200,7 +200,7 @@ def forward_event(scheduler: Any) -> Any:
 
 
 def _target(manager: Any) -> Target:
-    """From the KV args, which have the target and, behind it, a drafter that SGLang moves."""
+    """Read it from the KV args, which list the target and then a drafter that SGLang moves."""
     args = manager.kv_args
     lens = list(args.kv_item_lens)
     lens = lens[: len(lens) - args.num_draft_entries]

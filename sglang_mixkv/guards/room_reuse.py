@@ -26,7 +26,7 @@ from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """SGLang's states of requests that a decode server has taken, by number."""
-_uses: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
+_newest: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
 """The newest use of each number on this rank, until it is cleared."""
 _own = itertools.count(-1, -1)  # SGLang's are not negative
 
@@ -97,7 +97,7 @@ def _refusal(got: str, expected: str = "") -> MixKVError:
 
 def newest(room: int) -> RoomUse | None:
     """The newest use of a number on this rank, unless it was cleared."""
-    return _uses.get(room)
+    return _newest.get(room)
 
 
 class RoomUse:
@@ -114,11 +114,11 @@ class RoomUse:
     ) -> None:
         problem = f"{type(bootstrap_room).__name__} outside of that"
         if is_free := _is_number(bootstrap_room):
-            problem, first = f"{bootstrap_room}, which is in use", _uses.get(bootstrap_room)
+            problem, first = f"{bootstrap_room}, which is in use", _newest.get(bootstrap_room)
             is_free = first is None or first.kv_mgr is not mgr or first._leave()
         number = bootstrap_room if is_free else next(_own)
         super().__init__(mgr, bootstrap_addr, number, *args, **kwargs)  # type: ignore[call-arg]
-        _uses[number] = self
+        _newest[number] = self
         if not is_free:
             mgr.record_failure(number, str(_refusal(problem)))
             mgr.request_status[number] = self.conclude_state = KVPoll.Failed
@@ -134,7 +134,7 @@ class RoomUse:
         and again when its pages are released (_do_release)."""
         if newest(self.bootstrap_room) in (None, self):
             super().clear()  # type: ignore[misc]
-            _uses.pop(self.bootstrap_room, None)
+            _newest.pop(self.bootstrap_room, None)
 
     def _move(self) -> None:
         """Move it to a number that no request has. Metadata of the next use have come before it

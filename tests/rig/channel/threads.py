@@ -135,7 +135,7 @@ def stop(worker: Any) -> None:
         for ticket, _, _ in worker._copies._flying:
             wait_for(ticket.over)
     for thread in threading.enumerate():
-        if thread.name == "mixkv-mend":
+        if thread.name == "mixkv-reconnect":
             thread.join(SOON_S)
     getattr(worker, "_links", worker)._context.destroy(linger=0)
     worker._poller._epoll.close()
