@@ -12,7 +12,7 @@ An owner is a reader on prefill, and a prefill rank on decode. One owner cannot 
 it holds half of the slots at most, and no more than an equal share of three quarters among the
 owners that hold or want any. The last quarter is for owners that hold none, one slot each. Of that
 half goes to any, which may be gone together, as the ranks of one server; the rest to those that
-have outlived slots: these were published before the owner's last sign of life, and are still.
+have outlived slots, which were published before the owner's last sign of life and still are.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Generic, TypeVar
 from sglang_mixkv.channel.times import Times
 
 SLOTS = 64
-# What a slot costs beside its bytes (its place in a message each way, a read, a copy's descriptor
-# on both sides) is the same for any size, so slots are large: 4 MiB of rows, by default.
+# The cost of a slot besides its bytes (its place in a message each way, a read, a copy's descriptor
+# on both sides) does not depend on its size, so slots are large: 4 MiB of rows by default.
 ALIGNMENT = 4096
 
 T = TypeVar("T")
 
 
 def slot_bytes(staging_mb: int) -> int:
-    """Bytes of each slot of a rank's staging buffer: its share, and one page for the header, so
-    that chunks of a power of two fill slots and leave no rest for another."""
+    """Return the bytes of each slot of a staging buffer: its share, and one page for the header, so
+    that a chunk of 2^n tokens fills its slots exactly."""
     return (staging_mb << 20) // SLOTS // ALIGNMENT * ALIGNMENT + ALIGNMENT
 
 
@@ -91,8 +91,8 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """The slots that stay free after this owner's first: an eighth, or a quarter of what it
-        has not outlived. Who was heard and not served may not read what it gets, or not send."""
+        """Count the slots that stay free after this owner's first: an eighth, or a quarter of what
+        it has not outlived. An owner that was heard and not served may not read what it gets."""
         heard, served = (signs.get(owner, -1.0) for signs in self._signs)
         published = [since for since, _ in self._published.values()]
         left = self.count - bisect_right(published, max(heard, served))
