@@ -41,7 +41,7 @@ TEXTS: dict[str, Callable[[], object]] = {
     "or --attn-dp-size on one side.":
         lambda: layout.readers_of(2, 3),
     "[MIXKV-PAIR-04] expected a number of KV heads that divides, or is divided by, the "
-    "attention-TP size 4; got 3 heads. Otherwise SGLang could not load the model so, and no rank's "
+    "attention-TP size 4; got 3 heads. Otherwise SGLang could not load the model, and no rank's "
     "heads would be known. Choose another --tp or --dp size on this side.":
         lambda: layout.heads_on_rank(3, 4, 0),
     "[MIXKV-PAIR-04] expected prefill ranks that together hold the drafter's KV heads [0, 1]; got "
