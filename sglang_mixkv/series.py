@@ -1,7 +1,7 @@
 """The plugin's Prometheus series, and what each note of a state machine is counted as.
 
 This module imports neither SGLang nor prometheus_client: `python -m sglang_mixkv status` reads the
-same tables beside a server.
+same tables outside a server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Values = tuple[str, ...]
 
 OTHER = "other"
 ABORTED = "Aborted by prefill."
-"""Why a request fails on decode that SGLang's prefill has aborted."""
+"""The failure reason on decode of a request that SGLang's prefill has aborted."""
 STATES = ("warm", "cold", "retracted")
 """How the drafter of a request that decode has finished began."""
 
@@ -69,7 +69,7 @@ class ColdReason(StrEnum):
             "Is it up? Its port (SGLANG_MIXKV_PORT) must be open")
     READ = "read", "its staging buffer could not be read", NETWORK
     SLOTS = "slots", "no slot of this rank was free", MEMORY
-    STALLED = "stalled", "this process stood still", "Look at the load of this host"
+    STALLED = "stalled", "this process was stalled", "Look at the load of this host"
     STALE = "stale", "the slot no longer held what was announced", REPORT
     UNPACK = "unpack", "draft KV could not be unpacked", TRACEBACK
     PROTOCOL = "protocol", "an announcement that does not fit", REPORT
@@ -94,7 +94,7 @@ class ColdReason(StrEnum):
 
 
 Cold = ColdReason | Literal[""]
-"""Of a room: "" as long as it is not cold."""
+"""A request's reason; "" while it is not cold."""
 
 NOTES: dict[str, NoteSpec] = {
     **{reason: reason.spec for reason in ColdReason},
@@ -146,7 +146,7 @@ FAILS = {w: ColdReason(f"prefill_{w}") for w, spec in NOTES.items() if spec.seri
 
 
 class Series(NamedTuple):
-    """One metric, by its name behind PREFIX; those that end in _total are counters, in _seconds
+    """One metric, by its name after PREFIX; those that end in _total are counters, in _seconds
     histograms, the others gauges. `initial_labels`: the label values that exist from the rank's
     start, at 0. The others appear when they are first counted."""
 

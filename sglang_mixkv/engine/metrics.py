@@ -1,9 +1,9 @@
 """The counts and log lines of a rank: series at SGLang's own /metrics, and one line per peer and
 note.
 
-How well decode drafts is counted by how each request's drafter began. SGLang counts a request's
-verify rounds by accepted drafts in a list of the request, Req.spec_correct_drafts_histogram, which
-is final once the request has finished, or is gone.
+Accepted drafts are counted by how each request's drafter began. SGLang counts a request's verify
+rounds by accepted drafts in Req.spec_correct_drafts_histogram, which is final once the request has
+finished, or is gone.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, NoteS
 logger = logging.getLogger(f"sglang.{__name__}")
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Of histograms: upper bounds, in seconds."""
+"""Upper bounds of histograms, in seconds."""
 SAMPLE_S = 1.0
 MAX_LOGGED = 1024  # pairs of peer and note; beyond them nothing new is logged
-MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
+MAX_PREFILLS = 64  # addresses with series of their own; later ones are OTHER
 MAX_WATCHED = 65536  # requests
 
 
@@ -102,8 +102,8 @@ class MetricsReporter(Reporter):
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
-        """Only notes it, since the scheduler waits: the channel's thread counts it, unless that did
-        not decide the room, and may have ended."""
+        """Note it only, since the scheduler waits: the channel's thread counts it, unless that did
+        not decide the request, and may have ended."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began, handle.waited))
@@ -118,7 +118,7 @@ class MetricsReporter(Reporter):
     def ticked(self) -> None:
         """Count the rooms that have ended, and once a second the drafts of requests that have."""
         if not self._made or not self._counting.acquire(blocking=False):
-            return  # the other thread counts
+            return  # another thread counts
         try:
             self._count_rooms()
             if time.monotonic() - self._sampled >= SAMPLE_S:
@@ -155,7 +155,7 @@ class MetricsReporter(Reporter):
             self._watch(request, began)
 
     def _watch(self, request: Any, began: Began | None) -> None:
-        """A request that begins twice was retracted and prefilled again."""
+        """Watch a request. One that begins twice was retracted and prefilled again."""
         if request is None:
             return
         rid = request.rid
@@ -174,7 +174,7 @@ class MetricsReporter(Reporter):
         self._record("accepted_tokens_total", *values, amount=tokens)
 
     def _known(self, prefill: str) -> str:
-        """The value of the label `prefill`."""
+        """Return the value of the label `prefill`."""
         is_new = prefill not in self._prefills
         if not prefill or (is_new and len(self._prefills) >= MAX_PREFILLS):
             prefill = OTHER
@@ -199,9 +199,9 @@ class MetricsReporter(Reporter):
 
 
 def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]:
-    """The series of one side, by name. prometheus_client looks at PROMETHEUS_MULTIPROC_DIR when it
-    is imported, which SGLang sets before it starts the schedulers: it is imported as late as SGLang
-    does (observability/metrics_collector.py)."""
+    """Make the series of one side, by name. prometheus_client reads PROMETHEUS_MULTIPROC_DIR when
+    it is imported, and SGLang sets that before it starts the schedulers: so it is imported as late
+    as SGLang does (observability/metrics_collector.py)."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     made: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]
 
 
 def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
-    """State and reason of the series rooms_total."""
+    """Return state and reason for the series rooms_total."""
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:

@@ -170,7 +170,7 @@ def windowed(_cache: Cache, _tp: int) -> Any:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (changed(k_scale_buffer=[None]), "have block scales beside them"),
+        (changed(k_scale_buffer=[None]), "have block scales"),
         (changed(kv_cache_layout="hnd"), "SGLANG_USE_HND_KVCACHE"),
         (changed(head_num=4), "a pool of 4 heads where rank 0 of 2 should have 2 of 4"),
         (windowed, "its sliding-window layers have pages of their own"),
