@@ -75,8 +75,8 @@ def test_a_generation_names_one_part() -> None:
     assert (rooms.outstanding(), violations(rooms.machine)) == ({}, [])
 
 
-def test_a_slot_rests_while_its_rank_does() -> None:
-    """A stopped process sends its READY when it goes on: the time for which it was stopped does not count."""
+def test_a_slot_is_held_while_its_rank_is_stopped() -> None:
+    """A stopped process sends its READY when it resumes: the stop does not count."""
     rooms = prefill()
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.add_chunk, 0, 0, 8, last=True)
