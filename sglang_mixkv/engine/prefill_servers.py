@@ -129,7 +129,7 @@ class PrefillServers:
         return f"prefill server {address} is refused: {refusal.error}"
 
     def plan(self, address: str, infos: Sequence[Any]) -> Plan:
-        """For the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
+        """Return the plan for these `bootstrap_infos`. MixKVError if their ranks do not fit."""
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")
