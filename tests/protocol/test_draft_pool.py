@@ -91,7 +91,7 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_the_dtype_is_that_of_the_numbers(tmp_path: Path, dtype: str) -> None:
-    """SGLang stores each kind of 8 bits as bytes: two pools that are alike there may not be."""
+    """SGLang stores each kind of 8 bits as bytes: two pools that look equal may not be."""
     layout, *_ = found(tmp_path, Cache("mha", heads=4, dtype=dtype), num_key_value_heads=4)
     assert layout.facts.dtype == dtype
     assert layout.facts.head_bytes == (8, 8)

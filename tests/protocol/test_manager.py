@@ -528,7 +528,7 @@ def test_what_prefill_says_of_a_request_is_handed_on(deferred: bool, reason: Any
     assert manager.applied == ([] if is_ignored else [(reason, status)])
 
 
-ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # begins alike
+ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # has the same beginning
 
 
 class Locked(dict[str, Any]):

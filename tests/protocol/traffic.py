@@ -311,7 +311,7 @@ class Ring(Servers):
             self.shared.states[side][rank] = DONE
 
     def start(self, *keys: Key) -> None:
-        """Anew, where they were killed; all ranks of a server at once."""
+        """Start killed ranks again, all ranks of a server at once."""
         states = self.shared.states
         for side, rank in keys:
             states[side][rank] = STARTS

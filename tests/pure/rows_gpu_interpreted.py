@@ -424,7 +424,7 @@ def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_rows_that_nobody_has_judged_do_not_stay(failures: int) -> None:
-    """Where the second launch fails it is tried again, and the batch fails all the same; if it
+    """Where the second launch fails it is tried again, and the batch still fails; if it
     fails again, so has the device."""
     side, launches = small(FakeCuda(captures=0)), []
     ended(side.rows.start_pack(eight(side)))

@@ -377,7 +377,7 @@ def test_no_owner_has_more_than_its_share_however_long_it_holds() -> None:
             rank.acknowledge(1)
         held = list(rank.slots.held.values())
         assert len(held) == owners
-        assert max(held) <= share_of(SLOTS, owners), "they share alike in the end"
+        assert max(held) <= share_of(SLOTS, owners), "they have equal shares in the end"
 
 
 def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:

@@ -139,7 +139,7 @@ def test_a_page_of_several_servers() -> None:
 
 
 def test_cold_drafters_by_reason() -> None:
-    """In words, with a remedy; fewer than one in a hundred are none."""
+    """As text, with a remedy; fewer than one in a hundred are none."""
     for reason in series.ColdReason:
         (found,) = words(rooms(warm=90, **{reason: 10}))
         assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason})" in found

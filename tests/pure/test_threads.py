@@ -54,7 +54,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
 def test_a_link_that_is_made_while_a_message_fails_stays(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a room whose link was dropped; the server is the same one, and is connected to anew."""
+    """Of a room whose link was dropped; the server is the same one, and is connected to again."""
     decode, peer = channel.decode.channel, channel.prefill.instance
     link, send = decode.dial(channel.prefill.row, ""), decode._links.send
     first, links = channel.open(1, 20), [link]

@@ -269,7 +269,7 @@ def check_bytes(reader: Reader) -> None:
 
 
 def check_endpoints(reader: Reader) -> None:
-    """Two servers may name the same rank, and a rank is connected to anew while it is in use: who
+    """Two servers may name the same rank, and a rank is reconnected while it is in use: who
     forgets it takes it from nobody else."""
     one, two = reader.connect(), reader.connect()
     reader.check_read(one)
