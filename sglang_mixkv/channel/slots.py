@@ -93,7 +93,7 @@ class SlotPool:
     def _kept_from(self, owner: Hashable) -> int:
         """Count the slots that stay free after this owner's first: an eighth, or a quarter of what
         it has not outlived. An owner that was heard and not served may not read what it gets."""
-        heard, served = (signs.get(owner, -1.0) for signs in self._signs)
+        heard, served = (signs.get(owner, float("-inf")) for signs in self._signs)
         published = [since for since, _ in self._published.values()]
         left = self.count - bisect_right(published, max(heard, served))
         kept = min(left // 4, self.count // 8)
@@ -103,7 +103,7 @@ class SlotPool:
         """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
         since then, with others that hold slots."""
         signs, when = self._signs[served], now if served else now - self._times.unsure
-        oldest, _ = next(iter(self._published.values()), (float("inf"), 0))
+        oldest = next((since for since, _ in self._published.values()), float("inf"))
         while signs and signs[first := next(iter(signs))] < oldest:
             del signs[first]
         if when >= oldest:
@@ -128,7 +128,7 @@ class SlotPool:
         stamps. `read`: when the owner said that it read them, None if it cannot have."""
         owner, wrong = None, []
         for slot, stamp in slots:
-            if self._published.get(slot, (0.0, None))[1] == stamp:
+            if self._published.get(slot, (None, None))[1] == stamp:
                 owner = self._owner[slot]
                 self.free(slot)
             else:

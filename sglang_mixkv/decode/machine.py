@@ -281,8 +281,8 @@ class Machine:
     def on_action_failed(self, action: act.Action, error: Exception) -> None:
         """This action raised. A message concerns its generation alone; slots of an ACK expire."""
         match action:
-            case act.Send(peer, Open(generation=generation) | Fail(generation=generation)):
-                self.failed(peer, Fail(0, generation, ColdReason.UNSENT, repr(error)[:300]))
+            case act.Send(peer, Open(_, room, generation) | Fail(room, generation)):
+                self.failed(peer, Fail(room, generation, ColdReason.UNSENT, repr(error)[:300]))
             case act.StartRead():
                 self.read_ended(action, repr(error)[:300])
             case act.StartCopies(jobs):

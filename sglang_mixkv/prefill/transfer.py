@@ -51,12 +51,11 @@ class Request:
 
     def note_written(self, pending: bool) -> Iterable[ReaderTransfer]:
         """Mark the next pending chunk as written, if one is, and all others that follow. Return
-        the transfers that have more to pack."""
-        before = self.written
+        the transfers, which may have more to pack."""
         self.written += pending
         while self.written < len(self.chunks) and not self.chunks[self.written].pending:
             self.written += 1
-        return self.transfers.values() if self.written > before else ()
+        return self.transfers.values()
 
     @property
     def missing(self) -> int:
@@ -120,8 +119,7 @@ class ReaderTransfer:
         chunks, written = self.request.chunks, self.request.written
         while self.chunk < written:
             chunk = chunks[self.chunk]
-            if not (self.announced or self.packing) and self.token < chunk.first:
-                self.token = chunk.first  # a reader cannot want what its prefix has left out
+            self.token = max(self.token, chunk.first)  # earlier tokens are not in its pages
             if self.token < chunk.first + chunk.count:
                 self.at = chunk
                 return True

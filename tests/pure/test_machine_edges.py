@@ -344,7 +344,7 @@ def test_a_read_that_cannot_be_begun_has_failed() -> None:
 
 def test_the_text_of_an_action_that_raised_is_cut() -> None:
     rank, error = Decode(), OverflowError("x" * 1000)
-    rank.open(1)
+    rank.open(1, number=7)
     opened = rank.sends[0]
     rank.do(rank.machine.on_action_failed, dact.Send(*opened), error)
     assert ("unsent", repr(error)[:300]) in rank.details

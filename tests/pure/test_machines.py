@@ -89,6 +89,19 @@ def test_a_slot_is_held_while_its_rank_is_stopped() -> None:
     assert "published" not in rooms.outstanding()
 
 
+@pytest.mark.parametrize(("wanted", "first"), [(0, 8), (8, 8), (10, 10)])
+def test_what_is_packed_begins_in_its_chunk(wanted: int, first: int) -> None:
+    """Earlier tokens are not in its pages, whatever the reader wants."""
+    rooms = prefill()
+    connection, message = opened(10)
+    rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
+    rooms.handle(0.0, rooms.machine.add_chunk, 0, 8, 8, last=True)
+    message = replace(message, first_token=wanted)
+    actions = rooms.handle(0.0, rooms.machine.received, connection, message)
+    (pack,) = of(prefill_transfer.Segment, actions)
+    assert (pack.first, pack.count) == (first, 16 - first)
+
+
 def decode() -> Driven:
     return Driven(DecodeMachine(READER, SlotPool(8, TIMES), 1 << 20, TIMES))
 
@@ -172,6 +185,14 @@ def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> 
     acks = [send.message for send in of(dact.Send, actions) if isinstance(send.message, Ack)]
     announced = tuple((one.slot, one.stamp) for one in message.segments)
     assert acks == ([Ack(announced)] if announced else [])
+
+
+def test_a_source_has_no_slots_unless_it_says_how_many() -> None:
+    rooms = decode()
+    source = Source(PREFILL, range(4), 1, segment_tokens=10)
+    rooms.handle(0.0, rooms.machine.open, replace(room(), sources=(source,)))
+    rooms.handle(0.0, rooms.machine.ready, PREFILL, ready())
+    assert rooms.machine.state(10).cold == "protocol"
 
 
 def test_a_fail_of_a_code_that_is_not_known_is_one_all_the_same() -> None:

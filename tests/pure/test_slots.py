@@ -41,12 +41,17 @@ SIGNS = [  # of the newcomer's life, by when: 14 of 16 slots were published at 1
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("began", [0.0, -11.0])
 @pytest.mark.parametrize(("served", "when", "given"), SIGNS)
-def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(served, when, given):
+def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(
+    served, when, given, began
+):
+    """Whenever the caller's clock began."""
     pool = SlotPool(16, TIMES)
-    assert [len(published(pool, 10.0, owner)) for owner in "abcdefgh"] == [8, 4, 1, 1, 0, 0, 0, 0]
+    counts = [len(published(pool, began + 10.0, owner)) for owner in "abcdefgh"]
+    assert counts == [8, 4, 1, 1, 0, 0, 0, 0]
     if served is not None:
-        pool.sign("x", when, served)
+        pool.sign("x", began + when, served)
     assert len(drain(pool, "x")) == given
     assert take(pool, "a") is None
     assert take(pool, "y") is None
@@ -146,16 +151,20 @@ def served(turns: RoundRobin[str], pool: SlotPool, most: int = 99) -> list[str]:
     return [item for item, _ in turns.take(pool, most)]
 
 
-def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it():
-    """A run of slots is one message. Items that are added again, as they want more than that, are
-    behind the others of their owner."""
-    pool, turns, found = SlotPool(64, TIMES), RoundRobin(run=2), []
+RUNS = [({}, ["a1", "a2", "a1", "a2"]), ({"run": 2}, ["a1", "a1", "a2", "a2"])]
+
+
+@pytest.mark.parametrize(("run", "of_one"), RUNS)
+def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it(run, of_one):
+    """A run of slots is one message, of one slot unless given. Items that are added again, as they
+    want more than that, are behind the others of their owner."""
+    pool, turns, found = SlotPool(64, TIMES), RoundRobin(**run), []
     for item in ("a1", "a2", "b1", "a1"):
         turns.add(item[0], item)  # a1 waits already
     for item, _ in turns.take(pool, 8):
         found.append(item)
         turns.add(item[0], item)
-    assert found == ["a1", "a1", "a2", "a2", *["b1"] * 4]
+    assert found == [*of_one, *["b1"] * 4]
     assert [item for item, _ in turns.take(pool, 2)] == ["a1", "b1"]
 
 
