@@ -1,7 +1,7 @@
 r"""A decode rank's state machine: calls in, actions out, time as an argument. No I/O.
 
     OPENED --all rows in place--> WARM
-       \--something is in the way--> cold --the other rows zeroed--> COLD
+       \--a fault, or too late-----> cold --the other rows zeroed--> COLD
                                           \--they cannot be--------> FAILED
 
 Each announced segment of a request is read into a slot of this rank, acknowledged, and copied to
@@ -124,7 +124,7 @@ class Machine:
             return
         if ready.segment < transfer.announced:
             self._out.append(act.Note("doubled", peer, f"segment {ready.segment}"))
-            return  # the first copy's ACK is this one's
+            return  # the ACK of the first copy serves both
         if violation := transfer.violation(ready, request.opened):
             self._segments.acknowledge(peer, ready.segments)
             self._go_cold(request, ColdReason.PROTOCOL, violation, peer)
@@ -163,7 +163,7 @@ class Machine:
     # -- segments
 
     def read_ended(self, read: act.StartRead, error: str = "") -> None:
-        """Nothing of it lands in local slots any more. All is there, unless there is an `error`."""
+        """Nothing lands in its slots any more. All bytes are there, unless there is an `error`."""
         self._segments.end_read(read, self._clock, error)
         if error or self._clock > read.until:
             self._read_failed(read, error or "it took too long")
@@ -185,7 +185,7 @@ class Machine:
             self._go_cold(request, ColdReason.READ, detail, read.peer, strikes=[read.peer])
 
     def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
-        """These jobs of StartCopies actions have all ended so."""
+        """All these jobs of StartCopies actions have ended with this outcome."""
         requests: dict[Request, None] = {}
         self._segments.end_jobs(jobs)
         for job in jobs:
@@ -211,7 +211,7 @@ class Machine:
     def _finish(self, request: Request) -> None:
         if request.wants and request.complete:
             for peer, transfer in request.transfers.items():
-                if transfer.announced:  # one without says nothing of reads
+                if transfer.announced:  # without segments it says nothing about reads
                     self.breaker.forget(peer)
             self._decide(request, act.State.WARM)
 
@@ -221,7 +221,7 @@ class Machine:
         self, request: Request, why: ColdReason, detail: str, *peers: Peer,
         strikes: Sequence[Peer] = (),
     ) -> None:  # fmt: skip
-        """`peers`: named in the log; `strikes`: those that it counts against."""
+        """`peers`: named in the log. `strikes`: peers that it counts against."""
         request.cold = why
         for peer in peers or (b"",):
             self._out.append(act.Note(why, peer, detail))

@@ -22,7 +22,7 @@ class Segments:
         self._turns: RoundRobin[Segment] = RoundRobin()
         self._reads: dict[act.StartRead, None] = {}  # in flight
         self._copying: set[Job] = set()
-        self._jobs: list[Job] = []  # those of them that are not asked for yet
+        self._jobs: list[Job] = []  # copies that are not requested yet
         self._acks: dict[Peer, list[tuple[int, int]]] = {}
 
     def add(self, segment: Segment) -> None:
@@ -40,7 +40,7 @@ class Segments:
             self._slots.free(segment.slot)
 
     def drop(self, request: Request) -> None:
-        """Remove what waits of a request that does not want it any more."""
+        """Remove the waiting and held segments of a request that does not need them any more."""
         for segment in request.of_stage(Stage.WAITING) + request.of_stage(Stage.HELD):
             self.remove(segment)
 
@@ -50,7 +50,7 @@ class Segments:
             acks.append((one.slot, one.stamp))
 
     def actions(self, now: float) -> list[act.Action]:
-        """ACKs, reads of as many waiting segments as there are slots for, and copies."""
+        """Return ACKs, reads of as many waiting segments as there are slots for, and copies."""
         found: list[act.Action] = []
         for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
@@ -75,7 +75,7 @@ class Segments:
         return found
 
     def end_read(self, read: act.StartRead, now: float, error: str) -> None:
-        """Its segments are acknowledged."""
+        """Acknowledge its segments."""
         del self._reads[read]
         self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         if self._slots.barred:
@@ -84,21 +84,21 @@ class Segments:
             self._slots.sign(read.peer, now, served=True)
 
     def overdue(self, now: float) -> list[act.StartRead]:
-        """Reads that take too long, and have not failed yet. Their peers get no slot any more until
+        """Return reads that take too long and have not failed yet. Their peers get no slot until
         these have ended."""
         found = [one for one in self._reads if one.until <= now and not one.failed]
         self._slots.barred.update(read.peer for read in found)
         return found
 
     def late(self, request: Request, since: float) -> list[Peer]:
-        """Peers whose rows are missing, and not only because this rank has no slot for them, an
-        earlier forward runs on it, or copies wait: a read of their own began before then."""
+        """Return peers whose rows are missing through no fault of this rank (no slot for them, an
+        earlier forward still running, waiting copies): a read from them began before `since`."""
         here = {one.peer for one in request.segments if one.stage is not Stage.READING}
         here -= {read.peer for read in self._reads if read.began <= since}
         return [peer for peer in request.missing() if peer not in here]
 
     def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
-        """Those that no read in flight has."""
+        """Return those that are not in a read in flight."""
         reads = [read for read in self._reads if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
@@ -112,7 +112,7 @@ class Segments:
         job.request.copying += 1
 
     def end_jobs(self, jobs: Sequence[Job]) -> None:
-        """Slots of segments are freed."""
+        """Free the slots of these segments."""
         for job in jobs:
             self._copying.remove(job)
             job.request.copying -= 1

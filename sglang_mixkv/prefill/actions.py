@@ -11,14 +11,14 @@ from sglang_mixkv.prefill.transfer import Chunk, Segment
 
 
 class Pack(msgspec.Struct, frozen=True):
-    """They may be packed in any order, and together; `Machine.copied` follows for each, or for
+    """Pack these segments, in any order, and together. `Machine.copied` follows for each, or for
     several."""
 
     segments: tuple[Segment, ...]
 
 
 class Send(msgspec.Struct, frozen=True):
-    """`chunks`: of which a READY announces the last segment."""
+    """`chunks`: those whose last segment a READY announces."""
 
     connection: bytes
     message: Ready | Fail

@@ -139,7 +139,7 @@ class Machine:
                     self._over(transfer)
 
     def unsent(self, message: Ready | Fail) -> None:
-        """This message did not leave, and never will."""
+        """This message was not sent, and never will be."""
         if isinstance(message, Ready):
             self.slots.acknowledge((one.slot, one.stamp) for one in message.segments)
         if (transfer := self._transfers.get(message.generation)) is not None:
@@ -168,7 +168,7 @@ class Machine:
             return
         if request is None or is_next:
             request = self._early.pop(number, None) or Request(number, self._clock)
-            self._early[number] = request  # the longest untouched is first
+            self._early[number] = request  # the least recently opened is first
         limit = self._packing.limit(opened) if opened.wanted else 0
         transfer = ReaderTransfer(request, opened, connection, limit)
         request.transfers[reader] = self._transfers[generation] = transfer
@@ -179,7 +179,7 @@ class Machine:
         self._release_pages(request)
 
     def _refusal(self, opened: Open) -> tuple[str, str] | None:
-        """A code and a detail where this rank cannot serve it."""
+        """Return a code and a detail if this rank cannot serve it."""
         wanted, held = opened.wanted, self._heads
         if opened.prefill != self._instance:
             return "restarted", "this prefill rank is another instance than the one addressed"
@@ -229,8 +229,8 @@ class Machine:
     # -- packing
 
     def copied(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
-        """These segments of Pack actions have all ended so. If it is OK, their bytes are in the
-        slots."""
+        """All these segments of Pack actions have ended with this outcome. If it is OK, their bytes
+        are in the slots."""
         if failed := self._packing.end(segments, outcome):
             self._fail(failed, "pack", repr(outcome)[:300])
 

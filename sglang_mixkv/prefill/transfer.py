@@ -1,5 +1,5 @@
-"""Request, ReaderTransfer and Segment of a prefill rank: a request, the transfer of it to
-each reader, in pieces that fit slots; and Packing, which chooses the segments to pack next.
+"""Request, ReaderTransfer and Segment of a prefill rank: a request, its transfer to each reader, in
+pieces that fit slots; and Packing, which chooses the segments to pack next.
 
 A *handle* names one sender of SGLang's (in a server it is its SendHandle): room numbers are used
 again, handles are not. A *connection* is how the socket names the origin of a message.
@@ -130,7 +130,7 @@ class ReaderTransfer:
         return False
 
     def cut(self, slot: int, stamp: int) -> Segment:
-        """The next segment."""
+        """Cut the next segment."""
         chunk, first = self.at, self.token
         assert chunk is not None
         count = min(chunk.first + chunk.count - first, self.limit)
@@ -187,7 +187,7 @@ class Packing:
         return self._segment_tokens(len(opened.wanted), opened.slot_bytes)
 
     def add(self, transfers: Iterable[ReaderTransfer]) -> None:
-        """They have more to pack, or have reached their end."""
+        """Queue transfers that have more to pack, or are at their end."""
         for transfer in transfers:
             if transfer.advance():
                 self.turns.add(transfer.reader, transfer)
@@ -232,7 +232,7 @@ class Packing:
         return found
 
     def drop(self, transfer: ReaderTransfer) -> None:
-        """Pack and announce nothing more of it."""
+        """Pack and announce no more of this transfer."""
         self.turns.remove(transfer.reader, transfer)
         for segment in transfer.packing:
             if segment.packed:

@@ -134,7 +134,7 @@ class PrefillWorker(Worker):
 
     @staticmethod
     def _is_written(handle: SendHandle, pages: Pages) -> bool:
-        """Or nothing will be packed of it."""
+        """True if the chunk is written, or will never be packed."""
         pages.written = time.monotonic()
         try:
             return handle.ended or all(map(is_over, pages.events))
