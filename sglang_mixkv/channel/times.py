@@ -38,7 +38,7 @@ class Times:
         # patience of both sides.
         self.slot_aside = 60.0 * patience
 
-        # How long after a slot was published a message may still come of owners that are gone.
+        # How long after a slot was published a message may still come from owners that are gone.
         self.unsure = 0.1 * patience
 
         # How long an OPEN waits for its request.
