@@ -117,7 +117,7 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
 class OnDevice:
     """GpuRows, as far as the channel uses them: numpy copies at once, two jobs a batch."""
 
-    most, can_start = 2, True
+    max_batch, can_start = 2, True
 
     def __init__(self, rows: DraftRows, staging: Staging) -> None:
         self.rows, self.staging = rows, staging
