@@ -319,7 +319,7 @@ def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.Mon
         assert channel.request(5) == ("warm", "")
         names = sorted(name.partition("_")[0] for name in calls)
         assert names == [
-            "mixkv-decode", "mixkv-reconnect", "mixkv-pack", "mixkv-prefill", "mixkv-unpack"
+            "mixkv-decode", "mixkv-pack", "mixkv-prefill", "mixkv-reconnect", "mixkv-unpack"
         ]  # fmt: skip
 
 
