@@ -79,7 +79,7 @@ class ColdReason(StrEnum):
     PREFILL_FULL = "prefill_full", "too many rooms without a request", "See prefill's log"
     PREFILL_RESTARTED = "prefill_restarted", "it was started anew", "Nothing: it is resolved again"
     PREFILL_OTHER = "prefill_other", "prefill refused for a reason of a later release", REPORT
-    NO_DRAFTER = "no_drafter", "one side has none", SAME_DRAFTER, False
+    NO_DRAFTER = "no_drafter", "one side runs without a drafter", SAME_DRAFTER, False
     MISMATCH = "mismatch", "the two sides' differ", SAME_DRAFTER, False
     BREAKER = ("breaker", "three requests in a row had no draft KV",
                "The other reasons say why", False)
