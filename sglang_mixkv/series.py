@@ -176,12 +176,12 @@ SERIES = (
     ),
     Series("finished_requests_total", (DECODE,), "Decoded requests that have ended.", _DRAFT, ()),
     Series("verify_rounds_total", (DECODE,), "Their verify rounds.", _DRAFT, ()),
-    Series("accepted_tokens_total", (DECODE,), "Accepted drafts, and one a round.", _DRAFT, ()),
+    Series("accepted_tokens_total", (DECODE,), "Accepted drafts, plus one a round.", _DRAFT, ()),
     Series("breaker_open", (DECODE,), "1 while one to its ranks is open.", ("prefill",), ()),
     Series("breaker_opened_total", (DECODE,), "How often one opened.", ("prefill",), ()),
     Series(
         "peers_refused_total", (DECODE,),
-        "Requests that failed since their prefill server is refused.", ("reason",),
+        "Requests that failed because their prefill server is refused.", ("reason",),
         tuple((reason,) for reason in REASONS),
     ),
     Series(

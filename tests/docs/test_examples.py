@@ -114,9 +114,8 @@ def test_an_upgrade_in_place_replaces_the_images_of_a_server() -> None:
     """The patches of docs/operate.md: what they replace is there, and nothing keeps the old one."""
     (block,) = [b for b in bash(ROOT / "docs" / "operate.md") if "workerTemplate" in b.text]
     script = f"IMAGE=new:1\nkubectl() {{ printf '%s\\n' \"$@\"; }}\n{block.text}"
-    words = subprocess.run(
-        ["bash", "-c", script], text=True, capture_output=True, check=True
-    ).stdout.replace("\n    ", "")  # fmt: skip
+    done = subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=True)
+    words = done.stdout
     (server,) = [s for s in of_kind("LeaderWorkerSet") if s["metadata"]["name"] in words]
     server = json.loads(json.dumps(server))
     (patch,) = re.findall(r"(?m)^\[.*\]$", words)
