@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 
-from sglang_mixkv.series import ColdReason
 from sglang_mixkv.tools.status import Pages, Status, read, status
 
 from .figures import DASHBOARD, FIGURES, SHOWN, axis, panels
@@ -31,17 +30,19 @@ def columns(lines: list[str]) -> list[list[str]]:
 
 
 def a_status() -> Status:
-    """Of a decode server that has served one request."""
-    counted = 'sglang:mixkv_prefill_rooms_total{prefill="p:1",state="warm",reason=""} 1\n'
+    """Of a decode server that has served one request, without a drafter on prefill."""
+    at = 'prefill="p:1",state="cold",reason="no_drafter"'
+    counted = f"sglang:mixkv_prefill_rooms_total{{{at}}} 1\n"
     return status(Pages(read("http://d:1", counted)), {})
 
 
 def test_the_screen_of_status_has_its_columns_and_words() -> None:
-    lines = shown("status.svg")
-    assert columns(lines) == columns(a_status().text().splitlines())
-    kind = ColdReason.NO_DRAFTER.kind
-    words = " ".join(" ".join(lines).split())
-    assert f"started cold (no_drafter): {kind.happened}. {kind.remedy}" in words
+    lines, now = shown("status.svg"), a_status()
+    assert columns(lines) == columns(now.text().splitlines())
+    (wrong,) = now.wrong
+    said = f"{wrong.what.partition('1 of 1')[2]}. {wrong.remedy}"
+    assert "(no_drafter)" in said
+    assert said in " ".join(" ".join(lines).split())
 
 
 def test_the_panels_are_the_dashboards() -> None:
