@@ -2,7 +2,7 @@
 
 Both sides' threads, sockets, slots and machines are the real ones. Copies end at once and copy
 nothing. Reads end at once (`control plane`), or at the pace of a NIC of 400 Gb/s on prefill
-(`paced`): each behind the one before, at 50 GB/s. Slots are those of the default staging buffer;
+(`paced`): each after the one before, at 50 GB/s. Slots are those of the default staging buffer;
 tokens have 4 KiB, as on one rank of TP 8 with Kimi-K2's EAGLE3 drafter.
 
 `us per slot`: CPU time of each side's channel thread, and its messages. `wait`: from a request's
@@ -80,7 +80,7 @@ class NoRows:
 
 
 class Plane(rig.Reads):  # type: ignore[misc, name-defined]
-    """Reads at `pace`, bytes per second of all ranks' reads, one behind the other."""
+    """Reads at `pace`, bytes per second of all ranks' reads, one after the other."""
 
     lock, free = threading.Lock(), 0.0
 
