@@ -11,8 +11,10 @@ their page numbers, one or two launches (kernels.py) and one event:
     clear     _move writes zeros
 
 So a slot is read once, what was added up is what was stored, and behind the batch no row is left of
-a wrong slot: its rows are zeros. In between nothing reads them: the request has not begun. Should
-the second launch fail it is tried once more; a device that fails twice runs no kernel of SGLang's.
+a wrong slot: its rows are zeros. In between nothing reads them: the request has not begun. Where a
+batch fails, as in its second launch, rows may stay that nobody has judged. Its rooms go cold, and a
+cold room's rows that are not in place are zeroed before its request begins, or the request fails.
+To compare before anything is stored is no stronger: rows hold another request's KV then.
 
 All kernels are compiled, loaded and run once by the constructor. Nothing in a batch can make it
 compile later: cuda.py launches the loaded functions, with grids that depend on the batch and
@@ -34,7 +36,6 @@ alone, which a request or chunk needs once, calls numpy.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
 import time
@@ -221,7 +222,7 @@ class GpuRows:
     def _start(self, jobs: Sequence[Job], *names: str) -> Ticket:
         if not self._free or not 0 < len(jobs) <= MOST:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
-        place, driver, name = self._free.pop(), self.driver, ""
+        place, driver = self._free.pop(), self.driver
         try:
             size, grids = place.write(jobs), self._grids(jobs)
             driver.bind()
@@ -230,13 +231,9 @@ class GpuRows:
             driver.upload(place.device, place.source, size)
             for name in names:
                 function, shared = self._kernels[name]
-                launch = function, grids[name], 32 * WARPS, shared, place.parameters
-                driver.launch(*launch)
+                driver.launch(function, grids[name], 32 * WARPS, shared, place.parameters)
             return Ticket(driver, place, len(jobs), self._free)
         except Exception:
-            if name == "settle":  # no row stays that nobody has judged
-                with contextlib.suppress(CudaError):
-                    driver.launch(*launch)
             driver.drain()
             self._free.append(place)
             raise
