@@ -20,7 +20,7 @@
     managers.data_parallel_controller                 it polls without end, on one of these cores
         .DataParallelController.__init__ (after)
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
-                                                      SGLang anew, 10 s of a core
+                                                      SGLang again, 10 s of a core
 
 DFLASH and DSPARK need more, the last two and what `_fit_block_drafter` does by itself once a
 process asks for the worker of such a drafter; others never import their models:

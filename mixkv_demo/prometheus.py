@@ -110,7 +110,7 @@ class Prometheus:
         raise TimeoutError(f"Prometheus is not ready after {START_TIMEOUT_S:.0f} s")
 
     def wait_for_scrape(self) -> None:
-        """Block until every target has been scraped anew, from beginning to end."""
+        """Block until every target has been scraped again, from beginning to end."""
         asked = time.time()
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:

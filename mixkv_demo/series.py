@@ -9,7 +9,7 @@ from sglang_mixkv.tools.status import samples
 
 
 def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:
-    """Summed over ranks, by their names behind the prefix and the values of their own labels, but
+    """Summed over ranks, by their names after the prefix and the values of their own labels, but
     for the label `without` and empty values. A histogram's value is how often it was observed.
     Raises ValueError."""
     own = {PREFIX.replace(":", "_") + one.name: one for one in SERIES}

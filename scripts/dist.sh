@@ -14,7 +14,7 @@ case "$ref" in
             echo "error: the tag is ${ref#refs/tags/}, the version in pyproject.toml $version" >&2
             exit 1
         fi
-        if grep -n 'github.com/OWNER/' pyproject.toml README.md >&2; then
+        if grep -rn 'github.com/OWNER/' pyproject.toml README.md docs examples >&2; then
             echo "error: OWNER is a placeholder, and would be published" >&2
             exit 1
         fi

@@ -129,7 +129,7 @@ mixkv_install() {
     uv="$(command -v uv || true)"
     [ -n "$uv" ] || ! "$python" -m pip install -q uv || uv="$MIXKV_VENV/bin/uv"
     echo "installing ${MIXKV_WHAT[*]#-e}: up to 10 GB, the first time takes minutes"
-    # Compiled now: with PYTHONDONTWRITEBYTECODE each server would compile 7,000 modules anew.
+    # Compiled now: with PYTHONDONTWRITEBYTECODE each server would compile 7,000 modules again.
     if [ -n "$uv" ] && "$uv" pip install -q --compile-bytecode --python "$python" \
         --override "$MIXKV_ROOT/scripts/overrides.txt" "${MIXKV_WHAT[@]}"; then
         return

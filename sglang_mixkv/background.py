@@ -1,4 +1,4 @@
-"""An event loop beside SGLang's threads, and threads of its own for calls that may hang."""
+"""An event loop in a thread of its own, and threads for calls that may hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-MAX_NOTICES = 4096  # to another server, under way; it waits for its timeout beyond them
+MAX_NOTICES = 4096  # under way to other servers; beyond them a server waits for its timeout
 
 
 def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -31,7 +31,7 @@ def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 class Background:
-    """An event loop beside SGLang's threads. `threads`: how much may block at once."""
+    """An event loop in a thread of its own. `threads`: how many calls may block at once."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name, self._places = name, asyncio.Semaphore(threads)
@@ -41,7 +41,7 @@ class Background:
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nobody waits for its end."""
+        """Start this work; nobody waits for its end."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self.running.add(future)
         future.add_done_callback(self._ended)
@@ -57,6 +57,6 @@ class Background:
             return await asyncio.wrap_future(in_thread(self._name, call, *args))
 
     async def send(self, to: Any, message: Callable[..., None], **fields: Any) -> None:
-        """One at a time `to` each, so that one that is gone takes one thread."""
+        """Send one message at a time to each `to`, so that one that is gone blocks one thread."""
         async with self._sending.setdefault(to, asyncio.Lock()):
             await self.in_thread(partial(message, **fields))

@@ -1,12 +1,12 @@
 """Configuration: flags over environment over defaults, one frozen record.
 
-The record is made where SGLang builds its ServerArgs (`plugin.py`) and rides on that
-object as the attribute `_mixkv`: SGLang pickles ServerArgs with their attributes, so
-every process gets the same record. Where a launcher builds ServerArgs without SGLang's
-command line, its environment decides, and the record is made when they are resolved.
+The record is made where SGLang builds its ServerArgs (`plugin.py`), as their attribute `_mixkv`:
+SGLang pickles ServerArgs with their attributes, so every process gets the same record. If a
+launcher builds ServerArgs without SGLang's command line, its environment decides, and the record is
+made when they are resolved.
 
 Each setting has bounds, and text outside of them is refused here, before anything starts. So is a
-variable with the plugin's name that nobody reads: a setting that was misspelt.
+variable with the plugin's name that nobody reads: a misspelt setting.
 
 This module is imported while ServerArgs are unpickled in child processes: it imports
 neither SGLang nor torch.
@@ -56,9 +56,9 @@ class Config(msgspec.Struct, frozen=True):
 
 
 def _unpickled(*values: Any) -> Config:
-    """SGLang's workers behind --tokenizer-worker-num take requests and load no plugins, but they
-    unpickle their ServerArgs (http_server.py, init_multi_tokenizer). Elsewhere that module is not
-    imported before plugins are loaded."""
+    """Load plugins in SGLang's workers of --tokenizer-worker-num, which take requests without
+    plugins, but unpickle ServerArgs (http_server.py, init_multi_tokenizer). Elsewhere that module
+    is not imported before plugins are loaded."""
     config = Config(*values)
     if config.enabled and "sglang.srt.entrypoints.http_server" in sys.modules:
         sys.modules["sglang.srt.plugins"].load_plugins()  # once in a process
@@ -66,8 +66,8 @@ def _unpickled(*values: Any) -> Config:
 
 
 class Setting(NamedTuple):
-    """One setting: its variable, its flag if it has one, and what either may say, in words. `read`
-    raises ValueError or KeyError for other text."""
+    """One setting: its variable, its flag if it has one, and the values that either takes, as text.
+    `read` raises ValueError or KeyError for others."""
 
     field: str
     environ: str
@@ -81,14 +81,14 @@ class Setting(NamedTuple):
         return getattr(Config(), self.field, None)
 
     def value(self, name: str, text: str) -> Any:
-        """`name`: of the flag or variable. MixKVError for text outside of the bounds."""
+        """Read it. `name`: of the flag or variable. MixKVError for text outside of the bounds."""
         by_default = f": the default is {self.default}" if self.default else ""
         try:
             return self.read(text.strip())
         except (ValueError, KeyError):
             raise refuse(
                 "MIXKV-START-04", f"{name} to be {self.words}", repr(text),
-                "the server would run otherwise than it was asked to",
+                "the server would not run as it was asked to",
                 f"Correct it, or leave it out{by_default}",
             ) from None  # fmt: skip
 
@@ -96,7 +96,7 @@ class Setting(NamedTuple):
 def _between(kind: type[int] | type[float], least: float, most: float) -> tuple[str, Any]:
     def read(text: str) -> int | float:
         value = kind(text)
-        if not least <= value <= most:  # NaN is in no order
+        if not least <= value <= most:  # false for NaN
             raise ValueError
         return value
 
@@ -113,10 +113,10 @@ _TRUTHS = dict.fromkeys(("1", "true", "yes", "y", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "n", "off"), False)
 _TRUTH: tuple[str, Any] = "1 or 0", lambda text: _TRUTHS[text.lower()]
 
-# Most of --mixkv-staging-mb: what one reader may hold of it, half, is 8 GiB then, or a prompt of
-# 262,144 tokens at 32 KiB each. Least of SGLANG_MIXKV_PATIENCE: the longest wait is one tick of
-# the channel's threads then; most: the whole wait is 300 s, which is how long SGLang waits for the
-# target. Most of SGLANG_MIXKV_PORT: more GPUs than a host has fit behind it.
+# Bounds. --mixkv-staging-mb: half of the largest, which one reader may hold, is 8 GiB, or a prompt
+# of 262,144 tokens at 32 KiB each. SGLANG_MIXKV_PATIENCE: with the smallest the longest wait is one
+# tick of the channel's threads, with the largest the whole wait is 300 s, as long as SGLang waits
+# for the target. SGLANG_MIXKV_PORT: from the largest on there are ports for all GPUs of a host.
 SETTINGS = (
     Setting(
         "enabled", ENABLE_ENV, *_TRUTH,
@@ -169,8 +169,8 @@ _KNOWN = {*_OF_VARIABLE, API_KEY_ENV}
 
 
 def variable(name: str, text: str) -> Any:
-    """The value of an environment variable; None where it is empty, and for those that no server
-    reads. MixKVError where it is outside of its bounds, or unknown and has the plugin's name."""
+    """Return the value of an environment variable; None if it is empty, or no server reads it.
+    MixKVError if it is outside of its bounds, or unknown and has the plugin's name."""
     if setting := _OF_VARIABLE.get(name):
         return setting.value(name, text) if text.strip() else None
     if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):
@@ -182,14 +182,14 @@ def variable(name: str, text: str) -> Any:
 
 
 def _is_of_service(name: str, text: str) -> bool:
-    """True if Kubernetes made it, as it does for each Service of a pod's namespace: for one that is
-    called sglang-mixkv-router SGLANG_MIXKV_ROUTER_SERVICE_HOST, and six more."""
+    """True if Kubernetes set it, as it does for each Service of a pod's namespace: for one named
+    sglang-mixkv-router it sets SGLANG_MIXKV_ROUTER_SERVICE_HOST, and six more."""
     made = re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_[A-Z]+", name)
     return bool(made or re.match(r"(tcp|udp|sctp)://", text))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word."""
+    """Return the end of a sentence about an unknown word."""
     found = difflib.get_close_matches(word, known, 1, 0.85)
     return f"; the nearest that is known is {found[0]}" if found else ""
 
@@ -218,8 +218,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
-    """The record for these flags (None: a launcher without the plugin's flags). MixKVError for the
-    first variable that is refused."""
+    """Make the record for these flags (None: a launcher without the plugin's flags). MixKVError for
+    the first variable that is refused."""
     found = {name: variable(name, environ[name]) for name in sorted(environ)}
     values = {setting.field: found.get(setting.environ) for setting in SETTINGS}
     for setting in SETTINGS:
@@ -229,9 +229,8 @@ def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.en
 
 
 def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
-    """As `resolve` for a process that opted in; of another's environment nothing else is read that
-    could stop it. What is refused ends the process with the words alone, as all refusals at start
-    do."""
+    """Do as `resolve` in a process that opted in. In others nothing more is read, so that nothing
+    can stop them. A refusal ends the process with its message alone, as all refusals at start."""
     try:
         asked = getattr(flags, "enable_mixkv", None) or truth(ENABLE_ENV, os.environ)
         return resolve(flags) if asked else Config()
@@ -240,6 +239,6 @@ def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
 
 
 def config_of(server_args: Any) -> Config:
-    """The record that rides on these ServerArgs, else what the environment says."""
+    """Return the record of these ServerArgs, or else what the environment says."""
     record = getattr(server_args, ATTRIBUTE, None)
     return record if isinstance(record, Config) else resolve_if_enabled(None)

@@ -1,7 +1,7 @@
 """Errors of the plugin: a code that stays, and a text that can be reworded.
 
-An operator looks a code up in docs/troubleshooting.md, which has an entry for each: what it
-means, and what to do. Two texts share a code where the operator would do the same about both.
+docs/troubleshooting.md has an entry for each code: what it means, and what to do. Two texts share a
+code if the operator would do the same about both.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ REASON_OF = {
     "MIXKV-PAIR-04": "topology",  # sizes or routes that do not fit
     "MIXKV-MSG-01": "malformed",
 }
-"""What a refused peer is counted under, by code; `other` with any other code."""
+"""The reason under which a refused peer is counted, by code; `other` for all others."""
 REASONS = (*REASON_OF.values(), "other")
 
 
 class MixKVError(ArgumentTypeError, ValueError):
-    """Something does not fit. The text begins with its code, and says expected, got,
-    consequence and remedy where these are not plain. argparse shows it whole."""
+    """Something does not fit. The text begins with the code, and says expected, got, consequence
+    and remedy where these are not plain. argparse shows it whole."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"[{code}] {text}")
@@ -29,16 +29,16 @@ class MixKVError(ArgumentTypeError, ValueError):
         self.text = text
 
     def about(self, whom: str) -> MixKVError:
-        """The same error, saying whom it is about."""
+        """Return the same error with the name of whom it is about."""
         return MixKVError(self.code, f"{whom}: {self.text}")
 
     @property
     def reason(self) -> str:
-        """One of REASONS, for counting."""
+        """The reason to count it under, one of REASONS."""
         return REASON_OF.get(self.code, "other")
 
 
 def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
-    """The error with all four parts."""
+    """Make an error with all four parts."""
     text = f"expected {expected}; got {got}. Otherwise {consequence}. {remedy}."
     return MixKVError(code, text)

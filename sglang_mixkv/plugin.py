@@ -1,14 +1,14 @@
 """The entry point that SGLang calls in every process, and the hooks that it registers.
 
-Not opted in, each hook hands through what SGLang computed. An opted-in process never goes on as
-stock without a word. SGLang's launcher is checked while it resolves its arguments (`validate`), and
-each process that hands out KV classes checks itself, once for its ServerArgs, since the launcher
-may have resolved them before plugins were loaded. SGLang logs and swallows a plugin's exceptions,
-so failures here end the process with SystemExit if the plugin was asked for.
+Without opting in, each hook returns what SGLang computed. An opted-in process never goes on as
+stock silently. SGLang's launcher is checked while it resolves its arguments (`validate`), and each
+process that returns KV classes checks itself, once for its ServerArgs, since the launcher may have
+resolved them before plugins were loaded. SGLang logs and swallows a plugin's exceptions, so
+failures here end the process with SystemExit if the plugin was asked for.
 
     opted in by                  SGLANG_ENABLE_MIXKV=1, or the record in ServerArgs._mixkv
-    no published ServerArgs      the classes are handed out (a bootstrap server alone); the check
-                                 runs when a manager is built, with its ServerArgs
+    no published ServerArgs      the classes are returned (a bootstrap server alone); the check runs
+                                 when a manager is built, with its ServerArgs
     another transfer backend     stopped when a class is asked for
     the fake backend             SGLang's class: warm-up requests of a supported server use it
 
@@ -27,7 +27,7 @@ from typing import Any
 
 VALIDATION = "handle_other_validations"
 _handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}
-"""By transfer backend and kind, the ServerArgs that were checked, and the class."""
+"""The ServerArgs that were checked and the class, by transfer backend and kind."""
 
 
 def register() -> None:
@@ -57,7 +57,7 @@ def _register() -> None:
 
 
 def _around(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the hook where this process has opted in; what is in this file looks for itself."""
+    """Call the hook if this process has opted in; functions of this file check that themselves."""
     if not (name.startswith("plugin.") or _is_enabled(_published())):
         return original(*args, **kwargs)
     return _hook(name)(original, *args, **kwargs)
@@ -77,7 +77,7 @@ def add_flags(original: Callable[..., None], parser: argparse.ArgumentParser) ->
 
 
 def attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    """Flags and environment become one record."""
+    """Make one record of flags and environment."""
     from sglang_mixkv.config import ATTRIBUTE, resolve_if_enabled
 
     server_args = original(cls, args)
@@ -94,13 +94,13 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     if config.enabled:
         from sglang_mixkv.engine import releases
 
-        setattr(server_args, ATTRIBUTE, config)  # ranks do as this process
+        setattr(server_args, ATTRIBUTE, config)  # for the ranks
         releases.check(server_args, functions=False)
 
 
 def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """SGLang's classes, with our mixins. Its schedulers ask with each request: what was checked and
-    handed out once for these ServerArgs is only looked up."""
+    """Return SGLang's classes with our mixins. Its schedulers ask with each request: a class that
+    was checked once for these ServerArgs is only looked up."""
     server_args = _published()
     checked, handed_out = _handed_out.get((transfer_backend, class_type), (None, None))
     if handed_out is not None and checked is server_args:
@@ -124,8 +124,8 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
 
 
 def _published() -> Any:
-    """The ServerArgs that this process was started with, None before they are published, and where
-    an SGLang that is not known keeps them elsewhere: the environment says then who opted in."""
+    """Return the ServerArgs of this process; None before they are published, or if an unknown
+    SGLang keeps them elsewhere: the environment decides then."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

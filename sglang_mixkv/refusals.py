@@ -1,8 +1,7 @@
 """Combinations that are refused before an opted-in server starts, each by name.
 
-Two reasons lead to this list: the feature moves or lays out draft KV in a way that the plugin does
-not know, or it replaces the part of SGLang that the plugin extends. Neither would show as an error
-later.
+A feature is listed if it moves or lays out draft KV in a way that the plugin does not know, or if
+it replaces the part of SGLang that the plugin extends. Neither would show as an error later.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _OFF = (None, False, "", "none", "null")
 
 
 class Rule(NamedTuple):
-    """`name`: of what is refused, on the command line. `applies`: to resolved server arguments.
+    """`name`: what is refused, as on the command line. `applies`: to resolved server arguments.
     `remedy`: what to do instead."""
 
     name: str
@@ -33,7 +32,7 @@ class Rule(NamedTuple):
 
 
 def _flag(flag: str, remedy: str, *, drafter: bool = False) -> Rule:
-    """A flag that is refused when it is given, or given so; `drafter`: with a drafter alone."""
+    """Refuse a flag, or these values of it; `drafter`: only with a drafter."""
     attribute, *values = flag.removeprefix("--").replace("-", "_").split()
 
     def applies(args: Any) -> bool:
@@ -64,7 +63,7 @@ OTHER_BACKEND = Rule(
 # packed into the target's pages), and both are back before the forward that reads them.
 # Storage: with an MLA target rank 0 alone writes (is_storage_writer in hicache_storage.py), so its
 # heads come back on every rank. Of Mooncake's store all ranks write a drafter's heads
-# (should_backup in hybrid_cache/hybrid_cache_controller.py); engine/storage.py mends its keys.
+# (should_backup in hybrid_cache/hybrid_cache_controller.py); engine/storage.py fixes its keys.
 # FlexKV: FlexKVConnector.__init__ (storage/flexkv/flexkv_connector.py) registers the target pool's
 # buffers alone, so a page that it brings back has the target's KV and an older draft KV. SGLang
 # lets it start. `--radix-cache-backend flexkv` is the same cache.
@@ -104,7 +103,7 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     _flag(
         "--kv-canary",
-        "its rows beside the KV would be taken for heads; drop the flag",
+        "its rows in the KV pool would be treated as heads; drop the flag",
         drafter=True,
     ),
     # NixlKVManager (disaggregation/nixl/conn.py) has no deregister_buffer_to_engine, as Mooncake's
@@ -162,8 +161,7 @@ def other_head(architecture: str, algorithm: str) -> str:
 
 
 def broken(rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str]) -> list[str]:
-    """List what is unsupported of resolved server arguments, by these rules, and of the
-    environment."""
+    """List what these rules refuse of resolved server arguments, and of the environment."""
     found = [str(rule) for rule in rules if rule.applies(args)]
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")

@@ -1,7 +1,7 @@
 """The plugin's Prometheus series, and what each note of a state machine is counted as.
 
 This module imports neither SGLang nor prometheus_client: `python -m sglang_mixkv status` reads the
-same tables beside a server.
+same tables outside a server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Values = tuple[str, ...]
 
 OTHER = "other"
 ABORTED = "Aborted by prefill."
-"""Why a request fails on decode that SGLang's prefill has aborted."""
+"""The failure reason on decode of a request that SGLang's prefill has aborted."""
 STATES = ("warm", "cold", "retracted")
 """How the drafter of a request that decode has finished began."""
 
@@ -25,13 +25,13 @@ STATES = ("warm", "cold", "retracted")
 # ---------------------------------------------------------------- notes
 
 
-class Kind(NamedTuple):
-    """The series of a note, and what the log says of a peer's first. `series`: "" where the
-    room is counted when SGLang ends it. `happened` and `remedy` make a sentence with the peer in
-    front; a kind without them is not logged. `logged`: False where the log says it already, with
+class NoteSpec(NamedTuple):
+    """The series of a note, and the log's line for the first of a peer. `series`: "" where the
+    room is counted when SGLang ends it. `message` and `remedy` make a sentence with the peer in
+    front; a note without them is not logged. `logged`: False where the log says it already, with
     the facts that differ, the reasons before, or a traceback."""
 
-    happened: str = ""
+    message: str = ""
     remedy: str = ""
     series: str = ""
     values: Values = ()
@@ -49,14 +49,14 @@ _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 
 
 class ColdReason(StrEnum):
-    """The reason why a decode rank's room is cold: what metrics and a FAIL name it, and its `kind`
-    in the log (`happened`, `remedy`, `logged`). A name that is none of these is OTHER."""
+    """The reason why a decode rank's room is cold: its name in metrics and in a FAIL, and its
+    `spec` for the log. A name that is none of these is OTHER."""
 
-    kind: Kind
+    spec: NoteSpec
 
-    def __new__(cls, name: str, happened: str = "", remedy: str = "", logged: bool = True) -> Self:
+    def __new__(cls, name: str, message: str = "", remedy: str = "", logged: bool = True) -> Self:
         one = str.__new__(cls, name)
-        one._value_, one.kind = name, Kind(happened, remedy, logged=logged)
+        one._value_, one.spec = name, NoteSpec(message, remedy, logged=logged)
         return one
 
     @classmethod
@@ -69,7 +69,7 @@ class ColdReason(StrEnum):
             "Is it up? Its port (SGLANG_MIXKV_PORT) must be open")
     READ = "read", "its staging buffer could not be read", NETWORK
     SLOTS = "slots", "no slot of this rank was free", MEMORY
-    STALLED = "stalled", "this process stood still", "Look at the load of this host"
+    STALLED = "stalled", "this process was stalled", "Look at the load of this host"
     STALE = "stale", "the slot no longer held what was announced", REPORT
     UNPACK = "unpack", "draft KV could not be unpacked", TRACEBACK
     PROTOCOL = "protocol", "an announcement that does not fit", REPORT
@@ -77,7 +77,7 @@ class ColdReason(StrEnum):
     PREFILL_SLOW = "prefill_slow", "prefill gave up packing", "Look at prefill's load, and its log"
     PREFILL_HEADS = "prefill_heads", "prefill does not serve these heads", MEMORY + " on prefill"
     PREFILL_FULL = "prefill_full", "too many rooms without a request", "See prefill's log"
-    PREFILL_RESTARTED = "prefill_restarted", "it was started anew", "Nothing: it is resolved again"
+    PREFILL_RESTARTED = "prefill_restarted", "it was restarted", "Nothing: it is resolved again"
     PREFILL_OTHER = "prefill_other", "prefill refused for a reason of a later release", REPORT
     NO_DRAFTER = "no_drafter", "one side has none", SAME_DRAFTER, False
     MISMATCH = "mismatch", "the two sides' differ", SAME_DRAFTER, False
@@ -94,51 +94,51 @@ class ColdReason(StrEnum):
 
 
 Cold = ColdReason | Literal[""]
-"""Of a room: "" as long as it is not cold."""
+"""A request's reason; "" while it is not cold."""
 
-NOTES: dict[str, Kind] = {
-    **{reason: reason.kind for reason in ColdReason},
+NOTES: dict[str, NoteSpec] = {
+    **{reason: reason.spec for reason in ColdReason},
     # on decode: anything else
-    "breaker_opened": Kind(
+    "breaker_opened": NoteSpec(
         "three requests in a row without draft KV", NETWORK, "breaker_opened_total",
         consequence="its requests start cold at once, but for a probe after 1, 2, ... 30 s",
     ),
-    "not_cleared": Kind(
+    "not_cleared": NoteSpec(
         "draft rows could not be cleared", TRACEBACK,
         code="MIXKV-SELF-01", consequence="the request fails",
     ),
-    "doubled": Kind(series=_DROPPED),
-    "reused": Kind(series="rooms_total", values=("failed", "reused")),
+    "doubled": NoteSpec(series=_DROPPED),
+    "reused": NoteSpec(series="rooms_total", values=("failed", "reused")),
     # on prefill: codes of FAIL
-    "aborted": Kind("", "", _FAIL, ("aborted",)),
-    "pack": Kind("draft KV could not be packed", TRACEBACK, _FAIL, ("pack",)),
-    "slow": Kind(
+    "aborted": NoteSpec("", "", _FAIL, ("aborted",)),
+    "pack": NoteSpec("draft KV could not be packed", TRACEBACK, _FAIL, ("pack",)),
+    "slow": NoteSpec(
         "packing made no progress for 1 s", MEMORY + ", or lower the load", _FAIL, ("slow",)
     ),
-    "heads": Kind("heads that cannot be served", MEMORY, _FAIL, ("heads",)),
-    "full": Kind("a decode rank has too many rooms without a request", REPORT, _FAIL, ("full",)),
-    "restarted": Kind("", "", _FAIL, ("restarted",)),
+    "heads": NoteSpec("heads that cannot be served", MEMORY, _FAIL, ("heads",)),
+    "full": NoteSpec("a decode rank has too many unrequested rooms", REPORT, _FAIL, ("full",)),
+    "restarted": NoteSpec("", "", _FAIL, ("restarted",)),
     # on prefill: anything else
-    "unopened": Kind(
+    "unopened": NoteSpec(
         "a decode rank did not open the request",
         "Start decode with --enable-mixkv; if it is, the channel's port must be open",
         "unopened_rooms_total",
     ),
-    "early": Kind(series="unrequested_rooms_total"),
-    "expired": Kind(
+    "early": NoteSpec(series="unrequested_rooms_total"),
+    "expired": NoteSpec(
         "a slot that nobody acknowledged", NETWORK, "expired_slots_total",
         code="MIXKV-MSG-02", consequence="it was set aside for 60 s",
     ),
-    "unknown_ack": Kind(series=_DROPPED),
+    "unknown_ack": NoteSpec(series=_DROPPED),
     # on both
-    "unreadable": Kind(
+    "unreadable": NoteSpec(
         "a message that cannot be read", "Install the same release on both sides", _DROPPED,
         code="MIXKV-MSG-01", consequence="it is dropped",
     ),
 }  # fmt: skip
 """By the note's `what`."""
 
-FAILS = {w: ColdReason(f"prefill_{w}") for w, kind in NOTES.items() if kind.series == _FAIL}
+FAILS = {w: ColdReason(f"prefill_{w}") for w, spec in NOTES.items() if spec.series == _FAIL}
 """Codes of the FAIL messages that a prefill rank sends, and what they make a room on decode."""
 
 
@@ -146,15 +146,15 @@ FAILS = {w: ColdReason(f"prefill_{w}") for w, kind in NOTES.items() if kind.seri
 
 
 class Series(NamedTuple):
-    """One metric, by its name behind PREFIX; those that end in _total are counters, in _seconds
-    histograms, the others gauges. `known`: values of its labels that exist from the rank's start,
-    at 0. The others appear when they are counted first."""
+    """One metric, by its name after PREFIX; those that end in _total are counters, in _seconds
+    histograms, the others gauges. `initial_labels`: the label values that exist from the rank's
+    start, at 0. The others appear when they are first counted."""
 
     name: str
     sides: Values
     help: str
     labels: Values = ()
-    known: tuple[Values, ...] = ((),)
+    initial_labels: tuple[Values, ...] = ((),)
 
 
 _BOTH = (PREFILL, DECODE)

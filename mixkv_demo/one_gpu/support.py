@@ -139,7 +139,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, to: list[int], of: list[int], _opts: Any
     ) -> Any:
-        """`to`, `of`: rows for each rank and of each, all alike where they are empty."""
+        """`to`, `of`: rows for each rank and of each, all of one size where they are empty."""
         if to or of:
             raise NotImplementedError("parts that differ in size")
         parts = [one.chunk(self.size())[self.rank()] for one in self._of_all(tensor)]

@@ -2,7 +2,7 @@
 
 Both sides' threads, sockets, slots and machines are the real ones. Copies copy nothing and end at
 once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or at the pace of a
-400 Gb/s NIC: each behind the one before, at 50 GB/s. Slots are of 4 MiB, as by default.
+400 Gb/s NIC: each after the one before, at 50 GB/s. Slots are of 4 MiB, as by default.
 
 `us per slot`: CPU time of each side's channel thread. `calls`: Python functions of the package
 that both threads enter. `ms`: from the chunk's hand-over to the verdict.
@@ -74,7 +74,7 @@ class NoRows:
 
 
 class Plane(rig.Reads):  # type: ignore[misc, name-defined]
-    """`pace`: bytes per second of all reads, one behind the other; None: each ends at once."""
+    """`pace`: bytes per second of all reads, one after the other; None: each ends at once."""
 
     def __init__(self, pace: float | None = None) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 def interleave(methods: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
     """`count` samples of each method. They are taken in turns, so that what else the machine does
-    hits all alike, and each turn draws its order, so that none always follows the same other."""
+    hits all equally, and each turn draws its order, so that none always follows the same other."""
     samples: dict[str, list[float]] = {name: [] for name in methods}
     order = random.Random(count)
     for _ in range(count):

@@ -24,7 +24,7 @@ import msgspec
 from sglang_mixkv.channel import data_plane, messages
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.plan import judge, make_plan
-from sglang_mixkv.decode.transfer import Opened, Room
+from sglang_mixkv.decode.transfer import Opened, Request
 from sglang_mixkv.draft import handshake
 from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
@@ -83,16 +83,17 @@ def row(data: bytes) -> None:
             infos = [{"rank_ip": ip, "rank_port": port, "is_dummy": False} for ip, port in rows]
             cold, _ = judge(rows.values(), OWN, serve_mismatch=True)
             plan = make_plan(infos, rows, OWN, cold)
-            _open(Room(Opened(1, 7, plan.sources, 0, 16, version=plan.version), True, Times(), 0.0))
+            opened = Opened(1, 7, plan.sources, 0, 16, version=plan.version)
+            _check_opens(Request(opened, True, Times(), 0.0))
             assert plan.cold or any(source.heads for source in plan.sources)
 
 
-def _open(room: Room) -> None:
+def _check_opens(request: Request) -> None:
     """Each prefill rank can read its OPEN, and what is asked for is read."""
-    for source in room.opened.sources:
-        message(messages.encode(room.message(source, OWN.instance, SLOT_BYTES)))
-    asked = [head for source in room.opened.sources for head in source.heads]
-    read = [head for part in room.parts.values() for head in part.source.heads]
+    for source in request.opened.sources:
+        message(messages.encode(request.message(source, OWN.instance, SLOT_BYTES)))
+    asked = [head for source in request.opened.sources for head in source.heads]
+    read = [head for one in request.transfers.values() for head in one.source.heads]
     assert asked == read, "heads that nobody reads"
 
 

@@ -34,7 +34,7 @@
 #   HOST, PORT        where the router listens                                0.0.0.0, 8000
 #   ROUTER            the command in front      python -m sglang_router.launch_router
 #
-# Arguments go to the command unchanged, behind the flags made here; --dry-run prints it instead.
+# Arguments go to the command unchanged, after the flags made here; --dry-run prints it instead.
 
 fail() {
     printf 'error: %s\n' "$*" >&2

@@ -6,10 +6,10 @@ A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
     connect(endpoint) -> peer   in a background thread, since it blocks
     start(tag, peer, extents)   in the channel's thread: one transfer, of many slots
     ended() -> [(tag, error)]   in the channel's thread, again and again
-    forget(peer)                its owner is done with it, or connects anew after a read that failed
+    forget(peer)                its owner is done with it, or reconnects after a read that failed
 
-`start`, `ended` and `forget` never block and never raise. Neither backend calls back, so whoever
-started reads asks for their ends, some 2 us each.
+`start`, `ended` and `forget` never block and never raise. Neither backend calls back, so reads are
+polled for their ends, some 2 us each.
 
 A read has ended when its backend reports it, and not before: none can cancel one, and the bytes of
 a stopped peer land when it continues. Only then may the local slots be used again. Every read in
@@ -80,7 +80,7 @@ Extent = tuple[int, int, int]
 
 class Peer:
     """A rank to read from. `link`: the backend's name of it. `reads`: how many are in flight. Once
-    it is `gone`, no read starts, and the last of those in flight releases it."""
+    it is `gone`, no read starts, and the last one in flight releases it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -100,37 +100,37 @@ class Read:
 
 
 class DataPlane(ABC):
-    """The part that all backends share."""
+    """The common part of all backends."""
 
     name: str
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
-        self._spare: int | None = None
+        self._probe_address: int | None = None
         self._running: list[Read] = []  # the channel thread's
         self._unanswered: tuple[Read, ...] = ()  # probes that a `connect` gave up
         self._lock = threading.Lock()  # to change these, and all peers' `reads` and `gone`
         self.endpoint = b""
 
-    def register(self, memory: Memory, spare: int | None = None) -> None:
-        """Once: this rank's slots. `spare`: the address of a byte of them that means nothing, into
-        which `connect` reads; None on a rank that never connects. MixKVError if it is refused."""
+    def register(self, memory: Memory, probe_address: int | None = None) -> None:
+        """Register this rank's slots, once. `probe_address`: a scratch byte of them, into which
+        `connect` reads; None on a rank that never connects. MixKVError if it is refused."""
         endpoint = Endpoint(self.name, self._register(memory), memory, os.urandom(8))
         self.endpoint = msgspec.msgpack.encode(endpoint)
-        self._memory, self._spare = memory, spare
+        self._memory, self._probe_address = memory, probe_address
 
     @property
     def busy(self) -> bool:
-        """True if a read was started whose end `ended` has not returned."""
+        """True if `ended` has not returned the end of every read that was started."""
         return bool(self._running)
 
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
-        """A peer of the caller's own, once a byte of it was read. ConnectionError if that fails,
-        ValueError for bytes that are no endpoint of this backend.
+        """Return a peer of the caller's own, once a byte of it was read. ConnectionError if that
+        fails, ValueError for bytes that are no endpoint of this backend.
 
-        The byte may fail first: once for each socket that Mooncake still has to another process at
-        this address, and as long as NIXL knows the peer by a connection that broke, which is until
-        the reads over that have ended."""
+        The first tries may fail: once for each socket that Mooncake still has to another process at
+        this address, and while NIXL knows the peer by a broken connection, until the reads over
+        that have ended."""
         peer, until = Peer(decode(endpoint, self.name)), time.monotonic() + seconds
         if any(read.peer.endpoint == peer.endpoint for read in self._unanswered):
             raise ConnectionError("it has not answered an earlier connection yet")
@@ -145,14 +145,14 @@ class DataPlane(ABC):
         return peer
 
     def _answers(self, peer: Peer, until: float) -> bool:
-        """True if a byte of its memory can be read, over a connection that is made anew."""
-        assert self._spare is not None
+        """True if a byte of its memory can be read over a new connection."""
+        assert self._probe_address is not None
         try:
             self._open(peer)
         except Exception as error:
             raise ConnectionError(f"{self.name}: {error}") from error
         read = Read(peer)
-        self._begin(read, [(self._spare, peer.endpoint.memory.address, 1)])
+        self._begin(read, [(self._probe_address, peer.endpoint.memory.address, 1)])
         while not self._has_ended(read):
             if time.monotonic() > until:
                 with self._lock:
@@ -162,7 +162,7 @@ class DataPlane(ABC):
         return not read.error
 
     def start(self, tag: Any, peer: Peer, extents: Sequence[Extent]) -> None:
-        """One transfer. What fails at once has ended with an error."""
+        """Start one transfer. One that fails at once has ended with an error."""
         read = Read(peer, tag)
         self._running.append(read)
         if self._are_inside(peer, extents):
@@ -183,8 +183,8 @@ class DataPlane(ABC):
         return True
 
     def ended(self) -> list[tuple[Any, str]]:
-        """The reads that have ended since it was asked last: their tags, and "" where all bytes are
-        there, or why they are not."""
+        """Return the reads that have ended since the last call: their tags, and "" if all bytes are
+        there, or the error."""
         if self._unanswered:
             answered = [probe for probe in self._unanswered if self._has_ended(probe)]
             with self._lock:
@@ -201,8 +201,8 @@ class DataPlane(ABC):
         return found
 
     def forget(self, peer: Peer) -> None:
-        """New reads from it fail, and what is held for it is released when its reads have ended.
-        Idempotent; in any thread."""
+        """Let new reads from it fail, and release it when its reads have ended. Idempotent; for any
+        thread."""
         with self._lock:
             is_over = not (peer.gone or peer.reads)
             peer.gone = True
@@ -257,18 +257,17 @@ class DataPlane(ABC):
 
     @abstractmethod
     def _open(self, peer: Peer) -> None:
-        """Set `peer.link`, anew if it is set; no read of this peer is in flight. May block, and
-        raise."""
+        """Set or replace `peer.link`; no read of this peer is in flight. May block and raise."""
 
     @abstractmethod
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
-        """Set `read.handle`. What raises has begun what is in that, and nothing where it is empty
-        or None."""
+        """Set `read.handle`. If it raises, only what is in the handle has begun; nothing, if it is
+        empty or None."""
 
     @abstractmethod
     def _check(self, read: Read) -> str | None:
-        """None while any part of it runs, then "" or why it failed; not called again then. What
-        raises has ended."""
+        """Return None while any part of it runs, then "" or the error; not called again then. A
+        read whose check raises has ended."""
 
     @abstractmethod
     def _drop(self, peer: Peer) -> None:

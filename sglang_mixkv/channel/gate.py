@@ -1,11 +1,11 @@
-"""The gate of a request on one rank: rows of a pool are read and written while it is open only.
+"""The gate of a request on one rank: its rows are read and written only while the gate is open.
 
-SGLang gives a request's pages back once it has been told that the request is over: on decode after
-`clear`, which its `failure_exception` calls too; on prefill after `clear`, `abort`,
-`failure_exception`, or a poll that returned Success. Pages
-that were given back are another request's, or not mapped at all while the memory saver has released
-the pool. So whoever copies enters the gate before the first byte and leaves it after the last one,
-and whoever gives pages back closes it before. Closing waits for the copies in flight.
+SGLang gives a request's pages back once it knows that the request is over: on decode after `clear`,
+which its `failure_exception` calls too; on prefill after `clear`, `abort`, `failure_exception`, or
+a poll that returned Success. Pages that were given back are another request's, or not mapped while
+the memory saver has released the pool. So a copy enters the gate before its first byte and leaves
+it after its last one, and the gate is closed before pages are given back. Closing waits for the
+copies in flight.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Protocol
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-SLOW_S = 1.0  # to close a gate for longer is logged; the pages stay in use until it is done
+SLOW_S = 1.0  # a slower close is logged; the pages stay in use until it is done
 
 
 class Ticket(Protocol):
-    """Copies on a device, which end without a thread's help. Any thread may ask."""
+    """Copies on a device, which end without any thread. Any thread may ask for their end."""
 
     def over(self) -> bool:
         """True if they have ended; it does not wait."""
@@ -31,7 +31,7 @@ class Ticket(Protocol):
 
 class Gate:
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # of a Lock it takes thrice as long to make
+        self._changed = threading.Condition()  # made from a Lock, it takes three times as long
         self._open, self._in_flight = True, 0
         self._tickets: dict[Ticket, None] = {}
 
@@ -48,14 +48,14 @@ class Gate:
                 self._changed.notify_all()
 
     def ended(self, ticket: Ticket) -> None:
-        """Forget a ticket of `start_behind`: its copies have ended."""
+        """Forget a ticket of `launch_guarded`: its copies have ended."""
         with self._changed:
             self._tickets.pop(ticket, None)
 
     def close(self) -> None:
-        """No copy begins from here on, and none is in flight when this returns. It takes as long as
-        the copies in flight, two batches of slots at most; without them it does not wait."""
-        if self.shut():
+        """Let no copy begin from here on, and wait for those in flight: two batches of slots at
+        most. It does not wait if there are none."""
+        if self.try_close():
             return
         began = time.monotonic()
         with self._changed:
@@ -70,20 +70,20 @@ class Gate:
                 "pages must not be given back before", time.monotonic() - began,
             )  # fmt: skip
 
-    def shut(self) -> bool:
-        """No copy begins from here on. Whether none is in flight; it does not wait for those."""
+    def try_close(self) -> bool:
+        """Let no copy begin from here on. True if none is in flight; it does not wait."""
         with self._changed:
             self._open = False
             return not self._in_flight and all(ticket.over() for ticket in self._tickets)
 
 
-def start_behind(
+def launch_guarded(
     gates: Iterable[Gate], start: Callable[[list[bool]], Ticket | None]
 ) -> Ticket | None:
-    """Start copies of several requests on a device. `start` gets for each gate whether it is open,
-    and starts the copies of those alone; None: it has started nothing. Looking at the gates and
-    adding the ticket to them is one step under all of their locks: a gate that closes waits for the
-    ticket, or the copies were not started."""
+    """Launch copies of several requests on a device. `start` is told for each gate whether it is
+    open, and starts only the copies of open ones; it returns None if it started nothing. The gates
+    are checked, and get the ticket, under all of their locks: a gate that closes either waits for
+    the ticket, or its copies were not started."""
     gates = list(gates)
     with ExitStack() as stack:
         for gate in dict.fromkeys(gates):

@@ -1,12 +1,12 @@
 """The channel thread of a rank, the same on both sides: it owns the sockets and the state machine.
 
-    scheduler, other threads --call--> inlet --+
+    scheduler, other threads --call--> queue --+
     sockets, reads, copies, CUDA events -------+--> a machine's method --> machine.actions --> do
 
-One look takes all that has come and asks for actions once, and again behind copies that it made
+An iteration takes all that has come and asks for actions once, and again after copies that it made
 itself, so that what came together leaves together: eight slots are one message, one read, one
-launch. The thread decides nothing and raises nothing. If it could not go on, `broken` is set and
-SGLang's scheduler waits for nothing any more.
+launch. The thread decides nothing and raises nothing. If it cannot go on, `broken` is set, and
+SGLang's scheduler no longer waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from sglang_mixkv.channel.reporter import Reporter
-from sglang_mixkv.channel.sockets import Inlet, Poller
+from sglang_mixkv.channel.sockets import EventQueue, Poller
 from sglang_mixkv.channel.times import Times
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -32,9 +32,9 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Worker(ABC):
-    """`machine`: a state machine without I/O; its `actions` are asked for after each batch of
-    calls, and done in their order. `names`: of the thread, and of the one that copies. The threads
-    end with the process."""
+    """`machine`: a state machine without I/O; its `actions` are carried out in order after each
+    batch of calls. `names`: of this thread, and of the one that copies. Both end with the process.
+    """
 
     names: tuple[str, str]
 
@@ -45,9 +45,9 @@ class Worker(ABC):
         self._machine, self._poller, self._reporter = machine, poller, reporter
         self._store = store
         self._slowest = times.last_resort
-        self._inlet: Inlet[Call] = Inlet()
-        poller.register(self._inlet.fileno())
-        self._copies = store and store.copier(self.names[1], self._inlet.wake, reporter.moved)
+        self._queue: EventQueue[Call] = EventQueue()
+        poller.register(self._queue.fileno())
+        self._copies = store and store.copier(self.names[1], self._queue.wake, reporter.moved)
         self._broken, self._stopping = threading.Event(), False
         self._ticked = 0.0
         self._thread = threading.Thread(target=self._run, name=self.names[0], daemon=True)
@@ -57,28 +57,28 @@ class Worker(ABC):
         """True if a thread of the channel has ended."""
         return self._broken.is_set() or not (self._copies is None or self._copies.is_alive)
 
-    def left(self) -> dict[str, int]:
-        return self._machine.left()
+    def outstanding(self) -> dict[str, int]:
+        return self._machine.outstanding()
 
     def check(self) -> list[str]:
         """Report what is wrong with an idle rank."""
         found = ["a thread of the draft channel has ended"] if self.broken else []
-        left = {name: count for name, count in self.left().items() if name != "offered"}
+        left = {name: count for name, count in self.outstanding().items() if name != "published"}
         return found + [f"{count} {name} left" for name, count in left.items()]
 
     def _call(self, method: Callable[..., object], *args: Any, wake: bool = True) -> None:
-        """Have the channel thread call this, behind what it was asked before. `wake`: see Inlet."""
-        self._inlet.put((method, args), wake)
+        """Have the channel thread call this, after earlier calls. `wake`: see EventQueue.put."""
+        self._queue.put((method, args), wake)
 
     # -- the channel thread
 
     @abstractmethod
-    def _outstanding(self) -> bool:
-        """True if something beside copies is under way whose end makes no file readable."""
+    def _must_poll(self) -> bool:
+        """True if something besides copies is under way whose end makes no file readable."""
 
     @abstractmethod
-    def _look(self, ready: list[Any]) -> Iterable[Call]:
-        """What has come beside copies. `ready`: sockets with messages."""
+    def _poll(self, ready: list[Any]) -> Iterable[Call]:
+        """Calls for what has come besides copies. `ready`: sockets with messages."""
 
     @abstractmethod
     def _do(self, action: Any) -> None: ...
@@ -89,7 +89,7 @@ class Worker(ABC):
                 self._store.rows.use_device()
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
-                self._take(self._calls(self._poller.wait(TICK, polled or self._outstanding())))
+                self._take(self._calls(self._poller.wait(TICK, polled or self._must_poll())))
                 self._take(self._ticks())
                 self._act()
         except Exception:
@@ -98,9 +98,9 @@ class Worker(ABC):
             self._broken.set()
 
     def _calls(self, ready: list[Any]) -> Iterator[Call]:
-        """Those of one look. Each is obtained before the time is taken at which it is made."""
-        yield from self._inlet.take(ready)
-        yield from self._look(ready)
+        """The calls of one iteration. The time of a call is taken after the call is obtained."""
+        yield from self._queue.take(ready)
+        yield from self._poll(ready)
         if self._copies is not None and self._copies.done:
             yield from self._copied()
 
@@ -109,14 +109,14 @@ class Worker(ABC):
             yield self._machine.copied, ended
 
     def _ticks(self) -> Iterator[Call]:
-        """Apart from the others: a look that raises again and again stops no clock."""
+        """Kept apart from the others, so that a poll that keeps raising does not stop the clock."""
         if time.monotonic() - self._ticked >= TICK:
             self._ticked = time.monotonic()
             yield self._machine.tick, ()
             self._reporter.ticked()
 
     def _take(self, calls: Iterable[Call]) -> None:
-        """An exception costs one call, or the rest of one look, and does not end the channel."""
+        """Make these calls. An exception costs one of them, or the rest of one iteration."""
         found, name = iter(calls), ""
         while True:
             try:
@@ -127,7 +127,7 @@ class Worker(ABC):
                 return
             except Exception:
                 logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
-                time.sleep(TICK)  # what fails again and again takes no core, and fills no log
+                time.sleep(TICK)  # a fault that repeats takes no core and does not fill the log
 
     def _act(self) -> None:
         """Carry out actions. Small copies are made at once, and so is what follows from them. What
@@ -136,10 +136,10 @@ class Worker(ABC):
             for action in self._machine.actions():
                 try:
                     self._do(action)
-                except Exception as error:  # the other actions are done all the same
+                except Exception as error:  # the other actions are still carried out
                     name = type(action).__name__
                     logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
-                    self._call(self._machine.undone, action, error)
+                    self._call(self._machine.on_action_failed, action, error)
                 self._poller.came = time.monotonic()
             while not ((copies := self._copies) and copies.done):
                 if not (copies and copies.polled and time.monotonic() < copies.launched + ASKED):

@@ -1,12 +1,12 @@
 """The four messages of the channel: OPEN, READY, ACK, FAIL. docs/protocol.md is their page.
 
     decode  -> prefill    OPEN    I will read this request's draft KV from you
-    prefill -> decode     READY   these segments are in slots of mine
+    prefill -> decode     READY   these segments are in my slots
     decode  -> prefill    ACK     nobody reads these slots any more
-    either  -> the other  FAIL    of this request I send, or read, nothing more
+    either  -> the other  FAIL    I send, or read, nothing more of this request
 
 One ZMQ frame each, a msgpack array whose first item is the kind. Every number is bounded here, so
-that the two state machines meet none that they cannot hold.
+that the two state machines never meet one that they cannot hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Meta
 PROTOCOL = (3, 3)
 """The oldest and the newest version that this build reads; a pair uses the newest of both.
 
-2  the first draft channel. Number 1 was that of releases 0.1 and 0.2, which had no channel.
+2  the first draft channel. Version 1 was that of releases 0.1 and 0.2, which had no channel.
 3  READY and ACK carry lists; a slot always carries its sum.
 Raise the newest when a message, a slot or a facts row changes its meaning, and keep the oldest
 until no supported release needs it. A field that an old reader may ignore is appended, at no new
@@ -132,19 +132,19 @@ def decode(frame: bytes) -> Message:
 
 
 def fail(room: int, generation: int, code: str, detail: str) -> Fail:
-    """A FAIL with its detail printable, and cut to what a message may carry."""
+    """Make a FAIL whose detail is printable and cut to what a message may carry."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
     return Fail(room, generation, code, printable[:512])
 
 
 def draws() -> Iterator[int]:
-    """Numbers that no other rank draws, for one thread: SGLang seeds `random` alike in all ranks.
-    One reading of the system's, which gives up the GIL, serves 64."""
+    """Yield numbers that no other rank draws, in one thread: SGLang seeds `random` equally in all
+    ranks. One read of the system's source, which gives up the GIL, serves 64 numbers."""
     while True:
         for number in struct.unpack("64Q", os.urandom(512)):
             yield number >> 1 or 1
 
 
 def draw_instance() -> bytes:
-    """The name of one start of a rank; drawn after the spawn."""
+    """Draw the name of one start of a rank; call it after the spawn."""
     return os.urandom(INSTANCE_BYTES)

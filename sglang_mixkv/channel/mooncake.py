@@ -6,18 +6,18 @@ still arrive, and it takes a core while it waits. Over TCP a read fails when its
 progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is closed then. Sockets are used
 again; with MC_TCP_ENABLE_CONNECTION_POOL=0 each read would connect in `start`, and wait for that.
 
-The first read of a name opens it: Mooncake asks the peer for its memory, waits a minute for each
-byte of the answer, and holds a lock that all reads take. So `connect` asks, as Mooncake's releases
-ask each other (readString in its common.h), and what Mooncake opens is an address of this process,
-which hands it the answer. It caches that for good: each process that a peer's address ever had gets
-a name of its own. Names of hosts in an answer are refused, since one thread of Mooncake's looks
-them up for all connections.
+The first read of a name opens it: Mooncake asks the peer for its memory, waits up to a minute for
+each byte of the answer, and holds a lock that all reads take. So `connect` asks instead, by the
+protocol of Mooncake's releases (readString in its common.h), and Mooncake opens an address of this
+process, which gives it the answer. It caches that for good, so each process that a peer's address
+ever had gets its own name. Host names in an answer are refused, since one thread of Mooncake's
+looks them up for all connections.
 
-Over RDMA a read is cut where the peer's registered memory ends, so its first bytes may land, and it
-fails. Where a part has failed, Mooncake asks the peer's own address again, so by the name of a peer
-that is gone the next process there may be read: a slot's stamp tells. tests/rdma/ has soft-RoCE and
-host memory: nothing shows that reads of a GPU's memory are right, and that on a NIC, too, a failed
-read was the last to touch local memory.
+Over RDMA a read is cut where the peer's registered memory ends, so its first bytes may land before
+it fails. After a failed part Mooncake asks the peer's own address again, so a read from a peer that
+is gone may reach the next process there: the slot's stamp shows it. tests/rdma/ covers soft-RoCE
+and host memory: it does not show that reads of GPU memory are right, or that on a NIC a failed read
+no longer touches local memory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory,
 
 METADATA = 1  # HandShakeRequestType
 LONGEST = 1 << 18  # bytes of an answer, which has some thousand
-# Seconds: a peer answers one after the other, and waits 5 s for one that says nothing. Within this
-# process it takes a millisecond.
+# Seconds. A peer answers one connection after the other, and waits 5 s for a silent one. Within
+# this process it takes a millisecond.
 ANSWER_S, HAND_S = 10.0, 1.0
 
 
@@ -100,12 +100,12 @@ class Mooncake(DataPlane):
         return ""
 
     def _drop(self, peer: Peer) -> None:
-        peer.link = None  # Mooncake retains what it knows, some hundred bytes
+        peer.link = None  # Mooncake keeps its entry, some hundred bytes
 
 
 def _ask(session: str) -> bytes:
-    """Ask for what Mooncake gets from this peer at its opening. It raises for what no peer of this
-    plane answers, and where it does not answer in time."""
+    """Ask a peer for what Mooncake asks when it opens it. Raises if the answer is not that of a
+    peer of this plane, or does not come in time."""
     until, found, size = time.monotonic() + ANSWER_S, bytearray(), 9
     with socket.create_connection(_address(session), ANSWER_S) as peer:
         peer.sendall(_frame({}))
@@ -120,7 +120,7 @@ def _ask(session: str) -> bytes:
     answer = json.loads(found[9:])
     if answer["name"] != session:
         raise ValueError(f"{session} is {answer['name']!r}")
-    # Of a peer with MC_RDMA_BIND_ADDRESS: the address that its NICs are named by, and asked at.
+    # A peer with MC_RDMA_BIND_ADDRESS names its NICs by this address, and is asked there.
     answer["name"] = answer.pop("rdma_server_name", "") or session
     _address(answer["name"])
     ipaddress.ip_address(answer.get("tcp_data_host") or "::")
@@ -139,7 +139,7 @@ def _frame(content: dict[str, Any]) -> bytes:
 
 
 def _hand(answer: bytes, number: int) -> str:
-    """A name whose opening gets this answer: one of this host's own 2^24 addresses."""
+    """Return a name that opens with this answer: one of this host's own 2^24 addresses."""
     host = str(ipaddress.ip_address("127.0.0.1") + number % (1 << 23))
     listener = socket.create_server((host, 0))
     listener.settimeout(HAND_S)

@@ -37,7 +37,7 @@ from typing import Any
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
 
 UNBLOCKED = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
-WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it takes a core
+WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it occupies a core
 
 
 class Nixl(DataPlane):
@@ -67,11 +67,11 @@ class Nixl(DataPlane):
         return bytes(self._agent.get_agent_metadata())
 
     def _open(self, peer: Peer) -> None:
-        """Peers of one agent have one name, and one connection. Where that broke, the name is taken
-        from all of them, unless one has reads in flight."""
+        """Peers of one agent share one name and one connection. If that broke, the name is removed,
+        unless one of them has reads in flight."""
         with self._naming:
             if peer.link is not None:
-                with self._lock:  # none begins before the name is gone; it would fail then
+                with self._lock:  # no read begins before the name is gone; it would fail
                     if not any(other.reads for other in self._named[peer.link]):
                         self._agent.remove_remote_agent(peer.link)
             name = self._agent.add_remote_agent(peer.endpoint.session)
@@ -105,14 +105,14 @@ class Nixl(DataPlane):
 
 
 def _place(memory: Memory) -> tuple[str, int]:
-    """NIXL's kind of memory, and the device."""
+    """Return NIXL's kind of memory, and the device."""
     return ("DRAM", 0) if memory.device is None else ("VRAM", memory.device)
 
 
 def _new_agent() -> Any:
-    """Make an agent with a name of its own: SGLang seeds `random` alike in all ranks.
-    nixl_agent.__init__ takes no delay of the progress thread (it sets 0), so what it has made is
-    made again."""
+    """Make an agent with a unique name: SGLang seeds `random` equally in all ranks.
+    nixl_agent.__init__ sets the progress thread's delay to 0 and takes no other, so the inner agent
+    is made again."""
     api, name = importlib.import_module("nixl._api"), f"mixkv-{os.urandom(16).hex()}"
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
     config = api.nixlBind.nixlAgentConfig()

@@ -20,8 +20,8 @@ class Choice(NamedTuple):
 
 
 def choose(backend: str, asked: str) -> Choice:
-    """The plane that the operator asked for; else the backend's own, but for UCX without RDMA:
-    there a reader that dies can end the process it reads from (docs/protocol.md)."""
+    """Return the plane that the operator asked for, or else the backend's own, except for UCX
+    without RDMA: there a reader that dies can end the process it reads from (docs/protocol.md)."""
     if asked:
         return Choice(asked, "SGLANG_MIXKV_DATA_PLANE is set")
     has_rdma = os.path.isdir(RDMA_DEVICES) and os.listdir(RDMA_DEVICES)
@@ -31,8 +31,8 @@ def choose(backend: str, asked: str) -> Choice:
 
 
 def make(name: str, host: str, devices: str, nixl_params: Mapping[str, str]) -> DataPlane:
-    """The plane that was chosen. `host`: this rank's address; `devices`: its RDMA devices, joined
-    by commas. MixKVError where it cannot be made, as where Mooncake is not installed."""
+    """Make the chosen plane. `host`: this rank's address; `devices`: its RDMA devices, joined by
+    commas. MixKVError if it cannot be made, for example if Mooncake is not installed."""
     if name == "nixl":
         return nixl.Nixl(*nixl_backend(devices, nixl_params))
     try:

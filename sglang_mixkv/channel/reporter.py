@@ -1,4 +1,4 @@
-"""The interface through which a channel reports; engine/metrics.py has what counts and logs it."""
+"""The interface through which a channel reports; engine/metrics.py counts and logs it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Reporter(Protocol):
         """`size` bytes of draft KV were packed, or put in place."""
 
     def announced(self, seconds: float) -> None:
-        """So long after a chunk was written, its last READY has left for a reader."""
+        """A chunk's last READY was sent to a reader, so many seconds after it was written."""
 
     def ended(self, handle: Any, reason: str) -> None:
-        """SGLang has ended a request on decode: it goes on with it, or has failed it for `reason`.
-        The scheduler's thread calls this."""
+        """SGLang goes on with a request on decode, or has failed it for `reason`. The scheduler's
+        thread calls this."""
 
     def ticked(self) -> None:
         """The channel's thread calls this ten times a second."""

@@ -11,11 +11,11 @@ A reader knows the stamp from READY, makes the sum of what it read, and compares
 * A change within one word always shows, since each weight is odd.
 * Another segment always shows: its stamp differs, and since SEED is odd, so does the sum.
 * Other changes, such as two segments mixed, escape where their differences, each times its weight,
-  add up to zero: once in 2**64 for bytes that know nothing of the weights, and always for two words
-  of which both have the highest bit flipped and no other.
+  add up to zero: once in 2**64 for bytes unrelated to the weights, and always for two words of
+  which each has only its highest bit flipped.
 
-What protects a slot is the ACK; stamp and sum are the second net. A second stamp behind the payload
-would show nothing more: a read has no order, so equal stamps prove nothing of what is between them.
+The ACK protects a slot; stamp and sum are the second net. A second stamp after the payload would
+show nothing more: a read has no order, so equal stamps prove nothing about the bytes between them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADER = 64  # bytes in front of the payload
-SPARE = 16  # of the first byte without a meaning
-SLOT_OVERHEAD = HEADER + 8  # bytes: the header, and padding behind the payload
+PROBE_OFFSET = 16  # of a scratch byte, which a new peer reads
+SLOT_OVERHEAD = HEADER + 8  # bytes: the header, and padding after the payload
 GOLDEN, MIX, SEED = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0x2545F4914F6CDD1D
-"""Of the sum: two multipliers that make a weight of a place, and the stamp's weight. All odd."""
+"""For the sum: two multipliers that turn a place into a weight, and the stamp's weight. All odd."""
 MASK = (1 << 64) - 1
 
 
@@ -44,8 +44,8 @@ class SlotCheck(IntEnum):
 
 
 def weights(count: int) -> NDArray[np.uint64]:
-    """Of the first `count` places of a payload. They are computed, so that a GPU need not read them
-    and both sides agree on them without a table."""
+    """Return the weights of the first `count` places of a payload, [count] of uint64. They are
+    computed, so that a GPU need not read them and both sides agree without a table."""
     half = np.uint64(32)
     found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     found = (found ^ (found >> half)) * np.uint64(MIX)

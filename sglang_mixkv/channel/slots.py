@@ -1,18 +1,18 @@
 """Slots of a rank's staging buffer: who uses which, and who gets the next one. No memory, no I/O.
 
-    FREE --take--> TAKEN --offer--> OFFERED --acknowledge, expire--> FREE
-                     +----free----> FREE
+    FREE --allocate--> ALLOCATED --publish--> PUBLISHED --acknowledge, expire--> FREE
+                           +--------free----> FREE
 
-On prefill a slot is taken to be packed, offered with its READY, and free again with the ACK.
+On prefill a slot is allocated for packing, published with its READY, and free again with the ACK.
 Without an ACK it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
-slot is taken for a read, is offered from there on, and free when its rows were copied out or
-nothing can land in it.
+slot is allocated and published for a read, and free when its rows were copied out or nothing can
+land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
 owners that hold or want any. The last quarter is for owners that hold none, one slot each. Of that
 half goes to any, which may be gone together, as the ranks of one server; the rest to those that
-have outlived slots: these were offered before the owner's last sign of life, and are still.
+have outlived slots, which were published before the owner's last sign of life and still are.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Generic, TypeVar
 from sglang_mixkv.channel.times import Times
 
 SLOTS = 64
-# What a slot costs beside its bytes (its place in a message each way, a read, a copy's descriptor
-# on both sides) is the same for any size, so slots are large: 4 MiB of rows, by default.
+# The cost of a slot besides its bytes (its place in a message each way, a read, a copy's descriptor
+# on both sides) does not depend on its size, so slots are large: 4 MiB of rows by default.
 ALIGNMENT = 4096
 
 T = TypeVar("T")
 
 
 def slot_bytes(staging_mb: int) -> int:
-    """Bytes of each slot of a rank's staging buffer: its share, and one page for the header, so
-    that chunks of a power of two fill slots and leave no rest for another."""
+    """Return the bytes of each slot of a staging buffer: its share, and one page for the header, so
+    that a chunk of 2^n tokens fills its slots exactly."""
     return (staging_mb << 20) // SLOTS // ALIGNMENT * ALIGNMENT + ALIGNMENT
 
 
@@ -67,21 +67,21 @@ class SlotPool:
         self._free = deque(range(count))
         self._owner: dict[int, Hashable] = {}
         self.held: Counter[Hashable] = Counter()
-        self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
+        self._published: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
         self._signs: tuple[dict[Hashable, float], ...] = {}, {}  # see `sign`; the oldest first
         self.barred: set[Hashable] = set()  # they get none
         self.count = count
         self._reserve = count // 4
 
     @property
-    def offered(self) -> int:
-        return len(self._offered)
+    def published(self) -> int:
+        return len(self._published)
 
     @property
     def free_slots(self) -> int:
         return len(self._free)
 
-    def allowed(self, owner: Hashable, owners: int) -> int:
+    def available_for(self, owner: Hashable, owners: int) -> int:
         """Return how many slots this owner can have now, where so many hold or want some."""
         if owner in self.barred:
             return 0
@@ -91,44 +91,44 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """The slots that stay free behind this owner's first: an eighth, or a quarter of what it
-        has not outlived. Who was heard and not served may not read what it gets, or not send."""
-        heard, served = (signs.get(owner, -1.0) for signs in self._signs)
-        offered = [since for since, _ in self._offered.values()]
-        left = self.count - bisect_right(offered, max(heard, served))
+        """Count the slots that stay free after this owner's first: an eighth, or a quarter of what
+        it has not outlived. An owner that was heard and not served may not read what it gets."""
+        heard, served = (signs.get(owner, float("-inf")) for signs in self._signs)
+        published = [since for since, _ in self._published.values()]
+        left = self.count - bisect_right(published, max(heard, served))
         kept = min(left // 4, self.count // 8)
-        return kept if offered and served >= offered[0] else max(kept, self.count // 16)
+        return kept if published and served >= published[0] else max(kept, self.count // 16)
 
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
         """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
         since then, with others that hold slots."""
         signs, when = self._signs[served], now if served else now - self._times.unsure
-        oldest, _ = next(iter(self._offered.values()), (float("inf"), 0))
+        oldest = next((since for since, _ in self._published.values()), float("inf"))
         while signs and signs[first := next(iter(signs))] < oldest:
             del signs[first]
         if when >= oldest:
             signs.pop(owner, None)
             signs[owner] = when
 
-    def give(self, owner: Hashable) -> int:
-        """One of those that are `allowed`."""
+    def allocate(self, owner: Hashable) -> int:
+        """Take one of the slots that are `available_for` the owner."""
         slot = self._free.popleft()
         self._owner[slot] = owner
         self.held[owner] += 1
         return slot
 
-    def offer(self, slot: int, stamp: int, now: float) -> None:
+    def publish(self, slot: int, stamp: int, now: float) -> None:
         """Its READY goes out now, or a read into it begins."""
         assert slot in self._owner
-        assert slot not in self._offered
-        self._offered[slot] = now, stamp
+        assert slot not in self._published
+        self._published[slot] = now, stamp
 
     def acknowledge(self, slots: Iterable[tuple[int, int]], read: float | None = None) -> list[int]:
-        """Free offered slots of one owner. Those that are not offered under their stamps. `read`:
-        when it said so; None: they cannot have been."""
+        """Free published slots of one owner; return those that are not published under their
+        stamps. `read`: when the owner said that it read them, None if it cannot have."""
         owner, wrong = None, []
         for slot, stamp in slots:
-            if self._offered.get(slot, (0.0, None))[1] == stamp:
+            if self._published.get(slot, (None, None))[1] == stamp:
                 owner = self._owner[slot]
                 self.free(slot)
             else:
@@ -139,7 +139,7 @@ class SlotPool:
 
     def free(self, slot: int) -> None:
         owner = self._owner.pop(slot)
-        self._offered.pop(slot, None)
+        self._published.pop(slot, None)
         self.held[owner] -= 1
         if not self.held[owner]:
             del self.held[owner]
@@ -148,7 +148,7 @@ class SlotPool:
     def expire(self, now: float) -> list[int]:
         """Free the slots whose ACK did not come within `slot_aside`."""
         limit = now - self._times.slot_aside
-        found = [slot for slot, (since, _) in self._offered.items() if since <= limit]
+        found = [slot for slot, (since, _) in self._published.items() if since <= limit]
         for slot in found:
             self.free(slot)
         return found
@@ -172,16 +172,17 @@ class RoundRobin(Generic[T]):
         if not queue:
             self.owners.pop(owner, None)
 
-    def take(self, slots: SlotPool, most: int) -> Iterator[tuple[T, int]]:
-        """`most` items with a slot each, or as many as there are slots for. Each leaves; the caller
-        adds it again where it wants another slot. In a round each owner gets an equal part of what
-        is free, or what it is allowed; one that gets none has to wait, and is not asked again."""
-        owners, most = list(self.owners), min(most, slots.free_slots)
+    def take(self, slots: SlotPool, limit: int) -> Iterator[tuple[T, int]]:
+        """Yield up to `limit` items with a slot each, as far as there are slots. Each leaves; the
+        caller adds it again where it wants another slot. In a round each owner gets an equal part
+        of what is free, or what is available for it; one that gets none waits for the next call.
+        """
+        owners, limit = list(self.owners), min(limit, slots.free_slots)
         contend = len({*owners, *slots.held})
-        while owners and most > 0:
-            part, again = max(1, most // len(owners)), list[Hashable]()
+        while owners and limit > 0:
+            part, again = max(1, limit // len(owners)), list[Hashable]()
             for owner in owners:
-                given = min(part, most, slots.allowed(owner, contend))
+                given = min(part, limit, slots.available_for(owner, contend))
                 if not given:
                     continue
                 queue, item, left = self.owners[owner], None, 0
@@ -189,11 +190,11 @@ class RoundRobin(Generic[T]):
                     if not left or item not in queue:
                         item, left = next(iter(queue)), self._run
                     del queue[item]
-                    given, most, left = given - 1, most - 1, left - 1
-                    yield item, slots.give(owner)
+                    given, limit, left = given - 1, limit - 1, left - 1
+                    yield item, slots.allocate(owner)
                 del self.owners[owner]
                 if queue:
-                    self.owners[owner] = queue  # behind the other owners
+                    self.owners[owner] = queue  # after the other owners
                     again.append(owner)
             owners = again
 

@@ -1,6 +1,6 @@
-"""What a channel thread waits for: its queue (Inlet) and its ZMQ sockets, which deliver a message
-within a known time or lose it. What does not sleep keeps the GIL where it can (draft/cuda.py): os,
-select and pyzmq's `send` and `recv` would give it up, `getsockopt` and ctypes.PyDLL do not."""
+"""A channel thread waits for its EventQueue and its ZMQ sockets, which deliver a message within a
+known time or lose it. What does not sleep keeps the GIL where it can (draft/cuda.py): os, select
+and pyzmq's `send` and `recv` would give it up; `getsockopt` and ctypes.PyDLL do not."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from sglang_mixkv.channel.times import Times
 
 T = TypeVar("T")
 EAGER = 0.008  # seconds
-EAGER_MS, LOOK_MS = 0.2, 1
+EAGER_MS, IDLE_MS = 0.2, 1
 # pyzmq makes enums of both at each use, which takes as long as asking a socket
 IN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
-KEEPALIVE = 2  # seconds without a message, after which the kernel asks the peer's
+KEEPALIVE = 2  # seconds without a message, after which the kernel probes the peer
 _SLEEPS, _KEEPS = ctypes.CDLL(None), ctypes.PyDLL(None)
 _COUNT = ctypes.c_uint64(1)  # an eventfd's
-# a file of epoll_wait's; Linux packs the structure on this processor alone
+# a file descriptor of epoll_wait; Linux packs the structure on this processor alone
 _READY = struct.Struct("4xi4x" if platform.machine() == "x86_64" else "8xi4x")
-_MOST = 64  # files of a look; the others are those of the next one
+_MOST = 64  # file descriptors of one poll; the others are those of the next one
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
-class Inlet(Generic[T]):
-    """Events for one thread, from any. `put` neither blocks nor waits for the GIL's other users; to
-    wake a thread that sleeps costs its caller some 10 us."""
+class EventQueue(Generic[T]):
+    """Events from any thread for one. `put` neither blocks nor gives up the GIL; waking a thread
+    that sleeps costs the caller some 10 us."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def put(self, event: T, wake: bool = True) -> None:
-        """`wake`: else it waits for the next event, or until the thread polls."""
+        """`wake`: wake the thread now; otherwise it sees the event when it next wakes or polls."""
         self._events.put(event)
         if wake:
             self.wake()
@@ -53,7 +53,7 @@ class Inlet(Generic[T]):
         return self._wake
 
     def take(self, ready: list[Any]) -> list[T]:
-        """All that is here, without waiting. `ready`: what a poll has found."""
+        """Return all events that are here, without waiting. `ready`: what a poll has found."""
         if self._wake in ready:
             _KEEPS.eventfd_read(self._wake, ctypes.byref(ctypes.c_uint64()))
         found: list[T] = []
@@ -63,11 +63,11 @@ class Inlet(Generic[T]):
 
 
 class Poller:
-    """Looks for messages of many sockets, and asks only those where something happened.
+    """Polls many sockets, and asks only those where something happened.
 
     The kernel names them by their `zmq.FD`, which is readable from a change of the socket on until
     the socket is used, by whatever call. A call may thus hide messages that came before it, so a
-    socket that is new, had messages at the last look, or was `used` since is asked as well.
+    socket that is new, had messages at the last poll, or was `used` since is asked as well.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Poller:
         self.came = 0.0  # when something was ready, or was done, last
 
     def register(self, at: zmq.Socket[bytes] | int) -> None:
-        """`at`: or the number of a file."""
+        """Add a socket, or a file descriptor."""
         self._epoll.register(at, select.EPOLLIN)
         if not isinstance(at, int):
             self._sockets[at.fileno()] = at
@@ -93,24 +93,24 @@ class Poller:
         self._used.discard(socket)
 
     def used(self, socket: zmq.Socket[bytes]) -> None:
-        """Something is sent over it, before the next look."""
+        """Something is sent over it, before the next poll."""
         self._used.add(socket)
 
     def wait(self, tick: float, outstanding: bool) -> list[Any]:
-        """The sleep of a channel thread: what is ready, within `tick` seconds. No file becomes
-        readable when a read or a CUDA event ends, so while one is `outstanding` the thread polls:
-        every 0.2 ms, and every 1 ms once nothing has come or begun for 8 ms, since each look may
-        take the GIL from SGLang's scheduler. What makes a file readable wakes it at once."""
+        """Sleep up to `tick` seconds, and return what is ready. No file becomes readable when a
+        read or a CUDA event ends, so while one is `outstanding` the thread polls: every 0.2 ms, and
+        every 1 ms once nothing has come or begun for 8 ms, since each poll may take the GIL from
+        SGLang's scheduler. What makes a file readable wakes it at once."""
         timeout_ms = tick * 1000
         if outstanding:
-            timeout_ms = EAGER_MS if time.monotonic() - self.came < EAGER else LOOK_MS
+            timeout_ms = EAGER_MS if time.monotonic() - self.came < EAGER else IDLE_MS
         if ready := self.poll(timeout_ms):
             self.came = time.monotonic()
         return ready
 
     def poll(self, timeout_ms: float) -> list[Any]:
-        """What is ready: sockets with messages, and numbers of files. May return early, with
-        nothing. It gives up the GIL to sleep alone, by ppoll: epoll_wait knows no microseconds."""
+        """Return what is ready: sockets with messages, and file descriptors. It may return early
+        with nothing. It gives up the GIL to sleep alone, in ppoll: epoll_wait knows no us."""
         asked, ready = self._used, list[Any]()
         self._used = set()
         for socket in asked:
@@ -146,13 +146,12 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
 def new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
 ) -> zmq.Socket[bytes]:
-    """The peer's kernel has a message within `times.delivery`, or it is lost with its connection.
+    """Make a socket whose messages reach the peer's kernel within `times.delivery`, or are lost
+    with their connection. Idle connections are checked by the kernel, since libzmq's heartbeats
+    abort the process if a peer is lost whose messages fill the socket's queue (its issue 4364).
 
-    The kernel looks after connections on which nothing is sent, since libzmq's heartbeats abort the
-    process where a peer is lost whose messages fill the socket's queue (its issue 4364).
-
-    A connection is tried again every few seconds. The kernel alone would ask a host that does not
-    answer at growing intervals, up to a minute after its link is back.
+    A connection is retried every few seconds. The kernel alone would retry a silent host at growing
+    intervals, up to a minute after its link is back.
     """
     socket = context.socket(kind)
     limit = int(times.delivery * 1000)

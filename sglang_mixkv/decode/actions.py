@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open
-from sglang_mixkv.decode.transfer import Peer, Room, Segment
+from sglang_mixkv.decode.transfer import Peer, Request, Segment
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -17,7 +17,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class StartRead(msgspec.Struct, eq=False):
-    """Read these segments, of one part. `Machine.read_ended` follows, however long it takes.
+    """Read these segments, of one transfer. `Machine.read_ended` follows, however long it takes.
 
     For the machine alone: when it `began`, `until` when it may take, and whether it has `failed`,
     so that none of the segments is used.
@@ -31,16 +31,16 @@ class StartRead(msgspec.Struct, eq=False):
 
 
 class Clear(msgspec.Struct, eq=False):
-    """Zero the room's rows of tokens [first_token, end), through its gate."""
+    """Zero the request's rows of tokens [first_token, end), through its gate."""
 
-    room: Room
+    request: Request
     first_token: int
     end: int
 
 
 class StartCopies(msgspec.Struct, frozen=True):
-    """Copy segments from their slots here to their rooms' rows, through the rooms' gates, and clear
-    rows: in any order, and together. `Machine.copied` follows for each, or for several."""
+    """Copy segments from their slots here to their requests' rows, through the requests' gates, and
+    clear rows: in any order, and together. `Machine.copied` follows for each, or for several."""
 
     jobs: tuple[Segment | Clear, ...]
 
@@ -52,7 +52,7 @@ class State(StrEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Once per room. A FAILED one is the only case in which the drafter ends a request."""
+    """Once per request. A FAILED one is the only case in which the drafter ends a request."""
 
     handle: Hashable
     state: State
@@ -60,7 +60,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """Another instance is at this peer's address: resolve it anew."""
+    """Another instance is at this peer's address: resolve it again."""
 
     peer: Peer
 

@@ -1,9 +1,9 @@
-"""Circuit breakers of prefill ranks: which rooms start cold at once.
+"""Circuit breakers of prefill ranks: they decide which requests start cold at once.
 
 A rank whose draft KV does not come costs each request the deadline. After three such requests in a
-row its breaker opens: rooms are cold at once, and one room after 1, 2, 4, ... 30 s is a probe. Its
-first segment lets all others in, and one more strike opens the breaker again; a warm room closes
-it for good. A probe may be long: one that has decided nothing lets another one try after 2 s.
+row its breaker opens: requests are cold at once, except for a probe after 1, 2, 4, ... 30 s. Its
+first segment lets all others in, and one more strike opens the breaker again; a warm request closes
+it for good. A probe may take long: if it has decided nothing, another one may try after 2 s.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class _State:
 
 
 class Breaker:
-    """One state for each peer that struck, until it is forgotten. Times are the caller's clock, in
+    """One state for each peer with strikes, until it is forgotten. Times are the caller's clock, in
     seconds."""
 
     def __init__(self) -> None:
         self._states: dict[bytes, _State] = {}
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
-        """True if a room that needs all of these must start cold. If not, it may be a probe."""
+        """True if a request that needs all of these must start cold. If not, it may be a probe."""
         states = [s for peer in peers if (s := self._states.get(peer)) is not None and s.is_open]
         if any(now < state.until for state in states):
             return True
@@ -44,20 +44,20 @@ class Breaker:
         return False
 
     def came(self, peer: bytes) -> None:
-        """A segment of its draft KV."""
+        """A segment of its draft KV came."""
         if (state := self._states.get(peer)) is not None and state.is_open:
             state.strikes = STRIKES - 1
 
     def forget(self, peer: bytes) -> None:
-        """All its draft KV of a room came, or its server is gone."""
+        """All its draft KV of a request came, or its server is gone."""
         self._states.pop(peer, None)
 
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
-        """A room's KV did not come from this peer. True if that opens its breaker."""
+        """A request's KV did not come from this peer. True if that opens its breaker."""
         state = self._states.setdefault(peer, _State())
         was_open = state.is_open
         if was_open and generation not in state.probes:
-            return False  # this room began before the breaker opened
+            return False  # this request began before the breaker opened
         state.strikes += 1
         if state.is_open:
             state.wait = min(2 * state.wait, LONGEST_WAIT) or FIRST_WAIT
@@ -66,7 +66,7 @@ class Breaker:
         return state.is_open and not was_open
 
     def release_probe(self, generation: int) -> None:
-        """The room is over: if it was a probe without a result, another room may be one."""
+        """The request is over: if it was a probe without a result, another one may be."""
         for state in self._states.values():
             if state.probes == {generation}:
                 state.until = 0.0

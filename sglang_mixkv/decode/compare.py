@@ -1,18 +1,18 @@
 """The differences between a prefill rank's row and this decode rank's, and what they mean.
 
-* REFUSED: the target's bytes or other requests could be hurt, or the pair can never work. The
-  decode rank refuses before SGLang's own metadata leaves.
+* REFUSED: the target's bytes or other requests could be damaged, or the pair can never work. The
+  decode rank refuses before it sends SGLang's own metadata.
 * MISMATCH: the drafters differ. Refused too, unless the operator asked for cold drafters.
 * COLD: there is no draft KV to fetch. Served, with a cold drafter.
 
-Not compared, since they cannot hurt: page sizes (tokens are on the wire),
+Not compared, since they do no harm: page sizes (tokens are on the wire),
 --speculative-num-steps and --speculative-num-draft-tokens (how far decode drafts), numbers of
 slots, weights and model names (two names can hold one model).
 
-The plugin does not touch the target. But whoever enables it wants right answers, and between some
-pairs SGLang itself moves the target wrongly without an error, or hangs, with or without a drafter.
-Functions are those of SGLang 0.5.23, in disaggregation/; tests/protocol/test_target_alone.py shows
-each case.
+The plugin does not touch the target. But an operator who enables it wants correct answers, and
+between some pairs SGLang itself transfers the target wrongly without an error, or hangs, with or
+without a drafter. Functions are those of SGLang 0.5.23, in disaggregation/; each case is shown in
+tests/protocol/test_target_alone.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _refused = partial(Difference, Severity.REFUSED)
 
 
 def differences(prefill: Row, decode: Row) -> list[Difference]:
-    """List what differs between a prefill rank and this decode rank, the gravest first."""
+    """List what differs between a prefill rank and this decode rank, the most severe first."""
     rules = _engine, _target, _aux, _draft
     found = [difference for rule in rules for difference in rule(prefill, decode)]
     return sorted(found, key=lambda d: list(Severity).index(d.severity))
@@ -64,17 +64,17 @@ MIXES = {
     "mooncake": {("0.5.21", "0.5.22"), ("0.5.21", "0.5.23"), ("0.5.22", "0.5.23")},
     "nixl": {("0.5.21", "0.5.22")},
 }
-"""By backend, SGLang's releases on prefill and decode between which it serves requests. In the
-others its messages are read otherwise, and requests wait in vain: tests/e2e/test_mixed_releases.py
-measures them, without the plugin too."""
+"""By backend, SGLang's releases on prefill and decode between which it serves requests. In other
+mixes its messages are misread, and requests hang until they time out: tests/e2e/
+test_mixed_releases.py measures them, without the plugin too."""
 
 
 def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
-    """Builds of one release of SGLang (0.5.23+cu130, 0.5.23.post1) are alike."""
+    """Compare backends and releases. Builds of a release (0.5.23+cu130, 0.5.23.post1) are one."""
     if prefill.backend != decode.backend:
         yield _refused(
             "transfer backend", prefill.backend, decode.backend, "the target could not be sent",
-            "Set --disaggregation-transfer-backend alike on both sides",
+            "Set the same --disaggregation-transfer-backend on both sides",
         )  # fmt: skip
     old, new = (re.sub(r"^(\d+(?:\.\d+)*).*", r"\1", row.engine) for row in (prefill, decode))
     mixes = MIXES.get(decode.backend, set())
@@ -83,8 +83,8 @@ def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
         others = f", or {' or '.join(served)} on decode" if served else ""
         yield _refused(
             f"SGLang's release over {decode.backend}", old, new,
-            "requests would wait in vain: SGLang itself does not serve this mix, or was not seen "
-            "to", f"Install {new} on prefill{others}",
+            "requests would hang: SGLang itself does not serve this mix, or was not seen to",
+            f"Install {new} on prefill{others}",
         )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
 
 
 NO_DRAFTER = "drafter with KV heads"
-# field of DraftFacts, its name in words, what a difference would cause
+# field of DraftFacts, its name in messages, what a difference would cause
 _COMPARED = (
     ("architecture", "drafter architecture", "it is another model"),
     ("algorithm", "speculative algorithm", "the drafter's rows mean something else"),
@@ -172,7 +172,7 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
     if planes[0] != planes[1]:
         yield _refused(
             "data plane", planes[0], planes[1], "draft KV could not be read",
-            "Set SGLANG_MIXKV_DATA_PLANE alike on both sides",
+            "Set the same SGLANG_MIXKV_DATA_PLANE on both sides",
         )  # fmt: skip
     for field, what, consequence in _COMPARED:
         left, right = getattr(there.facts, field), getattr(here.facts, field)
@@ -184,5 +184,5 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
     if prefill.topk != decode.topk:
         yield Difference(
             Severity.MISMATCH, "--speculative-eagle-topk", str(prefill.topk), str(decode.topk),
-            "the top-k rows that travel with each request differ", "Set it alike on both sides",
+            "the top-k rows that travel with each request differ", "Use one value on both sides",
         )  # fmt: skip

@@ -1,5 +1,5 @@
 """A decode rank's links: for each prefill rank that it reads from, a socket and the data plane's
-connection. Both are made and dropped together; the latter is mended where it breaks."""
+connection. Both are made and dropped together; a broken data plane connection is reconnected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_mixkv.draft.handshake import Row
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BATCH = 64  # messages of one peer between two looks at everything else
+BATCH = 64  # messages of one peer taken in one iteration
 CONNECT_S = 5.0
 NOBLOCK = int(zmq.NOBLOCK)  # pyzmq makes an enum of it at each use
 
@@ -31,12 +31,12 @@ Dealer = zmq.Socket[bytes]
 
 
 class Link:
-    """`memory`: the data plane's peer, None on a rank without a drafter. `mending`: a thread makes
-    another one. `closed`: nobody has the link any more."""
+    """`memory`: the data plane's peer, None on a rank without a drafter. `reconnecting`: a thread
+    makes another one. `closed`: nobody has the link any more."""
 
     def __init__(self, peer: Peer, row: Row, dealer: Dealer, memory: Any) -> None:
         self.peer, self.row, self.dealer, self.memory = peer, row, dealer, memory
-        self.mending = self.closed = False
+        self.reconnecting = self.closed = False
 
 
 class Links:
@@ -50,9 +50,9 @@ class Links:
         self._of_dealer: dict[Dealer, Link] = {}
 
     def dial(self, row: Row, server: str) -> Link:
-        """A link for `add` or `hang_up`. May block; raises ValueError for what is no address that a
-        prefill rank binds, and OSError where the rank's socket or its memory cannot be reached.
-        `server`: whose row it is, by its bootstrap address."""
+        """Make a link for `add` or `hang_up`. May block; raises ValueError for an address that no
+        prefill rank binds, and OSError if the rank's socket or its memory cannot be reached.
+        `server`: the bootstrap address of the server whose row it is."""
         _check(row.address)
         dealer, memory = new_socket(self._context, zmq.DEALER, row.address, self._times), None
         try:
@@ -71,12 +71,12 @@ class Links:
 
     def hang_up(self, link: Link) -> None:
         link.dealer.close()
-        link.closed = True  # before its memory is looked at, which a mender may replace
+        link.closed = True  # before its memory is read, which a reconnect may replace
         if self._store is not None and link.memory is not None:
             self._store.plane.forget(link.memory)
 
     def add(self, link: Link) -> None:
-        """Add a link, in the place of an earlier one to the same peer."""
+        """Add a link. It replaces an earlier one to the same peer."""
         self.drop(link.peer)
         self._links[link.peer] = self._of_dealer[link.dealer] = link
         self.poller.register(link.dealer)
@@ -95,7 +95,7 @@ class Links:
     # -- messages
 
     def send(self, peer: Peer, message: Message) -> bool:
-        """Return whether it left. What left may still be lost, with its connection."""
+        """Return whether it was sent. It may still be lost with its connection."""
         link = self._links.get(peer)
         with contextlib.suppress(zmq.ZMQError):
             if link is not None:
@@ -127,33 +127,33 @@ class Links:
             return False
         here, there, extents = store.staging, link.row.staging, []
         for segment in action.segments:
-            one, heads = segment.announced, segment.part.source.heads
+            one, heads = segment.announced, segment.transfer.source.heads
             local = here.address + segment.slot * here.slot_bytes
             remote = there.base + one.slot * there.slot_bytes
             extents.append((local, remote, store.rows.packed_bytes(one.count, len(heads))))
-        memory = link.memory  # once: a mender may replace it
+        memory = link.memory  # once: a reconnect may replace it
         store.plane.start((action, link, memory), memory, extents)
         return True
 
     def ended(self) -> Iterator[tuple[act.StartRead, str]]:
-        """The reads that have ended, and why they failed. A connection that broke is made anew in
-        the background, since no backend does that by itself."""
+        """Yield the reads that have ended, and why they failed. A broken connection is made again
+        in the background, since no backend reconnects by itself."""
         if self._store is None:
             return
         for (action, link, memory), error in self._store.plane.ended():
             yield action, error
-            if error and link.memory is memory and not (link.mending or link.closed):
-                self._mend(link)
+            if error and link.memory is memory and not (link.reconnecting or link.closed):
+                self._reconnect(link)
 
-    def _mend(self, link: Link) -> None:
-        """Connect again in a thread of the link's own, since that waits for its peer."""
-        link.mending = True
+    def _reconnect(self, link: Link) -> None:
+        """Connect again in a thread of the link's own, since connecting waits for the peer."""
+        link.reconnecting = True
         try:
             threading.Thread(
-                target=self._connect_again, args=(link,), name="mixkv-mend", daemon=True
+                target=self._connect_again, args=(link,), name="mixkv-reconnect", daemon=True
             ).start()
         except RuntimeError as error:  # no thread can be started
-            self._mended(link, error)
+            self._reconnected(link, error)
 
     def _connect_again(self, link: Link) -> None:
         assert self._store is not None
@@ -167,11 +167,11 @@ class Links:
                 plane.forget(link.memory)
         except Exception as raised:
             error = raised
-        self._mended(link, error)
+        self._reconnected(link, error)
 
-    def _mended(self, link: Link, error: Exception | None) -> None:
-        """End a try. With an error the link stays broken until the next read that fails."""
-        link.mending = False
+    def _reconnected(self, link: Link, error: Exception | None) -> None:
+        """End a reconnect. After an error the link stays broken until the next read fails."""
+        link.reconnecting = False
         if error is not None:
             logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
 

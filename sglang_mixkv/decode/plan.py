@@ -23,11 +23,11 @@ Rows = Mapping[tuple[str, int], Row]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """For each request that contacts the ranks of these entries of `bootstrap_infos`. `sources`:
-    the ranks of the drafter's stage. `cold`: why nothing is fetched.
+    """The plan of all requests that contact the ranks of these entries of `bootstrap_infos`.
+    `sources`: the ranks of the drafter's stage. `cold`: why nothing is fetched.
 
-    SGLang has one entry for each rank as long as it is connected, and requests come with the same
-    ones again. `infos` retains them, so that their identities remain theirs.
+    SGLang keeps one entry for each rank while it is connected, and requests come with the same
+    ones. `infos` retains them, so that no other object gets their identities.
     """
 
     sources: tuple[Source, ...]
@@ -39,8 +39,8 @@ class Plan(msgspec.Struct, frozen=True):
 def judge(
     rows: Collection[Row], own: Row, *, serve_mismatch: bool
 ) -> tuple[Cold, tuple[Difference, ...]]:
-    """Return why requests to a server with these rows are cold, "" for warm, and what differences
-    are served. MixKVError where it is refused. `serve_mismatch`: other drafters are cold."""
+    """Return why requests to a server with these rows are cold, "" for warm, and which differences
+    are served. MixKVError if it is refused. `serve_mismatch`: other drafters are cold."""
     _check_instances(rows)
     known = {str(d): d for row in rows for d in differences(row, own)}
     if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
@@ -62,8 +62,8 @@ def judge(
 def make_plan(
     infos: Sequence[Any], rows: Rows, own: Row, cold: Cold = "", server: str = ""
 ) -> Plan:
-    """Raises MixKVError where these ranks are refused. `cold`: of `judge`. `server`: its bootstrap
-    address."""
+    """Make the plan. MixKVError if these ranks are refused. `cold`: of `judge`. `server`: its
+    bootstrap address."""
     found = [_row_of(info, rows) for info in infos]
     stage = max((row.pp_rank for row in found if row.draft is not None), default=None)
     drafting = [(row, row.draft) for row in found if row.pp_rank == stage and row.draft]
@@ -84,7 +84,7 @@ def _row_of(info: Any, rows: Rows) -> Row:
         raise refuse(
             "MIXKV-PAIR-01", "sglang-mixkv in every process of the prefill server",
             f"none in the rank at {rank[0]}:{rank[1]}",
-            "its draft KV would stay away, or land in the target's pages",
+            "its draft KV would be missing, or land in the target's pages",
             "Start prefill with --enable-mixkv on every node",
         )  # fmt: skip
     return rows[rank]
@@ -93,7 +93,7 @@ def _row_of(info: Any, rows: Rows) -> Row:
 def _check_instances(rows: Collection[Row]) -> None:
     if len({row.instance for row in rows}) < len(rows):
         raise refuse(
-            "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
+            "MIXKV-PAIR-04", "an instance of its own for each prefill rank",
             "one that two ranks share", "heads of one of them would never be read",
             "Restart the prefill server",
         )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.decode import actions as act
-from sglang_mixkv.decode.transfer import Part, Peer, Room, Segment, Stage
+from sglang_mixkv.decode.transfer import Peer, Request, Segment, SourceTransfer, Stage
 
 Job = Segment | act.Clear
 
@@ -22,26 +22,26 @@ class Segments:
         self._turns: RoundRobin[Segment] = RoundRobin()
         self._reads: dict[act.StartRead, None] = {}  # in flight
         self._copying: set[Job] = set()
-        self._jobs: list[Job] = []  # those of them that are not asked for yet
+        self._jobs: list[Job] = []  # copies that are not requested yet
         self._acks: dict[Peer, list[tuple[int, int]]] = {}
 
     def add(self, segment: Segment) -> None:
-        segment.room.segments[segment] = None
+        segment.request.segments[segment] = None
         self._turns.add(segment.peer, segment)
 
     def remove(self, segment: Segment) -> None:
         """Forget a segment that is in place, or never will be. Its slot is freed; one that was not
         read yet is acknowledged."""
-        del segment.room.segments[segment]
+        del segment.request.segments[segment]
         if segment.stage is Stage.WAITING:
             self._turns.remove(segment.peer, segment)
             self.acknowledge(segment.peer, [segment.announced])
         else:
             self._slots.free(segment.slot)
 
-    def drop(self, room: Room) -> None:
-        """Remove what waits of a room that does not want it any more."""
-        for segment in room.of_stage(Stage.WAITING) + room.of_stage(Stage.HELD):
+    def drop(self, request: Request) -> None:
+        """Remove the waiting and held segments of a request that does not need them any more."""
+        for segment in request.of_stage(Stage.WAITING) + request.of_stage(Stage.HELD):
             self.remove(segment)
 
     def acknowledge(self, peer: Peer, announced: Iterable[Announced]) -> None:
@@ -50,23 +50,23 @@ class Segments:
             acks.append((one.slot, one.stamp))
 
     def actions(self, now: float) -> list[act.Action]:
-        """ACKs, reads of as many waiting segments as there are slots for, and copies."""
+        """Return ACKs, reads of as many waiting segments as there are slots for, and copies."""
         found: list[act.Action] = []
         for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
                 found.append(act.Send(peer, Ack(tuple(slots[first : first + MAX_LIST]))))
         self._acks = {}
         if self._turns.owners:
-            parts: dict[Part, list[Segment]] = {}
+            transfers: dict[SourceTransfer, list[Segment]] = {}
             for segment, slot in self._turns.take(self._slots, self._slots.count):
                 segment.slot, segment.stage = slot, Stage.READING
-                parts.setdefault(segment.part, []).append(segment)
-            for segments in parts.values():
+                transfers.setdefault(segment.transfer, []).append(segment)
+            for segments in transfers.values():
                 for first in range(0, len(segments), self._list):
                     some = segments[first : first + self._list]
                     for one in some:
-                        self._slots.offer(one.slot, one.announced.stamp, now)
-                    read = act.StartRead(some[0].peer, some, now, now + some[0].room.limits.read)
+                        self._slots.publish(one.slot, one.announced.stamp, now)
+                    read = act.StartRead(some[0].peer, some, now, now + some[0].request.limits.read)
                     self._reads[read] = None
                     found.append(read)
         if self._jobs:
@@ -75,7 +75,7 @@ class Segments:
         return found
 
     def end_read(self, read: act.StartRead, now: float, error: str) -> None:
-        """Its segments are acknowledged."""
+        """Acknowledge its segments."""
         del self._reads[read]
         self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         if self._slots.barred:
@@ -84,21 +84,21 @@ class Segments:
             self._slots.sign(read.peer, now, served=True)
 
     def overdue(self, now: float) -> list[act.StartRead]:
-        """Reads that take too long, and have not failed yet. Their peers get no slot any more until
+        """Return reads that take too long and have not failed yet. Their peers get no slot until
         these have ended."""
         found = [one for one in self._reads if one.until <= now and not one.failed]
         self._slots.barred.update(read.peer for read in found)
         return found
 
-    def late(self, room: Room, since: float) -> list[Peer]:
-        """Peers whose rows are missing, and not only because this rank has no slot for them, an
-        earlier forward runs on it, or copies wait: a read of their own began before then."""
-        here = {one.peer for one in room.segments if one.stage is not Stage.READING}
+    def late(self, request: Request, since: float) -> list[Peer]:
+        """Return peers whose rows are missing through no fault of this rank (no slot for them, an
+        earlier forward still running, waiting copies): a read from them began before `since`."""
+        here = {one.peer for one in request.segments if one.stage is not Stage.READING}
         here -= {read.peer for read in self._reads if read.began <= since}
-        return [peer for peer in room.missing() if peer not in here]
+        return [peer for peer in request.missing() if peer not in here]
 
     def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
-        """Those that no read in flight has."""
+        """Return those that are not in a read in flight."""
         reads = [read for read in self._reads if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
@@ -109,16 +109,16 @@ class Segments:
             job.stage = Stage.COPYING
         self._copying.add(job)
         self._jobs.append(job)
-        job.room.copying += 1
+        job.request.copying += 1
 
     def end_jobs(self, jobs: Sequence[Job]) -> None:
-        """Slots of segments are freed."""
+        """Free the slots of these segments."""
         for job in jobs:
             self._copying.remove(job)
-            job.room.copying -= 1
+            job.request.copying -= 1
             if isinstance(job, Segment):
                 self.remove(job)
 
-    def left(self) -> dict[str, int]:
+    def outstanding(self) -> dict[str, int]:
         reads = len(self._turns) + len(self._reads)
         return {"reads": reads, "jobs": len(self._copying)}

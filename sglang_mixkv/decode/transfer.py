@@ -1,10 +1,10 @@
-r"""Room, Part and Segment of a decode rank: a request, what a prefill rank sends of it, in pieces;
-and Numbers, which knows whether a room number came again too early.
+r"""Request, SourceTransfer and Segment of a decode rank: a request, its transfer from each prefill
+rank, in pieces; and RecentRooms, which knows whether a room number was used again too early.
 
-A room is named by its *generation*, since SGLang uses its room numbers again. A *peer* is a prefill
-rank as one prefill server names it: what another server says of the same rank is another peer, so
-that no server can end what another one's facts began. A *handle* is what the caller knows a room by
-(in a server its ReceiveHandle).
+A Request, a *room* in logs and metrics, is named by its *generation*, since SGLang uses its room
+numbers again. A *peer* is a prefill rank by the facts of one prefill server: by another server's it
+is another peer, so that no server can end what another's facts began. A *handle* is the caller's
+name of a request (in a server its ReceiveHandle).
 
 WAITING --a slot is free--> READING --read_ended--> HELD, while an earlier forward may write
    |                           |                     |      to the same rows
@@ -30,7 +30,7 @@ Peer = bytes
 
 
 def peer_of(instance: bytes, server: str) -> Peer:
-    """The rank of this instance, by the facts of the prefill server at this bootstrap address."""
+    """Name the rank of this instance by the facts of the server at this bootstrap address."""
     return instance + server.encode()
 
 
@@ -44,11 +44,11 @@ def server_of(peer: Peer) -> str:
 
 
 class Source(msgspec.Struct, frozen=True):
-    """One contacted prefill rank of the drafter's stage, for one room.
+    """One contacted prefill rank of the drafter's stage, for one request.
 
     `heads`: to read from it, may be none. `readers`: how many decode ranks open it. `slots`: how
     many it has. `segment_tokens`: how many tokens fit the smaller of its slots and this rank's.
-    `patience`: its own, by which it uses a slot again that was not acknowledged.
+    `patience`: its own, by which it reuses a slot that was not acknowledged.
     """
 
     peer: Peer
@@ -60,8 +60,8 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A room. Rows of tokens [first_token, end) are its own; the prompt ends there or earlier,
-    within the last page, of `page_size` tokens.
+    """A request to open. Rows of tokens [first_token, end) are its own; the prompt ends there or
+    earlier, within the last page, of `page_size` tokens.
 
     `cold`: a reason why nothing is fetched. `pending`: an earlier forward may still write these
     rows.
@@ -87,12 +87,12 @@ class Stage(Enum):
 
 
 class Segment(msgspec.Struct, eq=False, gc=False):
-    """`number`, `first`: its place among the part's segments, and in the prompt. `since`: when it
-    was announced. `slot`: this rank's, from READING on. The garbage collector need not look at it,
-    since each leaves its room's `segments`."""
+    """`number`, `first`: its place in the transfer, and in the prompt. `since`: when it was
+    announced. `slot`: this rank's, from READING on. The garbage collector does not track it, since
+    each leaves its request's `segments`."""
 
-    room: Room
-    part: Part
+    request: Request
+    transfer: SourceTransfer
     peer: Peer
     announced: Announced
     number: int
@@ -102,12 +102,12 @@ class Segment(msgspec.Struct, eq=False, gc=False):
     slot: int = -1
 
 
-class Part:
-    """The part of a room that one prefill rank sends.
+class SourceTransfer:
+    """The transfer of a request from one prefill rank.
 
     `announced`, `token`: number and first token of the segment that it may announce next. `last`:
     it has announced all. `placed`: segments whose rows are in the pool, by number; the value is the
-    token behind them. `complete`: all are.
+    token after them. `complete`: all are.
     """
 
     def __init__(self, source: Source, first_token: int) -> None:
@@ -131,29 +131,29 @@ class Part:
 
     def violation(self, ready: Ready, opened: Opened) -> str:
         """Say why this READY cannot be what a prefill rank sends next; "" if it can. One that ends
-        the prompt early would leave another request's rows in a warm room."""
+        the prompt early would leave another request's rows in place."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
-            return f"segment {ready.segment} behind the last one"
+            return f"segment {ready.segment} after the last one"
         if ready.segment != self.announced:
-            return f"segment {ready.segment} in the place of {self.announced}"
+            return f"segment {ready.segment}, expected {self.announced}"
         if not (ready.segments or ready.last):
-            return "no segment, and not the end"
+            return "no segment, and it is not the last READY"
         for one in ready.segments:
             until += one.count
             if one.slot >= slots or one.count > limit:
                 return f"{one.count} tokens in slot {one.slot}; there are {slots}, of {limit} each"
         if ready.first_token != self.token or until > opened.end:
-            return f"tokens {ready.first_token}..{until} in the place of {self.token}..{opened.end}"
+            return f"tokens {ready.first_token}..{until}, expected {self.token}..{opened.end}"
         if ready.last and until <= opened.end - opened.page_size:
             return f"the prompt's end at {until}, expected in the last page, before {opened.end}"
         return ""
 
-    def accept(self, ready: Ready, room: Room, now: float) -> list[Segment]:
+    def accept(self, ready: Ready, request: Request, now: float) -> list[Segment]:
         found = []
         for one in ready.segments:
             number, peer = self.announced, self.source.peer
-            found.append(Segment(room, self, peer, one, number, self.token, now))
+            found.append(Segment(request, self, peer, one, number, self.token, now))
             self.announced += 1
             self.token += one.count
         self.last = ready.last
@@ -161,13 +161,13 @@ class Part:
         return found
 
 
-class Room:
-    """One request on this rank. `parts`: of the prefill ranks whose heads it reads. `segments`:
-    those that are announced and not in place, in this order.
+class Request:
+    """One request on this rank. `transfers`: from the prefill ranks whose heads it reads.
+    `segments`: those that are announced and not in place, in this order.
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
-    `copying`: copies under way. `cold`: why it is cold, once it is. `limits`: times in which this
-    rank is done with a prefill rank's slot, by the smaller patience of both.
+    `copying`: copies under way. `cold`: why it is cold, once it is. `limits`: times within which
+    this rank is done with a prefill rank's slot, by the smaller patience of both.
     """
 
     def __init__(self, opened: Opened, heads: bool, times: Times, now: float) -> None:
@@ -176,8 +176,8 @@ class Room:
         self.limits = times if patience == times.patience else Times(patience)
         self.generation = opened.generation
         self.pending = opened.pending
-        sources = [source for source in opened.sources if source.heads] if heads else []
-        self.parts = {source.peer: Part(source, opened.first_token) for source in sources}
+        sources = [one for one in opened.sources if one.heads] if heads else []
+        self.transfers = {one.peer: SourceTransfer(one, opened.first_token) for one in sources}
         self.segments: dict[Segment, None] = {}
         self.progress = now
         self.first_ready: float | None = None
@@ -193,30 +193,30 @@ class Room:
 
     @property
     def complete(self) -> bool:
-        for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
-            if not part.complete:
+        for transfer in self.transfers.values():  # noqa: SIM110, a generator would cost more calls
+            if not transfer.complete:
                 return False
         return True
 
     @property
     def placed_to(self) -> int:
         first = self.opened.first_token
-        return min((part.placed_to for part in self.parts.values()), default=first)
+        return min((transfer.placed_to for transfer in self.transfers.values()), default=first)
 
     def missing(self) -> list[Peer]:
         """Peers whose rows are not all in place."""
-        return [peer for peer, part in self.parts.items() if not part.complete]
+        return [peer for peer, transfer in self.transfers.items() if not transfer.complete]
 
     def of_stage(self, stage: Stage) -> list[Segment]:
         return [segment for segment in self.segments if segment.stage is stage]
 
     def message(self, source: Source, instance: bytes, slot_bytes: int) -> Open:
         """The OPEN for one prefill rank, of this instance with slots of that size."""
-        opened, part = self.opened, self.parts.get(source.peer)
+        opened, transfer = self.opened, self.transfers.get(source.peer)
         return Open(
             opened.version, opened.bootstrap_room, opened.generation, instance_of(source.peer),
             instance, source.readers,
-            (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
+            (transfer.source.heads.start, transfer.source.heads.stop) if transfer else (0, 0),
             opened.first_token, slot_bytes,
         )  # fmt: skip
 
@@ -233,23 +233,23 @@ class Room:
         return min(max(self.arrived, self.progress) + wait, self.arrived + times.whole_wait)
 
 
-class Numbers:
+class RecentRooms:
     """Room numbers whose last request here was not warm. Its OPEN may have been lost with a
-    connection: prefill would take the number's next OPEN for that one's, and send another request's
-    KV. A prefill rank has met a request that was warm. `seconds`: its half of one is over then."""
+    connection: prefill would take the number's next OPEN for it, and send another request's KV. A
+    warm request was known to prefill. `seconds`: how long prefill keeps an unmatched half."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since: dict[int, float] = {}  # the oldest first
 
-    def is_doubtful(self, number: int, now: float) -> bool:
-        """Asked for each request, which is not warm yet."""
+    def is_ambiguous(self, number: int, now: float) -> bool:
+        """True if prefill may take this request for an earlier one. Call it once per request."""
         since = self._since
         while since and now - since[oldest := next(iter(since))] > self._seconds:
             del since[oldest]
-        doubtful = since.pop(number, None) is not None
+        ambiguous = since.pop(number, None) is not None
         since[number] = now
-        return doubtful
+        return ambiguous
 
     def was_warm(self, number: int) -> None:
         self._since.pop(number, None)

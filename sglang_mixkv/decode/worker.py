@@ -1,10 +1,10 @@
 """A decode rank's channel: what SGLang's scheduler calls, the thread that owns the sockets, copies.
 
 SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`.
-Threads of the caller's call `dial` and `add` for each prefill rank before its first room, and
+Threads of the caller call `dial` and `add` for each prefill rank before its first request, and
 `drop` once its server is gone. The channel thread calls the machine, sends what it asks for, starts
-reads and copies and asks for their ends, and asks the events that rooms wait for. If it could not
-go on, rooms are cleared in the scheduler's thread, and are cold.
+reads and copies, and polls them and the events that requests wait for. If it cannot go on, the
+scheduler's thread clears their rows, and they are cold.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ logger = logging.getLogger(f"sglang.{__name__}")
 class ReceiveHandle:
     """One request of a receiver, between the scheduler and the channel. `pages`: of `page_size`
     tokens, the draft pool's, from `opened.first_token` on; they are written while `gate` is open.
-    `event`: behind an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
-    `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over.
-    `arrived`: when SGLang's own transfer had succeeded; the machine has a time of its own, since
-    this one is needed where its thread hangs. `decided`: when the verdict was there."""
+    `event`: of an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
+    `reason`: the channel's verdict. `request`: SGLang's, once the queue has it. `arrived`: when
+    SGLang's own transfer had succeeded, for the scheduler alone: the machine's thread may hang.
+    `decided`: when the verdict was there."""
 
     request: Any = None
 
@@ -58,7 +58,7 @@ class ReceiveHandle:
 
     @property
     def waited(self) -> float | None:
-        """For draft KV alone; None where the target, or the verdict, never came."""
+        """Seconds spent on draft KV alone; None if the target or the verdict never came."""
         if self.arrived is None or self.decided is None:
             return None
         return max(0.0, self.decided - self.arrived)
@@ -69,7 +69,7 @@ class ReceiveHandle:
 
 
 class DecodeWorker(Worker):
-    """`store`: None on a rank without a drafter, which opens rooms and reads nothing.
+    """`store`: None on a rank without a drafter, which opens requests and reads nothing.
 
     `forget_peer` takes a peer that was restarted, `check_peer` one that a message could not be sent
     to. Both run in the channel thread, and must neither block nor raise.
@@ -87,7 +87,7 @@ class DecodeWorker(Worker):
         self._links = Links(store, times)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
         super().__init__(machine, self._links.poller, reporter, times, store)
-        self._forwards: dict[Generation, Any] = {}  # events of rooms that are pending
+        self._forwards: dict[Generation, Any] = {}  # events of pending requests
         self._draws = messages.draws()
         self._counter = itertools.count(next(self._draws) >> 33)  # 30 bits
         self._thread.start()
@@ -95,12 +95,12 @@ class DecodeWorker(Worker):
     # -- any thread
 
     def add(self, link: Link) -> None:
-        """Rooms that are opened from here on can name this peer, until it is dropped."""
+        """Requests opened from here on can name this peer, until it is dropped."""
         self._call(self._links.add, link)
 
     def drop(self, peer: Peer) -> None:
-        """Close its socket and its connection in the data plane. Rooms that wait for its rows go
-        cold: its server is gone, so that waiting for the deadline would gain nothing."""
+        """Close its socket and its connection in the data plane. Requests that wait for its rows
+        go cold at once: its server is gone."""
         self._call(self._drop, peer)
 
     def knows(self, peer: Peer) -> bool:
@@ -109,12 +109,12 @@ class DecodeWorker(Worker):
     # -- the scheduler's thread
 
     def _new_generation(self) -> Generation:
-        """Greater than all before; the low half cannot be guessed.
+        """Return a number above all earlier ones, whose low half cannot be guessed.
 
-        The counter has 31 bits and begins below 2^30, so that it rises for at least 2^30 uses: at
-        20 requests a second for 20 months. Two ranks of n uses each have one in common by a chance
-        of n^2 / 2^61, 4 in 10 million for a million uses: they begin within n of each other by
-        n / 2^29, and then n low halves are equal by 2^-32 each.
+        The counter has 31 bits and begins below 2^30, so it rises for at least 2^30 requests: 20
+        months at 20 requests a second. Two ranks of n requests each share a generation with a
+        probability of n^2 / 2^61, 4 in 10 million for a million requests: they begin within n of
+        each other with n / 2^29, and then each of n low halves is equal with 2^-32.
         """
         return (next(self._counter) & 0x7FFFFFFF) << 32 | next(self._draws) & 0xFFFFFFFF
 
@@ -133,15 +133,15 @@ class DecodeWorker(Worker):
             self._call(self._forwards.__setitem__, generation, handle.event)
 
     def target_arrived(self, handle: ReceiveHandle) -> None:
-        """Wait for draft KV from now on, unless it was there before."""
+        """Wait for draft KV from now on, unless the verdict is there."""
         if handle.arrived is None:
             handle.arrived = time.monotonic()
             if handle.state is None:
-                # it starts a clock: the next call or tick is soon enough
+                # it only starts a clock: the next call or tick is soon enough
                 self._call(self._machine.target_arrived, handle.opened.generation, wake=False)
 
     def close(self, handle: ReceiveHandle, reason: str = "") -> None:
-        """End the room. When this returns, nothing of it is written any more. Idempotent."""
+        """End the request. When this returns, none of its rows is written any more. Idempotent."""
         if handle.closed:
             return
         handle.closed = True
@@ -153,15 +153,15 @@ class DecodeWorker(Worker):
         self._reporter.ended(handle, reason)
 
     def is_lost(self, handle: ReceiveHandle) -> bool:
-        """True if the channel will not decide this room: its threads have ended, or it has taken
+        """True if the channel will not decide this request: its threads have ended, or it has taken
         twice as long as it may. The scheduler has to `clear_now` then."""
         since = handle.arrived
         return self.broken or (since is not None and time.monotonic() - since > self._slowest)
 
     def clear_now(self, handle: ReceiveHandle) -> None:
-        """Clear the whole room in the caller's thread; it is cold. Nothing else writes to it from
-        here on. It does nothing while an earlier forward may still write these rows: the caller
-        polls again. Where that forward's event has no answer for as long again, the request fails.
+        """Clear all rows of the request in the caller's thread; it is cold. Nothing else writes to
+        them from here on. While an earlier forward may still write them it does nothing, and the
+        caller polls again. If that forward's event stays unknown as long again, the request fails.
         """
         opened = handle.opened
         try:
@@ -190,16 +190,16 @@ class DecodeWorker(Worker):
 
     # -- the channel thread
 
-    def _outstanding(self) -> bool:
+    def _must_poll(self) -> bool:
         return bool(self._forwards) or (self._store is not None and self._store.plane.busy)
 
-    def _look(self, ready: list[Any]) -> Iterator[Call]:
+    def _poll(self, ready: list[Any]) -> Iterator[Call]:
         for generation, event in list(self._forwards.items()):
             try:
                 if is_over(event):
                     del self._forwards[generation]
                     yield self._machine.forward_done, (generation,)
-            except Exception as error:  # it is asked again: rows are cleared behind it alone
+            except Exception as error:  # asked again: rows are cleared only after it
                 yield self._machine.forward_done, (generation, repr(error)[:300])
         for ended in self._links.ended():
             yield self._machine.read_ended, ended
@@ -212,7 +212,7 @@ class DecodeWorker(Worker):
                 yield self._machine.failed, (peer, message)
 
     def _drop(self, peer: Peer) -> None:
-        """A message without a link drops none: it may be there again."""
+        """Drop a peer. A message without a link does not: the link may be there again."""
         self._links.drop(peer)
         self._machine.peer_lost(peer, True)
 
@@ -237,13 +237,13 @@ class DecodeWorker(Worker):
                 self._reporter(action)
 
     def _copy_of(self, job: Job) -> Copy:
-        handle, first = job.room.opened.handle, job.room.opened.first_token
+        handle, first = job.request.opened.handle, job.request.opened.first_token
         assert isinstance(handle, ReceiveHandle)
         assert self._store is not None
         request = job, handle.gate, handle.pages
         if isinstance(job, act.Clear):
             tokens = job.first_token - first, job.end - job.first_token
             return Copy(Kind.CLEAR, *request, *tokens, self._store.rows.heads)
-        one, heads = job.announced, job.part.source.heads
+        one, heads = job.announced, job.transfer.source.heads
         tokens = job.first - first, one.count
         return Copy(Kind.UNPACK, *request, *tokens, heads, job.slot, one.stamp)

@@ -1,7 +1,7 @@
 """Copies between the draft pool and slots, each through the gate of its request.
 
-`start` begins them, `ended` reports those that have ended. `done`: true where one has. `polled`:
-whether one is in flight whose end wakes nobody; `launched`: when the last such one was started.
+`start` begins them, `ended` reports those that have ended. `done`: true if one has. `polled`: true
+if one is in flight whose end wakes nobody; `launched`: when the last such one was started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.channel.gate import Gate, launch_guarded
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.layout import Pages
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 AT_ONCE = 256 << 10
-"""Bytes of a host copy that `start` makes itself: some 30 us, less than a hand-over to a thread."""
+"""Bytes of a host copy that `start` makes itself: some 30 us, less than passing it to a thread."""
 
 
 class Store(NamedTuple):
-    """The places of draft KV on a rank with a drafter: its pool, and its slots, which `plane` has
-    registered. `device`: GpuRows of both, or None where a thread copies."""
+    """The memory of draft KV on a rank with a drafter: its pool, and its slots, which `plane` has
+    registered. `device`: GpuRows of both, or None if a thread copies."""
 
     rows: DraftRows
     staging: Staging
@@ -44,7 +44,7 @@ class Store(NamedTuple):
     def copier(
         self, name: str, wake: Callable[[], None], moved: Callable[[int, float], None]
     ) -> Copier:
-        """Make what copies between both. `name`, `wake`: of its thread, where it has one."""
+        """Make what copies between both. `name`, `wake`: of its thread, if it has one."""
         if self.device is not None:
             return GpuCopier(self, moved)
         return HostCopier(self, moved, name, wake)
@@ -74,7 +74,7 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 Outcome = SlotCheck | Exception | None
 """None: the request's gate was closed, and nothing was copied."""
 Ended = tuple[Copy, Outcome, float]
-"""And the copy's seconds, or its share of its batch's."""
+"""With the copy's seconds, or its share of those of its batch."""
 
 
 class Copier(ABC):
@@ -90,11 +90,11 @@ class Copier(ABC):
 
     @abstractmethod
     def _take(self) -> list[Ended]:
-        """The copies that have ended since it was asked last, in any order."""
+        """Return the copies that have ended since the last call, in any order."""
 
     def ended(self) -> list[tuple[list[Any], Outcome]]:
-        """The jobs of copies that have ended since it was asked last, and how: all that are made
-        together, each other one alone."""
+        """Return the jobs that have ended since the last call, with their outcomes: those that were
+        made in one list, each other one alone."""
         found, made = list[tuple[list[Any], Outcome]](), list[Any]()
         size, seconds = 0, 0.0
         for copy, outcome, took in self._take():
@@ -215,11 +215,11 @@ class GpuCopier(Copier):
         return found
 
     def _launch(self) -> None:
-        """Batches of one kind, as long as the device takes some."""
+        """Start batches of one kind each, as long as the device takes some."""
         waiting, device = self._waiting, self._device
         while waiting and device.can_start:
             kind, batch = waiting[0][0].kind, list[tuple[Copy, Any]]()
-            while waiting and waiting[0][0].kind is kind and len(batch) < device.most:
+            while waiting and waiting[0][0].kind is kind and len(batch) < device.max_batch:
                 batch.append(waiting.popleft())
             self._start(kind, batch)
 
@@ -237,7 +237,7 @@ class GpuCopier(Copier):
             return self._starts[kind](jobs) if jobs else None
 
         try:
-            ticket = start_behind([copy.gate for copy, _ in batch], launch)
+            ticket = launch_guarded([copy.gate for copy, _ in batch], launch)
         except Exception as error:
             logger.exception("[MIXKV-SELF-01] draft KV could not be copied on the device")
             self._over += [(copy, error, 0.0) for copy in started]

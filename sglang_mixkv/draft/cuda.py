@@ -1,12 +1,12 @@
-"""CUDA's driver through ctypes, as far as rows_gpu.py needs it, without giving up the GIL.
+"""The calls of CUDA's driver that rows_gpu.py needs, through ctypes, without giving up the GIL.
 
-Beside a thread that computes in Python, giving up the GIL costs sys.getswitchinterval(), 5 ms, each
+While another thread computes in Python, giving up the GIL costs sys.getswitchinterval(), 5 ms, each
 time. torch gives it up in each operation, and Triton's launcher in each launch. ctypes.PyDLL keeps
-it. No call waits for work, but while the device's queue is full; and the device needs nobody's GIL
-to go on, since neither torch nor SGLang queues functions of the host (cudaLaunchHostFunc).
+it. No call waits for work unless the device's queue is full, and the device needs no GIL to go on,
+since neither torch nor SGLang queues host functions (cudaLaunchHostFunc).
 
-The stream is the driver's own, above SGLang's in priority. torch deals out its few streams again
-and again, SGLang's among them.
+The stream is the driver's own, above SGLang's in priority. torch reuses its few streams, SGLang's
+among them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-# CUDA_ERROR_NOT_READY; a thread of this process captures a graph, so that nobody knows
+# CUDA_ERROR_NOT_READY; or a thread of this process captures a graph, so the answer is unknown
 PENDING = (600, *range(900, 909))
 NON_BLOCKING, PORTABLE_AND_MAPPED, NO_TIMING = 1, 3, 2  # flags: of a stream, host memory, an event
 ABOVE_NORMAL = -1  # a stream's priority; SGLang's have 0
@@ -53,7 +53,7 @@ PROTOTYPES: dict[str, list[Any]] = {
 
 
 class CudaError(RuntimeError):
-    """A call of the driver failed. After most failures the context runs nothing any more."""
+    """A call of the driver failed. After most failures the context runs nothing more."""
 
 
 class UnsafeError(CudaError):
@@ -61,8 +61,8 @@ class UnsafeError(CudaError):
 
 
 def is_over(work: Any) -> bool:
-    """True if torch's event has come, or its stream is empty. While a graph is captured nobody
-    knows, and it is not. Other errors of its query come out."""
+    """True if torch's event has completed, or its stream is empty. False while a graph is captured,
+    when the answer is unknown. Other errors of the query are raised."""
     try:
         return bool(work.query())
     except Exception as error:
@@ -79,8 +79,8 @@ def libcuda() -> Any:
 
 
 def spare_captures(library: Any = None) -> None:
-    """Once in each thread: by default a thread that asks for an event ends, with an error, what
-    another one captures."""
+    """Call it once in each thread: by default a thread that queries an event makes the graph
+    capture of another thread fail."""
     (library or libcuda()).cuThreadExchangeStreamCaptureMode(byref(c_int(2)))  # relaxed
 
 
@@ -116,7 +116,7 @@ class Driver:
         return int(self.get(c_int, "cuDeviceGetAttribute", number, self._device))
 
     def bind(self) -> None:
-        """Make this device the calling thread's. Every thread has to, before its other calls."""
+        """Make this device the calling thread's. Every thread calls it before anything else."""
         self.call("cuCtxSetCurrent", self._context)
 
     def allocate(self, size: int) -> tuple[int, int, memoryview]:
@@ -145,15 +145,15 @@ class Driver:
         return not code
 
     def drain(self) -> None:
-        """Wait, in any thread, for all that was started; a failed context runs nothing any more."""
-        self.library.cuCtxSetCurrent(self._context)  # what it cannot do shows in what follows
+        """Wait, in any thread, for all that was started; a failed context runs nothing more."""
+        self.library.cuCtxSetCurrent(self._context)  # a failure shows in the next call
         with contextlib.suppress(CudaError):
             while not self.ask("cuStreamQuery", self.stream):
                 time.sleep(1e-4)
 
     def needs_flush(self) -> bool:
-        """True if `flush` has to be called between the end of a NIC's write to this device and the
-        launch that reads it. UnsafeError where it would have to be, and cannot."""
+        """True if `flush` must be called between the end of a NIC's write to this device and the
+        launch that reads it. UnsafeError if it must be and cannot."""
         if self._attribute(RDMA_ORDERING) >= TO_OWNER:
             return False
         can_flush = bool(self._attribute(RDMA_FLUSH_OPTIONS) & FLUSH_BY_HOST)
@@ -166,7 +166,7 @@ class Driver:
 
 
 class DeviceMemory:
-    """Memory that torch.as_tensor takes, and keeps. Transports can register it, while that of
+    """Memory that torch.as_tensor takes and retains. Transports can register it, while memory of
     torch's own allocator may lie in expandable segments."""
 
     def __init__(self, size: int, driver: Driver) -> None:
@@ -180,10 +180,10 @@ class DeviceMemory:
 
 
 class Event:
-    """The end of all that was started on the driver's stream before. It is recorded once, when it
-    is made, and destroyed with its last holder, so it never stands for later work.
+    """The end of all work started on the driver's stream before. It is recorded once, when it is
+    made, and destroyed with its last holder, so it never stands for later work.
 
-    `error`: why nobody knows what that work did. It has ended all the same once `over` is true."""
+    `error`: why the work's result is unknown. The work has ended once `over` is true."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self.error, self._over = driver, "", False
@@ -191,10 +191,10 @@ class Event:
         driver.call("cuEventRecord", self._handle, driver.stream)
 
     def over(self) -> bool:
-        """True if it has come. For any thread."""
+        """True if it has completed. For any thread."""
         try:
             self._over = self._over or self._driver.ask("cuEventQuery", self._handle)
-        except CudaError as error:  # not every one stays: behind it kernels may still run
+        except CudaError as error:  # not every error is sticky: kernels may still run
             self.error = str(error)
             self._driver.drain()
             self._over = True

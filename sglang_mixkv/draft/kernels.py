@@ -7,7 +7,7 @@ Each takes three arrays of words of 8 bytes:
     results  [slots]: a SlotCheck each
 
 A unit is 16 bytes, the most that a thread copies at once. Slots and entries are addressed in units,
-and masks are the same for both words of a unit: so Triton knows that it may copy whole units.
+and masks are equal for both words of a unit, so Triton knows that it may copy whole units.
 `pages` is the address of page numbers of 32 bits. Counts, heads and addresses are read from memory,
 so no kernel is specialised on them.
 """
@@ -54,8 +54,8 @@ def _move(
 ) -> None:
     """A program moves tiles of _COLUMN words of _TOKENS tokens, of one entry and job, in pages of
     PAGE: one tile, or several where there are fewer programs. _PACK and _UNPACK also add up what
-    they store, and _UNPACK stores nothing where the stamp is another. Behind them _SEAL writes
-    the headers, and _SETTLE the verdicts, and zeros where one is not _OK."""
+    they store, and _UNPACK stores nothing where the stamp differs. After them _SEAL writes the
+    headers, and _SETTLE writes the verdicts, and zeros where one is not _OK."""
     number = tl.program_id(2)
     job, entry = jobs + number * 8, entries + tl.program_id(1) * 4
     slot, stamp = _words(tl.load(job)), tl.load(job + 6)

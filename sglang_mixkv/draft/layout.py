@@ -15,8 +15,8 @@ Which ranks meet is SGLang's rule, `CommonKVManager._resolve_rank_mapping`
     decode  TP 2         0       1            decode  TP 4     0   1   2   3
 
 Each head that the decode rank holds is read once, from the first of its prefill ranks that holds
-it. Where heads are replicated, some prefill ranks are read by nobody; they are opened all the same,
-with no heads, since they cannot tell "not needed" from "not yet".
+it. Where heads are replicated, nobody reads from some prefill ranks; they still get an OPEN, with
+no heads, since they cannot tell "not needed" from "not yet".
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
         raise _no_route(
             f"a number of KV heads that divides, or is divided by, the attention-TP size {tp}",
             f"{total_heads} heads",
-            "SGLang could not load the model so, and no rank's heads would be known",
+            "SGLang could not load the model, and no rank's heads would be known",
             "Choose another --tp or --dp size on this side",
         )
     if total_heads >= tp:
@@ -136,11 +136,11 @@ class DraftLayout(msgspec.Struct, frozen=True):
 
 
 class Pages:
-    """The places of a chunk's tokens, or a room's: `pages` of `page_size` tokens, in the draft
-    pool's numbers.
+    """The places of the tokens of a chunk or a request: `pages` of `page_size` tokens, by the draft
+    pool's page numbers.
 
-    `events`: things with `query() -> bool`. Once all are true, the pages can be read and the KV is
-    in them; for a chunk that was `written`, by time.monotonic(). `error`: why nobody knows whether
+    `events`: objects with `query() -> bool`. Once all are true, the pages can be read and the KV is
+    in them; for a chunk that was `written`, by time.monotonic(). `error`: why it is unknown whether
     it is; nothing can be read then.
     """
 
@@ -151,7 +151,7 @@ class Pages:
         self.error: Exception | None = None
 
     def rows(self, offset: int, count: int) -> NDArray[np.int64]:
-        """Row numbers of `count` tokens, `offset` tokens behind the first page's start."""
+        """Row numbers of `count` tokens, from `offset` tokens after the first page's start on."""
         if self.error is not None:
             raise self.error
         tokens = np.arange(offset, offset + count)
@@ -159,7 +159,7 @@ class Pages:
         return pages[tokens // self._size] * self._size + tokens % self._size
 
     def on(self, device: Any) -> Any:
-        """The page numbers as that device's jobs take them, made once for all segments."""
+        """Return the page numbers as that device's jobs take them, made once for all segments."""
         if self.error is not None:
             raise self.error
         if self._on_device is None:

@@ -1,8 +1,8 @@
 """The drafter's KV rows of one rank: packed into slots, verified, unpacked, cleared.
 
-Rows are copied as *items*: the most neighbouring heads that a row and the slice both consist of.
-So one list of item numbers serves all entries. numpy copies them on the host, as opaque values
-(torch's index_put_ takes twice as long), and torch on a GPU, in words. Both release the GIL.
+Rows are copied as *items*: the largest groups of neighbouring heads that divide both a row and the
+slice. So one list of item numbers serves all entries. numpy copies them on the host, as opaque
+values (torch's index_put_ takes twice as long), and torch on a GPU. Both release the GIL.
 rows_gpu.py does the same for batches of slots on a GPU.
 """
 
@@ -37,13 +37,13 @@ class DraftRows:
 
     `bytes_per_head`: of one token, in all entries. Everywhere `rows` are tokens' numbers in the
     pool, none twice, `heads` a range of global numbers, and `slot` is one of a Staging on the
-    pool's device. ValueError where one of them lies outside, before a byte is touched. When a call
-    returns, its bytes are there for any stream. Calls may come from several threads, for rows and
-    slots that differ. `flush`: called before what a NIC wrote is unpacked, where that is needed.
+    pool's device. ValueError if one of them lies outside, before a byte is touched. When a call
+    returns, its bytes are visible to any stream. Several threads may call, for different rows and
+    slots. `flush`: called before what a NIC wrote is unpacked, where that is needed.
     """
 
     def __init__(self, entries: Sequence[Tensor], heads: range, by_numpy: bool = True) -> None:
-        """`by_numpy`: where they are in host memory. Tests run a GPU's code there too."""
+        """`by_numpy`: use numpy in host memory. Tests run a GPU's code there too."""
         if any(entry.shape[-2] != len(heads) or not entry.is_contiguous() for entry in entries):
             raise ValueError(f"draft rows of {tuple(entries[0].shape)}: expected heads {heads}")
         pools = [entry.view(torch.uint8) for entry in entries]
@@ -58,9 +58,9 @@ class DraftRows:
         self.flush: Callable[[], None] | None = None
 
     def use_device(self) -> None:
-        """Once in each thread that works on this rank's memory, before it does. A thread begins on
-        device 0, and `torch.cuda.stream` goes back there at its exit: that would make a context,
-        of some 500 MiB, on the card of another rank."""
+        """Call it once in each thread before it works on this rank's memory. A thread begins on
+        device 0, and `torch.cuda.stream` returns there at its exit: that would make a context, of
+        some 500 MiB, on another rank's GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             if not torch.version.hip:
@@ -73,27 +73,27 @@ class DraftRows:
     def pack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> None:
         """Fill a slot. `stamp`: 64 bits.
 
-        The header is written last. Until then a late reader of the slot's former use finds the
-        former stamp and sum, and the sum differs.
+        The header is written last. Until then a late reader of the slot finds the former stamp and
+        sum, and the sum differs.
         """
         first, added = np.array([stamp, stamp * SEED & MASK], np.uint64).view(np.int64).tolist()
         with stream_of(self.device):
             memory, words = self._opened(slot, len(rows), len(heads))
             places, parts = self._parts(rows, heads, memory)
             if len(rows) and self.bytes_per_head % 8:
-                words[-1:] = 0  # its last bytes may lie behind the payload
+                words[-1:] = 0  # its last bytes may lie after the payload
             for entry, packed in parts:
-                if self._by_numpy:  # in modes other than "clip" through a temporary
+                if self._by_numpy:  # other modes than "clip" copy through a temporary
                     np.take(entry, places, out=packed, mode="clip")
                 else:
                     torch.index_select(entry, 0, places, out=packed)
-            # Slices of one word: a single word of a GPU's would be copied there, and waited for.
+            # Slices of one word: a single word would be copied to the GPU, and waited for.
             words[1:2] = self._sum(words)
             words[1:2] += added
             words[:1] = first
 
     def unpack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> SlotCheck:
-        """Put a segment into these rows, where the slot holds the one of this stamp."""
+        """Put a segment into these rows, if the slot holds the one with this stamp."""
         if self.flush:
             self.flush()
         with stream_of(self.device):
@@ -105,7 +105,7 @@ class DraftRows:
         return found
 
     def clear(self, rows: Ints) -> None:
-        """Zeros in all heads of these rows."""
+        """Zero all heads of these rows."""
         with stream_of(self.device):
             places, parts = self._parts(rows, self.heads, self._pools[0][:HEADER])
             for entry, _ in parts:
@@ -127,7 +127,7 @@ class DraftRows:
         return np.einsum("i,i", payload, by) if self._by_numpy else (payload * by).sum()
 
     def _array(self, tensor: Tensor) -> Any:
-        """As numpy's where numpy copies: both are sliced and assigned alike."""
+        """Return it as numpy's if numpy copies: both are sliced and assigned in the same way."""
         return tensor.numpy() if self._by_numpy else tensor
 
     def _opened(self, slot: Tensor, tokens: int, heads: int) -> tuple[Any, Any]:
@@ -139,8 +139,8 @@ class DraftRows:
         return memory, memory.view(self._int64)
 
     def _parts(self, rows: Ints, heads: range, memory: Any) -> tuple[Any, list[Any]]:
-        """Which items of an entry these rows are, in the order of the payload; and of each entry
-        all items, and those in the slot's memory."""
+        """Return the item numbers of these rows in an entry, in the payload's order; and for each
+        entry all its items, and those in the slot's memory."""
         first, last = heads.start - self.heads.start, heads.stop - self.heads.start
         if heads.step != 1 or not 0 <= first < last <= len(self.heads):
             raise ValueError(f"{heads}: expected some of {self.heads}")
@@ -166,7 +166,7 @@ class DraftRows:
 
 class Staging:
     """`count` equal slots side by side, zeroed: memory to register once. `pool`: the
-    torch.cuda.MemPool that the drafter's KV lies in, if any, and that they have to lie in."""
+    torch.cuda.MemPool of the drafter's KV, if any, in which they have to lie too."""
 
     def __init__(self, count: int, slot_bytes: int, device: torch.device, pool: Any = None) -> None:
         if min(count, slot_bytes) < 1 or slot_bytes % HEADER:
@@ -188,16 +188,16 @@ class Staging:
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[None]:
-    """Return the stream of this device's work; None for host memory."""
+    """Return a context with the stream of this device's work; an empty one for host memory."""
     return nullcontext() if device.type == "cpu" else own_stream(device)
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work on this thread's own stream of a GPU. All that was started there is done at the end.
+    """Work on this thread's own stream of a GPU. All work started there is done at the end.
 
-    Torch deals out few streams again and again, SGLang's among them: of those with priority SGLang
-    has none. One GPU a process.
+    Torch reuses few streams, SGLang's among them, but SGLang has none with priority. One GPU for
+    each process.
     """
     if not hasattr(_own, "stream"):
         _own.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -211,6 +211,6 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 @cache
 def _weights(bits: int, device: torch.device | None) -> Any:
-    """Of 2**bits places. A larger slot has a table of its own. `device`: None for numpy's."""
+    """Return the weights of 2**bits places, made once. `device`: None for numpy's."""
     found = weights(1 << bits).view(np.int64)
     return found if device is None else torch.from_numpy(found).to(device)

@@ -1,7 +1,7 @@
 """The drafter's KV rows on a GPU: batches of slots packed, unpacked and verified by kernels.
 
-A batch may mix rooms, readers and ranges of heads. It is one upload of its jobs, 64 bytes each, and
-their page numbers, one or two launches (kernels.py) and one event:
+A batch may mix requests, readers and ranges of heads. It is one upload of its jobs, 64 bytes each,
+and their page numbers, one or two launches (kernels.py) and one event:
 
     pack      _move gathers rows into slots and adds up their words in registers; _seal writes the
               headers
@@ -10,11 +10,11 @@ their page numbers, one or two launches (kernels.py) and one event:
               slots of which one is wrong
     clear     _move writes zeros
 
-So a slot is read once, what was added up is what was stored, and behind the batch no row is left of
-a wrong slot: its rows are zeros. In between nothing reads them: the request has not begun. Where a
-batch fails, as in its second launch, rows may stay that nobody has judged. Its rooms go cold, and a
-cold room's rows that are not in place are zeroed before its request begins, or the request fails.
-To compare before anything is stored is no stronger: rows hold another request's KV then.
+So a slot is read once, the sum is of what was stored, and after the batch the rows of a wrong slot
+are zeros. Nothing reads them in between: the request has not begun. If a batch fails, as in its
+second launch, it may leave rows that were not checked. Its rooms go cold, and a cold room's rows
+that are not in place are zeroed before its request begins, or the request fails. To compare before
+anything is stored would be no safer: until then these rows hold another request's KV.
 
 All kernels are compiled, loaded and run once by the constructor. Nothing in a batch can make it
 compile later: cuda.py launches the loaded functions, with grids that depend on the batch and
@@ -22,16 +22,16 @@ arguments that do not. Triton's own launcher, which needs a C compiler, is not u
 
 Order. Kernels of this stream see what was done on the device when the host started them:
 
-    start_pack    SGLang's events behind the chunk's forward must be done.
-    start_unpack  The reads into the slots must have ended, and the event behind an earlier forward
+    start_pack    SGLang's events after the chunk's forward must be done.
+    start_unpack  The reads into the slots must have ended, and the event after an earlier forward
                   that may still write these rows must be done. Where the GPU does not order a NIC's
                   writes itself, they are flushed first (Driver.needs_flush).
     start_clear   As start_unpack.
     afterwards    Once `Ticket.over` is true, forwards that use the rows may be launched on any
                   stream, slots may be read or filled again, and pages may be given back.
 
-To start a batch takes six calls of the driver, and a look at it one; none gives up the GIL. `pages`
-alone, which a request or chunk needs once, calls numpy.
+Starting a batch takes six calls of the driver, and polling it one; none gives up the GIL. Only
+`pages`, which a request or chunk needs once, calls numpy.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from sglang_mixkv.draft.cuda import CudaError, Driver, Event, UnsafeError
 from sglang_mixkv.draft.kernels import COLUMN, TOKENS, UNIT, WARPS, compiled
 from sglang_mixkv.draft.rows import DraftRows
 
-MOST = 64  # slots of a batch
+MAX_BATCH = 64  # slots of a batch
 IN_FLIGHT = 2  # batches
-SETTLERS = 8  # programs that clear what a wrong slot has put into an entry
+SETTLERS = 8  # programs that clear what a wrong slot wrote into an entry
 OLDEST = 80  # the compute capability of the oldest GPU that the kernels are compiled for in tests
 JOB = struct.Struct("<6qQq")  # a line of jobs, as kernels.py reads it
 CHECKS = tuple(SlotCheck)
-UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MOST).cast("q")
+UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MAX_BATCH).cast("q")
 
 
 class Job(NamedTuple):
@@ -73,39 +73,39 @@ class Job(NamedTuple):
 
 
 class Ticket(Event):
-    """A batch that was started. The thread that started it has to ask until it is done; a gate that
+    """A batch that was started. The thread that started it polls it until it is done; a gate that
     closes asks whether it is over."""
 
-    def __init__(self, driver: Driver, place: _Place, count: int, free: list[_Place]) -> None:
-        self._place, self._count, self._free = place, count, free
+    def __init__(self, driver: Driver, buffers: _BatchBuffers, count: int, free: list[Any]) -> None:
+        self._buffers, self._count, self._free = buffers, count, free
         self.results: list[SlotCheck] = []  # what each job found, once the batch is done
         super().__init__(driver)
 
     def done(self) -> bool:
         """True if the batch has ended; it does not block."""
         if not self.results and self.over():
-            found = UNKNOWN if self.error else self._place.results
+            found = UNKNOWN if self.error else self._buffers.results
             self.results = [CHECKS[one] for one in found[: self._count]]
-            self._free.append(self._place)
+            self._free.append(self._buffers)
         return bool(self.results)
 
 
-class _Place:
+class _BatchBuffers:
     """Memory of a batch in flight on the host and on the device: its results, which kernels write
     on the host, its jobs, and so many page numbers. `entries`: see kernels.py."""
 
     def __init__(self, driver: Driver, entries: int, page_numbers: int) -> None:
-        size = MOST * (8 + JOB.size) + 4 * page_numbers
+        size = MAX_BATCH * (8 + JOB.size) + 4 * page_numbers
         device, host, memory = driver.allocate(size)
-        self.device, self.source = device + MOST * 8, host + MOST * 8
-        self.results, self._host = memory[: MOST * 8].cast("q"), memory[MOST * 8 :]
+        self.device, self.source = device + MAX_BATCH * 8, host + MAX_BATCH * 8
+        self.results, self._host = memory[: MAX_BATCH * 8].cast("q"), memory[MAX_BATCH * 8 :]
         # Triton adds parameters for scratch memory, which these kernels do not use.
         self._values = [ctypes.c_uint64(n) for n in (self.device, entries, host, 0, 0, 0, 0)]
         pointers = [ctypes.addressof(value) for value in self._values]
         self.parameters = (ctypes.c_void_p * len(pointers))(*pointers)
 
     def write(self, jobs: Sequence[Job]) -> int:
-        """The jobs, and behind them their page numbers. How many bytes are to be uploaded."""
+        """Write the jobs, then their page numbers. Return the number of bytes to upload."""
         end = len(jobs) * JOB.size
         for number, (address, pages, *numbers) in enumerate(jobs):
             line = address, self.device + end, *numbers, 0
@@ -120,15 +120,15 @@ class GpuRows:
     """The draft pool of one rank, in pages of `page_size` tokens, and its `staging`. One thread
     uses it. The constructor blocks.
 
-    ValueError where a job lies outside, which is found before it is in a batch: one bad job fails
-    no other. CudaError where a batch could not be started; nothing of it runs any more then.
+    ValueError if a job lies outside, which is found before it is in a batch: one bad job fails no
+    other. CudaError if a batch could not be started; nothing of it runs any more then.
     """
 
     def __init__(self, rows: DraftRows, page_size: int, staging: Any, driver: Driver) -> None:
         if reason := unfit(rows, staging):
             raise ValueError(reason)
         self.driver, self._heads, self._page, self._staging = driver, rows.heads, page_size, staging
-        self._rows = rows  # keeps the memory, of which kernels have addresses alone, allocated
+        self._rows = rows  # keeps the memory allocated: kernels only have its addresses
         self._num_pages = rows.num_rows // page_size
         units = [size // UNIT for size in rows.head_bytes]
         self._entries, self._widest, self._in_all = len(units), max(units), sum(units)
@@ -140,8 +140,8 @@ class GpuRows:
         memory[:] = lines
         driver.upload(table, source, len(lines))
         in_slot = staging.slot_bytes // (self._in_all * UNIT) // page_size + 2  # of one head's rows
-        numbers = self._num_pages + MOST * in_slot
-        self._free = [_Place(driver, table, numbers) for _ in range(IN_FLIGHT)]
+        numbers = self._num_pages + MAX_BATCH * in_slot
+        self._free = [_BatchBuffers(driver, table, numbers) for _ in range(IN_FLIGHT)]
         self._flushes = driver.needs_flush()
         kernels = compiled(driver.capability, page_size)
         self._kernels = {name: self._load(kernel) for name, kernel in kernels.items()}
@@ -155,7 +155,7 @@ class GpuRows:
         return self.driver.load(kernel.asm["cubin"], about.name), about.shared
 
     def _warm_up(self) -> None:
-        """Run each kernel, which CUDA may load at its first launch only. No row is changed."""
+        """Run each kernel, since CUDA may load it only at its first launch. No row is changed."""
         pages, heads = self.pages([0]), self._heads[:1]
         for start, job, expected in (
             (self.start_pack, self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
@@ -171,14 +171,14 @@ class GpuRows:
             if ticket.results != [expected]:
                 raise UnsafeError(f"a kernel is wrong: expected {expected!r}, got {ticket.results}")
 
-    most = MOST
+    max_batch = MAX_BATCH
 
     def job(
         self, pages: memoryview, first: int, tokens: int, heads: range | None = None, slot: int = 0,
         stamp: int = 0,
     ) -> Job:  # fmt: skip
-        """`pages`: from `pages`. `heads`: a range of global numbers. Clearing names neither heads
-        nor a slot: it clears all heads. ValueError where it lies outside."""
+        """Make a job. `pages`: from `pages`. `heads`: a range of global numbers. To clear, give
+        neither heads nor a slot: it clears all heads. ValueError if it lies outside."""
         own, staging, page = self._heads, self._staging, self._page
         wanted = own if heads is None else heads
         head, width = wanted.start - own.start, len(wanted)
@@ -216,31 +216,31 @@ class GpuRows:
         return self._start(jobs, "unpack", "settle")
 
     def start_clear(self, jobs: Sequence[Job]) -> Ticket:
-        """Zeros in all heads of these rows."""
+        """Zero all heads of these rows."""
         return self._start(jobs, "clear")
 
     def _start(self, jobs: Sequence[Job], *names: str) -> Ticket:
-        if not self._free or not 0 < len(jobs) <= MOST:
+        if not self._free or not 0 < len(jobs) <= MAX_BATCH:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
-        place, driver = self._free.pop(), self.driver
+        buffers, driver = self._free.pop(), self.driver
         try:
-            size, grids = place.write(jobs), self._grids(jobs)
+            size, grids = buffers.write(jobs), self._grids(jobs)
             driver.bind()
             if self._flushes and "unpack" in names:
                 driver.flush()
-            driver.upload(place.device, place.source, size)
+            driver.upload(buffers.device, buffers.source, size)
             for name in names:
                 function, shared = self._kernels[name]
-                driver.launch(function, grids[name], 32 * WARPS, shared, place.parameters)
-            return Ticket(driver, place, len(jobs), self._free)
+                driver.launch(function, grids[name], 32 * WARPS, shared, buffers.parameters)
+            return Ticket(driver, buffers, len(jobs), self._free)
         except Exception:
             driver.drain()
-            self._free.append(place)
+            self._free.append(buffers)
             raise
 
     def _grids(self, jobs: Sequence[Job]) -> dict[str, tuple[int, int, int]]:
-        """Of each kernel, for the largest job; programs of smaller ones find nothing to do, and so
-        do those that settle right slots."""
+        """Return each kernel's grid, for the largest job; programs of smaller jobs find nothing to
+        do, nor do those that settle right slots."""
         tiles = 1
         for job in jobs:
             columns = -(-2 * job.width * self._widest // COLUMN)
@@ -261,7 +261,7 @@ def unfit(rows: DraftRows, staging: Any) -> str:
 
 
 def gpu_rows(rows: DraftRows, page_size: int, staging: Any, asked: str = "auto") -> GpuRows | str:
-    """The kernels for this pool, or why torch copies (rows.py). UnsafeError where neither may."""
+    """Return the kernels for this pool, or why torch copies. UnsafeError if neither may."""
     device = rows.device
     if device.type != "cuda" or torch.version.hip:
         return f"the pool is on {device}, which is no CUDA device"

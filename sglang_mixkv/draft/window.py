@@ -1,11 +1,11 @@
 """The rows before a prompt's end that a drafter reads: decode asks for no others.
 
-A query behind the prompt sees `window` tokens before itself. docs/compatibility.md#windows has the
-drafters and attention backends of SGLang 0.5.21 to 0.5.23 that keep to one, and where its source
-says so; all else may read the whole prompt. A row has all layers, so they all need a window.
+A query after the prompt sees `window` tokens before itself. docs/compatibility.md#windows lists the
+drafters and attention backends of SGLang 0.5.21 to 0.5.23 that keep to a window, with the source;
+all others may read the whole prompt. A row has all layers, so all layers need a window.
 
-With decode's radix cache, without which it has no host cache, all rows move: a row that was left
-out would be missed by a shorter prompt that shares it.
+With decode's radix cache, which its host cache needs, all rows are transferred: a shorter prompt
+that shares the prefix would miss a row that was left out.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ BLOCKS = {
 WINDOWED = frozenset({"fa3", "fa4", "trtllm_mha", "intel_amx"})
 """Attention backends that keep to a layer's window in draft steps, draft extends and blocks.
 FlashInfer's draft steps read the whole prompt (flashinfer_backend.py, call_begin_forward), and
-Triton's know of no window before 0.5.23 (triton_backend.py, TritonMultiStepDraftBackend)."""
+Triton's have no window before 0.5.23 (triton_backend.py, TritonMultiStepDraftBackend)."""
 
 
 def window_of(flags: Any, config: Any) -> int | None:
-    """None where it may read all. `flags`: SGLang's, resolved. `config`: the drafter's, as
-    transformers has it."""
+    """Return the window in tokens, None if the drafter may read all. `flags`: SGLang's, resolved.
+    `config`: the drafter's, as transformers has it."""
     asked, own = flags.speculative_draft_window_size, flags.speculative_draft_attention_backend
     if flags.disaggregation_decode_enable_radix_cache or flags.speculative_draft_sink_size:
         return None
@@ -33,7 +33,7 @@ def window_of(flags: Any, config: Any) -> int | None:
         return int(asked)
     both = flags.prefill_attention_backend, flags.decode_attention_backend
     backends = {own or backend or flags.attention_backend for backend in both}
-    # With top-k above 1 the queries of a step stand beside each other, and see more.
+    # With top-k above 1 the queries of a step have the same place, and see more.
     if flags.speculative_eagle_topk != 1 or not backends <= WINDOWED:
         return None
     architecture, text = config.architectures[0], config.get_text_config()

@@ -1,6 +1,6 @@
-"""SGLang's bootstrap server, with one answer more: GET /mixkv, the rows of all prefill ranks.
+"""SGLang's bootstrap server with one more route: GET /mixkv, the rows of all prefill ranks.
 
-A rank's row travels in the PUT with which SGLang registers it, under a key of its own.
+A rank's row travels in the PUT that registers the rank with SGLang, under its own key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DraftBootstrapServer:
 
     async def _handle_rows(self, request: web.Request) -> web.Response:
         sizes = [getattr(self, size) for size in SIZES]
-        # SGLang's _is_ready counts PUTs, and repeats one that had no answer within 5 s.
+        # SGLang's _is_ready counts PUTs, and a PUT without an answer within 5 s is repeated.
         if None in sizes or len(self.mixkv_rows) < math.prod(sizes):
             return web.Response(status=503, text="not all prefill ranks have registered")
         silent = [address for address, row in self.mixkv_rows.values() if row is None]
@@ -51,7 +51,7 @@ class DraftBootstrapServer:
 
 
 def _kept(row: object) -> bytes | None:
-    """The row as JSON, to be passed on; None where it is no row, or too long."""
+    """Return the row as JSON to pass on; None if it is no row, or too long."""
     try:
         body = msgspec.json.encode(row)
     except (TypeError, ValueError, RecursionError):

@@ -29,13 +29,13 @@ class Draft(NamedTuple):
     window: int | None = None
 
     def in_reach(self, first: int, pages: Any) -> tuple[int, Any]:
-        """Of a prompt from token `first` on, in these pages, what decode can read."""
+        """Return the part that decode can read of a prompt in these pages, from `first` on."""
         left_out = pages_left_out(len(pages), self.page_size, self.window)
         return first + left_out * self.page_size, pages[left_out:]
 
 
 def of_pool(pool: Any) -> Draft:
-    """Raises MixKVError for a pool whose rows cannot be cut, or of which this would be a part."""
+    """Raises MixKVError for a pool whose rows cannot be cut, or are not all of its cache."""
     _check_pool(pool)
     config = model_config()
     entries = [*pool.k_buffer, *pool.v_buffer]
@@ -59,7 +59,7 @@ def of_pool(pool: Any) -> Draft:
 
 
 def model_config() -> ModelConfig:
-    """The drafter's: a rank's pool does not say how many heads all ranks have."""
+    """Return the drafter's, since a rank's pool does not say how many heads all ranks have."""
     spec = get_spec()
     return ModelConfig.from_server_args(
         get_server_args(),
@@ -70,15 +70,15 @@ def model_config() -> ModelConfig:
 
 
 def check_appended(kv_args: Any, is_mla: bool) -> None:
-    """A drafter without KV heads stays in SGLang's lists, behind an MLA target. Of a target with
-    heads these are K and V in halves (disaggregation/common/conn.py, get_mha_kv_ptrs_with_pp), and
-    are cut by heads. A drafter with heads among them is what the channel exists to prevent."""
+    """Check a drafter that stays in SGLang's lists: one without KV heads, after an MLA target. For
+    a target with heads the lists are K and V in halves (disaggregation/common/conn.py,
+    get_mha_kv_ptrs_with_pp), cut by heads. A drafter with heads must not be in them."""
     count = kv_args.num_draft_entries
     if count and not (is_mla or kv_args.is_hybrid_mla_backend):
         raise refuse(
             "MIXKV-START-05",
-            "a drafter with KV heads apart from the target's entries, or an MLA drafter behind an "
-            "MLA target's", f"{count} entries of a drafter behind those of a target",
+            "a drafter with KV heads apart from the target's entries, or an MLA drafter after an "
+            "MLA target's", f"{count} entries of a drafter after those of a target",
             "SGLang would pair the drafter's entries with others, or end requests",
             "Use a drafter with KV heads",
         )  # fmt: skip
@@ -89,7 +89,7 @@ def _check_pool(pool: Any) -> None:
     if isinstance(pool, SWAKVPool):
         raise _not_whole(f"{name}: its sliding-window layers have pages of their own")
     if any(getattr(pool, scale, None) is not None for scale in SCALES):
-        raise _not_whole(f"{name}: its K and V have block scales beside them")
+        raise _not_whole(f"{name}: its K and V have block scales")
     if getattr(pool, "kv_cache_layout", None) != "nhd":
         raise _not_cut(f"{name} with layout {getattr(pool, 'kv_cache_layout', None)}")
 
@@ -97,7 +97,7 @@ def _check_pool(pool: Any) -> None:
 def _not_whole(got: str) -> MixKVError:
     return refuse(
         "MIXKV-START-05", "a drafter whose K and V rows are all of its cache", got,
-        "a part of it would stay behind on prefill",
+        "a part of it would stay on prefill",
         "Use a drafter without these, or --speculative-draft-kv-cache-dtype bfloat16",
     )  # fmt: skip
 

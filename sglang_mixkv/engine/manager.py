@@ -1,4 +1,4 @@
-"""SGLang's manager of any backend, with this rank's side of the draft channel beside it.
+"""SGLang's manager of any backend, with this rank's side of the draft channel.
 
 prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that;
          `aborted` notifies decode.
@@ -36,8 +36,8 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftManager(RankManager):
-    """Mixed into CommonKVManager. Raises MixKVError, and the server does not start, for a drafter
-    that cannot be cut, and where the channel cannot be made."""
+    """Mixed into CommonKVManager. Raises MixKVError, so that the server does not start, if the
+    drafter cannot be cut or the channel cannot be made."""
 
     backend = ""
     servers: PrefillServers | None = None
@@ -95,20 +95,20 @@ class DraftManager(RankManager):
         local.reporter.breaker, local.reporter.name_of = machine.breaker, server_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """False until the server's facts are here and fit, and the channel's connections stand."""
+        """False until the server's facts are here and fit, and the connections are up."""
         assert self.servers is not None
         return self.servers.ensure(bootstrap_addr)
 
     def resolve(self, address: str) -> Any:
-        """SGLang's own question, which puts its answer into `prefill_info_table` and sets nothing
-        else: a copy asks, in any thread, since the scheduler would take that for ready."""
+        """Call SGLang's own method, which only adds its answer to `prefill_info_table`. A copy of
+        this manager calls it, in any thread, since the scheduler would take the entry for ready."""
         asking = copy.copy(self)
         asking.prefill_info_table = {}
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
         return asking.prefill_info_table.get(address)
 
     def forget_server(self, address: str) -> None:
-        """Also forget what SGLang knows of it, whose heartbeats have not noticed the restart."""
+        """Forget the server, in SGLang's tables too: its heartbeats did not notice the restart."""
         assert self.servers is not None
         self.servers.forget(address)
         with self.connection_lock:  # type: ignore[attr-defined]
@@ -117,8 +117,8 @@ class DraftManager(RankManager):
                 del pool[key]
 
     def apply_prefill_status(self, *, failure_reason: str | None = None, **status: Any) -> None:
-        """An abort on prefill may come while SGLang still writes. Where its deferred release is off
-        here, the pages would be free at once, and the write another request's: it is ignored."""
+        """Ignore an abort on prefill where deferred release is off. SGLang may still write then:
+        the pages would be free at once, and the bytes land in another request's."""
         if failure_reason == ABORTED and not self.enable_deferred_decode_kv_release:
             return
         super().apply_prefill_status(failure_reason=failure_reason, **status)  # type: ignore[misc]
@@ -126,7 +126,7 @@ class DraftManager(RankManager):
     # -- both
 
     def check_integrity(self) -> list[str]:
-        """List what is wrong with an idle rank: ended threads, and anything left of a room."""
+        """List what is wrong with an idle rank: ended threads, and what requests still hold."""
         channels = (self.prefill_channel, self.decode_channel)
         return [line for one in channels if one is not None for line in one.check()]
 
@@ -140,8 +140,8 @@ MIXINS = {
 
 
 def mixed(stock: type, backend: str, kind: str) -> type:
-    """What get_kv_class hands out: SGLang's class of any backend with its mixin; SGLang's own for
-    what has no mixin, and for its warm-up requests' backend."""
+    """Return what get_kv_class returns: SGLang's class of any backend with its mixin; the stock
+    class for a kind without one, and for the backend of warm-up requests."""
     mixin = MIXINS.get(kind)
     if mixin is None or backend == "fake":
         return stock

@@ -1,9 +1,9 @@
 """The counts and log lines of a rank: series at SGLang's own /metrics, and one line per peer and
 note.
 
-How well decode drafts is counted by how each request's drafter began. SGLang counts a request's
-verify rounds by accepted drafts in a list of the request, Req.spec_correct_drafts_histogram, which
-is final once the request has finished, or is gone.
+Accepted drafts are counted by how each request's drafter began. SGLang counts a request's verify
+rounds by accepted drafts in Req.spec_correct_drafts_histogram, which is final once the request has
+finished, or is gone.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, Kind
+from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, NoteSpec
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Of histograms: upper bounds, in seconds."""
-LOOK_S = 1.0
+"""Upper bounds of histograms, in seconds."""
+SAMPLE_S = 1.0
 MAX_LOGGED = 1024  # pairs of peer and note; beyond them nothing new is logged
-MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
+MAX_PREFILLS = 64  # addresses with series of their own; later ones are OTHER
 MAX_WATCHED = 65536  # requests
 
 
@@ -64,25 +64,25 @@ class MetricsReporter(Reporter):
         self._watched: dict[str, tuple[weakref.ref[Any], list[int], Began]] = {}
         self._prefills: set[str] = set()
         self._logged: set[tuple[str, bytes]] = set()
-        self._looked, self._counting = 0.0, threading.Lock()
+        self._sampled, self._counting = 0.0, threading.Lock()
         self._made = {} if labels is None else _make(side, labels, registry)
 
     def __call__(self, note: Any) -> None:
-        kind = NOTES.get(note.what, Kind())
+        spec = NOTES.get(note.what, NoteSpec())
         peer = getattr(note, "peer", b"") or getattr(note, "reader", b"")
         if note.what == "breaker_opened":
-            self._record(kind.series, self._known(self.name_of(peer)))
-        elif kind.series:
-            self._record(kind.series, *kind.values)
+            self._record(spec.series, self._known(self.name_of(peer)))
+        elif spec.series:
+            self._record(spec.series, *spec.values)
         is_new = (note.what, peer) not in self._logged and len(self._logged) < MAX_LOGGED
-        if kind.happened and kind.logged and is_new:
+        if spec.message and spec.logged and is_new:
             self._logged.add((note.what, peer))
             other = "decode" if self._side == PREFILL else "prefill"
             whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
             logger.warning(
                 "[%s] draft channel, %s %s: %s (%s); %s. %s. From now on counted, not logged",
-                kind.code, other, whom, kind.happened, note.detail or "no detail",
-                kind.consequence, kind.remedy,
+                spec.code, other, whom, spec.message, note.detail or "no detail",
+                spec.consequence, spec.remedy,
             )  # fmt: skip
 
     def moved(self, size: int, seconds: float) -> None:
@@ -102,8 +102,8 @@ class MetricsReporter(Reporter):
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
-        """Only notes it, since the scheduler waits: the channel's thread counts it, unless that did
-        not decide the room, and may have ended."""
+        """Note it only, since the scheduler waits: the channel's thread counts it, unless that did
+        not decide the request, and may have ended."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began, handle.waited))
@@ -118,18 +118,18 @@ class MetricsReporter(Reporter):
     def ticked(self) -> None:
         """Count the rooms that have ended, and once a second the drafts of requests that have."""
         if not self._made or not self._counting.acquire(blocking=False):
-            return  # the other thread counts
+            return  # another thread counts
         try:
             self._count_rooms()
-            if time.monotonic() - self._looked >= LOOK_S:
-                self._looked = time.monotonic()
-                self._look()
+            if time.monotonic() - self._sampled >= SAMPLE_S:
+                self._sampled = time.monotonic()
+                self._sample()
         except Exception:
             self._stop()
         finally:
             self._counting.release()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         for rid, (alive, histogram, began) in list(self._watched.items()):
             if (request := alive()) is None or request.finished():
                 del self._watched[rid]
@@ -155,7 +155,7 @@ class MetricsReporter(Reporter):
             self._watch(request, began)
 
     def _watch(self, request: Any, began: Began | None) -> None:
-        """A request that begins twice was retracted and prefilled again."""
+        """Watch a request. One that begins twice was retracted and prefilled again."""
         if request is None:
             return
         rid = request.rid
@@ -174,7 +174,7 @@ class MetricsReporter(Reporter):
         self._record("accepted_tokens_total", *values, amount=tokens)
 
     def _known(self, prefill: str) -> str:
-        """The value of the label `prefill`."""
+        """Return the value of the label `prefill`."""
         is_new = prefill not in self._prefills
         if not prefill or (is_new and len(self._prefills) >= MAX_PREFILLS):
             prefill = OTHER
@@ -199,9 +199,9 @@ class MetricsReporter(Reporter):
 
 
 def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]:
-    """The series of one side, by name. prometheus_client looks at PROMETHEUS_MULTIPROC_DIR when it
-    is imported, which SGLang sets before it starts the schedulers: it is imported as late as SGLang
-    does (observability/metrics_collector.py)."""
+    """Make the series of one side, by name. prometheus_client reads PROMETHEUS_MULTIPROC_DIR when
+    it is imported, and SGLang sets that before it starts the schedulers: so it is imported as late
+    as SGLang does (observability/metrics_collector.py)."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     made: dict[str, Any] = {}
@@ -212,13 +212,13 @@ def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]
             kind = kinds.get(one.name.rpartition("_")[2], gauge)
             names, where = [*labels, *one.labels], registry or REGISTRY
             made[one.name] = kind(series.PREFIX + one.name, one.help, names, registry=where)
-            for values in one.known:
+            for values in one.initial_labels:
                 made[one.name].labels(*labels.values(), *values)
     return made
 
 
 def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
-    """State and reason of the series rooms_total."""
+    """Return state and reason for the series rooms_total."""
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:

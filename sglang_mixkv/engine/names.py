@@ -1,7 +1,7 @@
 """Looks up the names of prefill servers, in threads.
 
-A look-up cannot be ended, and takes a minute where name servers are silent. Each name has one at a
-time, so that a name costs one thread, and only those who ask for it wait.
+A look-up cannot be cancelled, and takes a minute if name servers are silent. Each name has one at a
+time, so that a name costs one thread, and only requests for it wait.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ REMEMBERED = 4096  # names
 
 
 class Names(AbstractResolver):
-    """aiohttp's resolver. A name that was answered before has that answer where its look-up takes
-    long, or fails."""
+    """A resolver for aiohttp. If the look-up of a name takes long or fails, its last answer is
+    used."""
 
     def __init__(self) -> None:
         self._under_way: dict[str, Future[Any]] = {}
@@ -33,7 +33,7 @@ class Names(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         found, waited = self._answered.get(host), asyncio.wrap_future(self._look_up(host))
-        waited.add_done_callback(partial(self._ended, host))  # it may be late for this question
+        waited.add_done_callback(partial(self._ended, host))  # it may come too late for this call
         await asyncio.wait([waited], timeout=FRESH_S if found else None)
         found = self._answered.get(host) or found or waited.result()
         self._remember(host, found)

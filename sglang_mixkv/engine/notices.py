@@ -1,7 +1,7 @@
-"""SGLang's own ABORT to the prefill ranks of a refused server, each of which would hold the request
-for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both halves its
-client. SGLang's sends block for up to 30 s where the other side is gone, or stands still: a thread
-sends.
+"""Sends SGLang's own ABORT to the prefill ranks of a refused server. Each would otherwise hold the
+request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both halves
+would hold its client. SGLang's sends block for up to 30 s if the other side is gone or stopped, so
+a thread sends.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 from sglang_mixkv.background import MAX_NOTICES, Background
 from sglang_mixkv.engine.prefill_http import Ranks
 
-PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT; decode's own answer has the reason, and leads
+PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT; decode's answer has the reason and goes first
 LINGER_MS = 1000  # for what was just sent
 
 
 class RefusedRequests:
-    """Sends SGLang's own ABORT to the ranks of a refused server, which is all that they get. One
-    that comes before the request is ignored (mooncake/conn.py _handle_abort_notification): it is
-    sent again."""
+    """Sends only SGLang's ABORT to the ranks of a refused server. One that comes before the request
+    is ignored (mooncake/conn.py _handle_abort_notification), so it is repeated."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
@@ -28,13 +27,13 @@ class RefusedRequests:
         self._class: Any = None
 
     def add(self, ranks: Ranks, receiver: Any) -> None:
-        """`receiver`: of SGLang, which fails; its copy sends the messages."""
+        """`receiver`: SGLang's, which fails; a copy of it sends the messages."""
         if self._under_way < MAX_NOTICES:
             self._background.run(self._notify(ranks, copy.copy(receiver)))
 
     async def _notify(self, ranks: Ranks, receiver: Any) -> None:
-        """SGLang's receivers share a socket for each endpoint, for good. A refused server may have
-        named another server's ranks: these are others, closed when nothing is left to send."""
+        """Send over sockets of its own. SGLang's receivers share one for each endpoint, for good,
+        and a refused server may have named ranks of another server."""
         self._under_way += 1
         if self._class is None:
             own: dict[str, Any] = {"_socket_cache": {}, "_socket_locks": {}}

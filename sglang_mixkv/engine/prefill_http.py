@@ -1,6 +1,6 @@
 """HTTP requests to a prefill server, for its fact rows or its ranks; it may be hung, or hostile.
 
-Each question ends within ASK_S, whatever is sent, and an answer that is too long fails while it is
+Each request ends within ASK_S, whatever is sent, and an answer that is too long fails while it is
 read. Redirects are not followed. Proxies are not used, since the channel's own connections are
 direct as well.
 """
@@ -27,7 +27,7 @@ from sglang_mixkv.errors import MixKVError
 logger = logging.getLogger(f"sglang.{__name__}")
 
 ASK_S = 5.0
-MAX_BODY = 4 << 20  # rows of 256 ranks, of 16 KiB each: some ten times what they have
+MAX_BODY = 4 << 20  # 256 rows of 16 KiB, some ten times their real size
 MAX_RANKS = 4096
 
 Rows = dict[tuple[str, int], Row]
@@ -39,8 +39,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 async def fetch(address: str, names: AbstractResolver) -> Rows:
-    """All rows of a prefill server. MixKVError where it does not fit; another exception where it
-    does not answer, or cannot yet. `names` looks names up."""
+    """Fetch all rows of a prefill server. MixKVError if it does not fit; another exception if it
+    does not answer, or cannot yet. `names` resolves names."""
     try:
         async with asyncio.timeout(ASK_S):
             status, body = await _get(f"http://{address}{PATH}", {}, names)
@@ -81,10 +81,9 @@ def _unreadable(error: object) -> MixKVError:
 
 
 async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
-    """`rank_ip` and `rank_port` of all ranks of a refused prefill server, as SGLang's bootstrap
-    server has them (common/conn.py _handle_route_get), for SGLang's ABORT; none where it does not
-    say. Releases up to 0.5.15 do not all know ABORT, and a thread of theirs would end: none, too.
-    """
+    """Fetch `rank_ip` and `rank_port` of all ranks of a refused prefill server from SGLang's
+    bootstrap server (common/conn.py _handle_route_get), for SGLang's ABORT; none if it does not
+    answer, and for releases up to 0.5.15, some of which would lose a thread over an ABORT."""
     try:
         async with asyncio.timeout(ASK_S):
             sizes = await _route(address, names, -1, -1, -1, -1)
@@ -95,7 +94,7 @@ async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
                 raise ValueError(f"{counts} ranks")
             every = itertools.product(*map(range, counts))
             found = [await _route(address, names, *ranks) for ranks in every]
-            # A name would be looked up by the I/O thread of SGLang's own sockets.
+            # The I/O thread of SGLang's own sockets would look a name up.
             addresses = [(str(ip_address(r["rank_ip"])), int(r["rank_port"])) for r in found]
             return [{"rank_ip": ip, "rank_port": port} for ip, port in addresses]
     except Exception as error:
@@ -116,7 +115,7 @@ async def _route(address: str, names: AbstractResolver, *ranks: int) -> dict[str
 
 
 async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> tuple[int, bytes]:
-    """Status and body. What is packed has any size when it is unpacked, so no answer is."""
+    """Return status and body. It is not decompressed, since its size would have no bound."""
     body, headers = bytearray(), {"Accept-Encoding": "identity"}
     by = aiohttp.TCPConnector(resolver=names, use_dns_cache=False)
     async with (

@@ -1,16 +1,16 @@
 r"""The prefill servers that a decode rank knows.
 
-    unknown --its facts fit, SGLang knows its ranks, connections stand--> ready
+    unknown --its facts fit, SGLang knows its ranks, connections are up--> ready
            \--> refused, with a reason; asked again with a later request
 
-SGLang calls `try_ensure_parallel_info` once a second until it is true. It never waits there: the
-first request to a server loses that second, and one that is hung costs the scheduler nothing. A
-server that is refused gets a stand-in in SGLang's table, so that its requests reach `receiver.init`
-and fail there at once, with the reason.
+SGLang calls `try_ensure_parallel_info` once a second until it returns True. It never blocks there:
+the first request to a server loses that second, and a hung server costs the scheduler nothing. A
+refused server gets a stand-in in SGLang's table, so that its requests reach `receiver.init` and
+fail there at once, with the reason.
 
-Any address that a request names is asked, so a server may be hung, or hostile. Each has a task of
-its own in one event loop, and one that is hung costs a connection, and a thread where its name
-is. What else blocks follows only where the facts fit, in a thread for each server.
+Every address that a request names is asked, so a server may be hung, or hostile. Each has its own
+task in one event loop; a hung one costs a connection, and a thread if its name cannot be resolved.
+Other blocking calls follow only where the facts fit, in a thread for each server.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 1024  # tasks; threads
 AGAIN_S = 5.0  # before a server that is refused is asked again, while a request waits a second
-CHECK_S = 1.0  # between two looks at a server that is known, and two questions at most
-SOON_S = 0.05  # between the first two questions to one that does not answer
-KNOWN_S = 60.0  # a server that is not ready is forgotten if nobody has asked for it since
+CHECK_S = 1.0  # between two checks of a known server, and at most between two questions
+SOON_S = 0.05  # between the first two questions to a server that does not answer
+KNOWN_S = 60.0  # a server that is not ready is forgotten after so long without a request
 
 
 STAND_IN = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
     kv_cache_dtype=None, follow_bootstrap_room=True,
 )  # fmt: skip
-"""In the place of a refused server's sizes: with one DP rank the number of that is known."""
+"""Stands in for a refused server's sizes: with one DP rank its number is known."""
 
 
 class _Server:
-    """One that is asked, or ready. `peers`, `gone` and SGLang's table change under the lock,
-    `asked` and `plans` are the scheduler's, and the rest is the task's, until the table has it."""
+    """A server that is asked, or ready. `peers`, `gone` and SGLang's table change under the lock,
+    `asked` and `plans` are the scheduler's, the rest is the task's until the table has it."""
 
     def __init__(self, address: str) -> None:
         self.address, self.asked = address, time.monotonic()
@@ -65,7 +65,7 @@ class _Server:
 
 
 class _Refusal(NamedTuple):
-    """The reason why requests to a server fail, until it is asked again; `ranks` get SGLang's
+    """The reason why requests to a server fail until it is asked again. Its `ranks` get SGLang's
     ABORT."""
 
     error: MixKVError
@@ -77,8 +77,8 @@ class PrefillServers:
     """`manager`: a DraftManager with its `decode_channel`. `own`: this rank's row.
 
     The scheduler's thread calls `ensure`, `refuse` and `plan`. `forget` and `check` may be called
-    in any thread; they do not block. A server that SGLang takes from its table, as its heartbeats
-    do, is asked and connected to anew.
+    in any thread; they do not block. A server that SGLang removes from its table, as its heartbeats
+    do, is asked and connected to again.
     """
 
     def __init__(self, manager: Any, own: Row) -> None:
@@ -101,7 +101,7 @@ class PrefillServers:
             return True
         now = time.monotonic()
         with self._lock:
-            if address in self._table:  # since a moment ago
+            if address in self._table:  # added meanwhile
                 return True
             refusal, server = self._refusals.get(address), self._servers.get(address)
             if refusal is not None and now < refusal.until:
@@ -115,13 +115,13 @@ class PrefillServers:
         return False
 
     def refuse(self, address: str, receiver: Any) -> str | None:
-        """Say why a server's requests fail, None where they do not. SGLang's `receiver` is of one,
-        which is counted, and of which prefill is notified. The stand-in goes, so that the next one
-        may ask again."""
+        """Say why requests to this server fail; None if they do not. Count this request, and send
+        SGLang's ABORT for its `receiver` to prefill. The stand-in is removed, so that the next
+        request may ask again."""
         if (refusal := self._refusals.get(address)) is None:
-            return None  # as for nearly all requests, which take no lock
+            return None  # nearly all requests: they take no lock
         with self._lock:
-            if self._table.get(address) is STAND_IN:  # else it has become ready since
+            if self._table.get(address) is STAND_IN:  # or it has become ready
                 del self._table[address]
         self._manager.local.reporter.refused(refusal.error)
         if refusal.ranks:
@@ -129,10 +129,10 @@ class PrefillServers:
         return f"prefill server {address} is refused: {refusal.error}"
 
     def plan(self, address: str, infos: Sequence[Any]) -> Plan:
-        """For the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
+        """Return the plan for these `bootstrap_infos`. MixKVError if their ranks do not fit."""
         server = self._servers.get(address)
         if server is None or not server.ready:
-            raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved anew. Retry.")
+            raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")
         key = tuple(map(id, infos))
         if key not in server.plans:
             try:
@@ -146,14 +146,14 @@ class PrefillServers:
     # -- any thread
 
     def forget(self, address: str) -> None:
-        """It was restarted: the next request asks anew, and connects anew."""
+        """It was restarted: the next request asks and connects again."""
         with self._lock:
             self._table.pop(address, None)
             self._refusals.pop(address, None)
             self._drop(address)
 
     def check(self, address: str) -> None:
-        """A rank of it cannot be reached: was it restarted at another port?"""
+        """A rank of it cannot be reached: it may have been restarted at another port."""
         if (server := self._servers.get(address)) is not None:
             server.doubted = True
 
@@ -227,7 +227,7 @@ class PrefillServers:
                 self._table.pop(address, None)
 
     def _connect(self, server: _Server) -> Any:
-        """SGLang's entry for it, once each rank of it is connected to that requests can contact."""
+        """Return SGLang's entry for it, once every rank that requests can contact is connected."""
         is_cold = self._manager.local.config.on_draft_mismatch == "cold"
         server.cold, served = judge(server.rows.values(), self._own, serve_mismatch=is_cold)
         for difference in served:

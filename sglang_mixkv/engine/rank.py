@@ -19,7 +19,7 @@ from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
-from sglang_mixkv.channel.slot_format import SPARE
+from sglang_mixkv.channel.slot_format import PROBE_OFFSET
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
@@ -29,7 +29,7 @@ from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
-from sglang_mixkv.engine import draft_pool, handover
+from sglang_mixkv.engine import draft_pool, pool_hooks
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
@@ -40,13 +40,13 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class RankManager:
-    """DraftManager (manager.py), as far as its senders and receivers know it."""
+    """The part of DraftManager (manager.py) that its senders and receivers use."""
 
     local: RankContext
     aborted: AbortedRequests  # on prefill
     prefill_channel: PrefillWorker | None = None
     decode_channel: DecodeWorker | None = None
-    early: Any = None  # the event behind a chunk that is sent (EarlySends)
+    early: Any = None  # the event after which a chunk may be sent (EarlySends)
     # SGLang's
     failure_records: dict[int, str]
     kv_args: Any
@@ -58,8 +58,8 @@ class RankManager:
 
 
 class RankContext:
-    """The facts that the manager builds its channel of. `draft`: None on a rank without draft KV of
-    its own.
+    """The facts from which the manager builds its channel. `draft`: None on a rank without draft KV
+    of its own.
 
     Raises MixKVError for a drafter whose rows cannot be cut, or do not fit a slot.
     """
@@ -67,9 +67,9 @@ class RankContext:
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config = config_of(server_args)
         check_once(server_args)
-        self.handed = handover.take()
+        self.pool_context = pool_hooks.current()
         self.slot_bytes = slot_bytes(config.staging_mb)
-        pool = self.handed.pool
+        pool = self.pool_context.pool
         self.draft = draft_pool.of_pool(pool) if pool is not None else None
         if self.draft is not None:
             check_slots(self.draft.layout, self.slot_bytes)
@@ -92,7 +92,7 @@ class RankContext:
         plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
         device = (staging.device.index or 0) if staging.device.type == "cuda" else None
         memory = Memory(staging.address, staging.size, device)
-        plane.register(memory, staging.address + SPARE)  # of slot 0
+        plane.register(memory, staging.address + PROBE_OFFSET)  # of slot 0
         if rows.device.type != "cuda":
             return Store(rows, staging, plane)
         kernels = kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)
@@ -142,12 +142,12 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
 
     try:
         found = gpu_rows(rows, page_size, staging, asked)
-    except UnsafeError as wrong:  # torch may not, either
+    except UnsafeError as wrong:  # nor may torch
         found, asked = str(wrong), "kernels"
     if isinstance(found, str):
         error = refuse(
             "MIXKV-START-07", "the plugin's kernels to copy draft KV", found,
-            "torch copies it, 13 to 30 times slower", "Mend that, or report it",
+            "torch copies it, 13 to 30 times slower", "Fix that, or report it",
         )  # fmt: skip
         if asked == "kernels":
             raise error
@@ -157,7 +157,7 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
 
 def rdma_devices(kv_args: Any) -> str:
     """This rank's RDMA devices, joined by commas: --disaggregation-ib-device may name them by GPU,
-    as JSON or in a file. Without RDMA SGLang does not look at it (MooncakeTransferEngine.__init__).
+    as JSON or in a file. Without RDMA SGLang ignores the flag (MooncakeTransferEngine.__init__).
     """
     if os.environ.get("MC_FORCE_TCP") == "1":
         return ""
@@ -169,7 +169,7 @@ def _gpu(kv_args: Any) -> int:
 
 
 def times(patience: float) -> Times:
-    """SGLang's own DeferredBootstrap knows a request that is not here yet for as long
+    """SGLang's DeferredBootstrap keeps a request that is not here yet for as long
     (disaggregation/common/conn.py, CommonKVManager.__init__)."""
     waiting = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
     bootstrap = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
@@ -177,8 +177,8 @@ def times(patience: float) -> Times:
 
 
 def check_slots(layout: DraftLayout, size: int) -> None:
-    """What one rank sends another is less than a token of either's heads, so where this fits the
-    slots of both, every request can be served."""
+    """Refuse slots that hold no token of all heads of this rank. One rank reads no more heads from
+    another than either has, so every request can be served if this fits on both."""
     heads = len(layout.heads)
     if not layout.facts.tokens_in(size, heads):
         fits = (mb for mb in itertools.count(1) if layout.facts.tokens_in(slot_bytes(mb), heads))
@@ -190,7 +190,7 @@ def check_slots(layout: DraftLayout, size: int) -> None:
 
 
 def forward_event(scheduler: Any) -> Any:
-    """An event behind all that is queued on SGLang's forward stream; None without a GPU."""
+    """An event after all work queued on SGLang's forward stream; None without a GPU."""
     stream = getattr(scheduler, "forward_stream", None)
     if not isinstance(stream, torch.cuda.Stream):
         return None
@@ -200,7 +200,7 @@ def forward_event(scheduler: Any) -> Any:
 
 
 def _target(manager: Any) -> Target:
-    """From the KV args, which have the target and, behind it, a drafter that SGLang moves."""
+    """Read it from the KV args, which list the target and then a drafter that SGLang moves."""
     args = manager.kv_args
     lens = list(args.kv_item_lens)
     lens = lens[: len(lens) - args.num_draft_entries]

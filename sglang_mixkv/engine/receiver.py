@@ -1,4 +1,4 @@
-"""SGLang's receiver, with a room of the draft channel beside it."""
+"""SGLang's receiver, which also opens its request on the draft channel."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _Manager(RankManager):
 
 
 class DraftReceiver(RoomUse):
-    """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that
-    needs no room.
+    """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that is
+    not opened.
 
-    Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
-    Failed where rows could not even be cleared. `init` fails requests to a refused server.
+    SGLang's Success becomes Transferring while draft KV is awaited, and Failed if rows could not
+    even be cleared. `init` fails requests to a refused server.
     """
 
     kv_mgr: _Manager
@@ -66,7 +66,7 @@ class DraftReceiver(RoomUse):
             page_size = local.draft.page_size
             first, pages = local.draft.in_reach(first, pages)
             end = first + len(pages) * page_size
-        event = forward_event(local.handed.scheduler)
+        event = forward_event(local.pool_context.scheduler)
         handle = ReceiveHandle(pages, page_size, event, self.bootstrap_addr)
         channel = self.kv_mgr.decode_channel
         assert channel is not None
@@ -91,7 +91,7 @@ class DraftReceiver(RoomUse):
         return status
 
     def clear(self) -> None:
-        """SGLang's failure_exception calls it, too, and sets conclude_state before."""
+        """Called by SGLang's failure_exception too, which sets conclude_state first."""
         if self.handle is not None:
             reason = ""
             if self.conclude_state == KVPoll.Failed:
@@ -101,7 +101,7 @@ class DraftReceiver(RoomUse):
         super().clear()  # type: ignore[misc]
 
     def _fail(self, reason: str) -> None:
-        """SGLang's poll returns `conclude_state`. Prefill is notified where its ranks are known."""
+        """Fail it: SGLang's poll returns `conclude_state`. Prefill is notified if it is known."""
         logger.error("sglang-mixkv fails room %s: %s", self.bootstrap_room, reason)
         self.kv_mgr.record_failure(self.bootstrap_room, f"sglang-mixkv: {reason}")
         self.conclude_state = KVPoll.Failed

@@ -1,9 +1,9 @@
 """The releases of SGLang that are served, and the check that the installed one is as expected.
 
 A release that is not in the table is refused, unless SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG is set;
-then it is taken for the newest one. `check` looks at the release, at SGLang's functions, and at the
-resolved arguments, in each process that uses the plugin's classes. SGLang's launcher leaves the
-functions out (`plugin.py`): that imports prometheus_client, before SGLang has set
+then it is treated as the newest one. `check` checks the release, SGLang's functions, and the
+resolved arguments, in each process that uses the plugin's classes. SGLang's launcher skips the
+functions (`plugin.py`): checking them imports prometheus_client, before SGLang has set
 PROMETHEUS_MULTIPROC_DIR.
 """
 
@@ -50,15 +50,15 @@ UNSERVED: dict[str, tuple[Rule, ...]] = {
     "0.5.22": (_host_receive(1), RADIX_CACHE, DCP),
     "0.5.23": (_host_receive(1),),
 }
-"""By release, the newest last: what is refused with it beyond ARGUMENT_RULES."""
+"""By release, the newest last: rules beyond ARGUMENT_RULES."""
 
 SUPPORTED_SGLANG = tuple(UNSERVED)
 
 
 @cache
 def version_of(package: str) -> str:
-    """Its installed version, `none` without one. Read once: `get_kv_class` is called for every
-    request, and a package's metadata take a millisecond."""
+    """Return its installed version, or `none`. Read once: `get_kv_class` is called for every
+    request, and reading a package's metadata takes a millisecond."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -70,7 +70,7 @@ def sglang_version() -> str:
 
 
 def rules() -> tuple[Rule, ...]:
-    """Return the rules of what the installed release refuses."""
+    """Return the rules for the installed release."""
     return ARGUMENT_RULES + UNSERVED.get(sglang_version(), UNSERVED[SUPPORTED_SGLANG[-1]])
 
 
@@ -90,7 +90,7 @@ def _problem(path: str, names: tuple[str, ...]) -> str:
 
 
 def has_attribute(owner: type, name: str) -> bool:
-    """True if the class, or one that it is made of, declares it, or assigns it in a method."""
+    """True if the class, or one of its bases, declares it, or assigns it in a method."""
     if any(name in {*vars(one), *inspect.get_annotations(one)} for one in owner.__mro__):
         return True
     methods = (value for one in owner.__mro__ for value in vars(one).values())
@@ -100,8 +100,8 @@ def has_attribute(owner: type, name: str) -> bool:
 
 
 def problems(*, functions: bool = True) -> list[str]:
-    """List why the installed SGLang may not carry the plugin: its version, and each function and
-    attribute that is not as expected."""
+    """List what differs in the installed SGLang: its version, and each function and attribute that
+    is not as expected."""
     version, found = sglang_version(), []
     if version not in UNSERVED:
         found.append(f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")
@@ -112,7 +112,7 @@ def problems(*, functions: bool = True) -> list[str]:
 
 def stop(code: str, headline: str, details: list[str], remedy: str) -> None:
     """End the process with one message. Raises SystemExit (exit status 1), since SGLang swallows
-    less."""
+    other exceptions."""
     lines = "\n".join(f"  - {detail}" for detail in details)
     raise SystemExit(
         f"[{code}] sglang-mixkv (pid {os.getpid()}): --enable-mixkv is set, but {headline}; the "
@@ -129,7 +129,7 @@ def stop_if(unsupported: list[str]) -> None:
 
 def check(server_args: Any, *, functions: bool = True) -> None:
     """Stop the process unless SGLang is as expected, has applied the hooks, and serves these
-    arguments. An untested release goes on with warnings where the variable allows it."""
+    arguments. An untested release goes on with warnings if the variable allows it."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.plugins.hook_registry import HookRegistry
 

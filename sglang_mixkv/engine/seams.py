@@ -25,12 +25,12 @@ _FUNCTIONS = {
     f"{_ARGS}from_cli_args": "args -> plugin.attach_config",  # flags and variables are a record
     # SGLang's classes with a mixin each
     f"{_PD}utils:get_kv_class": "transfer_backend class_type -> plugin.kv_class",
-    f"{_PREFILL}_init_kv_manager": "-> engine.handover.around_init",  # SGLang sees no draft pool
-    f"{_DECODE}_init_kv_manager": "-> engine.handover.around_init",  # the same
+    f"{_PREFILL}_init_kv_manager": "-> engine.pool_hooks.around_init",  # SGLang sees no draft pool
+    f"{_DECODE}_init_kv_manager": "-> engine.pool_hooks.around_init",  # the same
     # which request a room belongs to
-    f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.handover.around_extend",
+    f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.pool_hooks.around_extend",
     # these have new draft rows
-    f"{_DECODE}resume_retracted_reqs": "-> engine.handover.around_resume",
+    f"{_DECODE}resume_retracted_reqs": "-> engine.pool_hooks.around_resume",
     # refuses a room number that is used twice, or cannot be sent
     f"{_TOKENIZER}_init_req_state": "obj request -> guards.room_reuse.around_request",
     # makes this rank's side of the channel
@@ -50,7 +50,7 @@ _FUNCTIONS = {
     f"{_SENDER}abort": "",  # ends a room, and notifies decode
     f"{_RECEIVER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails a number that is in use
     f"{_RECEIVER}init": "prefill_dp_rank",  # refuses a prefill server before its metadata
-    f"{_RECEIVER}send_metadata": "kv_indices decode_prefix_len",  # opens a room behind the message
+    f"{_RECEIVER}send_metadata": "kv_indices decode_prefix_len",  # opens a request after it
     f"{_RECEIVER}poll": "",  # Success once draft KV is in place, or cleared
     f"{_RECEIVER}clear": "",  # ends a room
     f"{_RECEIVER}ensure_abort_notified": "",  # prefill is notified of a request that fails
@@ -80,18 +80,18 @@ HOOKS = {path.replace(":", "."): around for path, (_, _, around) in _SPLIT.items
 """By target, as SGLang's HookRegistry names it."""
 
 _NAMES = {
-    # a rank's facts; its tables, which a use of a number leaves as SGLang expects them
+    # a rank's facts; its tables, which room_reuse.py leaves as SGLang expects them
     _MANAGER: "attn_cp_rank attn_dp_rank attn_tp_rank attn_tp_size connection_lock connection_pool "
         "dcp_size enable_deferred_decode_kv_release failure_records is_hybrid_mla_backend "
         "is_mla_backend kv_args kv_status_msg_carries_reason local_ip pp_rank pp_size "
         "prefill_info_table rank_port req_to_decode_prefix_len request_status system_dp_rank "
         "transfer_infos",
-    _SENDER: "bootstrap_room conclude_state kv_mgr",  # a use of a number, and its end
+    _SENDER: "bootstrap_room conclude_state kv_mgr",  # a room number, and its end
     # the same; a request's ranks, and an ABORT to others over sockets of their own
     _RECEIVER: "_socket_cache _socket_locks abort_notified bootstrap_addr bootstrap_infos "
         "bootstrap_room conclude_state kv_mgr",
     _SERVER: "app attn_cp_size attn_tp_size dp_size pp_size",  # GET /mixkv, once all are there
-    # the event behind a prefix that is sent early, and those behind forwards
+    # the event of a prefix that is sent early, and those of forwards
     f"{_PD}prefill:SchedulerDisaggregationPrefillMixin": "_early_send_wait_event",
     f"{_SRT}managers.scheduler:Scheduler": "forward_stream",
     # a server's ranks, by the keys of GET /route too; which of them requests contact
@@ -159,4 +159,4 @@ LATER = {
     },
     "0.5.22": {"indices_event"},
 }  # fmt: skip
-"""By release: what came after it, with what it is for."""
+"""By release: parameters and attributes that came after it, with what needs them."""

@@ -16,14 +16,14 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftSender(SenderRoomUse):
-    """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init. Of
-    SGLang's statuses only Success is changed, to Transferring, while draft KV is packed."""
+    """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init.
+    SGLang's Success becomes Transferring while draft KV is packed."""
 
     kv_mgr: RankManager
     handle: SendHandle | None = None
     channel: PrefillWorker  # of a `handle`
     _first = 0
-    _early_send_wait_event: Any = None  # SGLang's scheduler sets it, and its send takes it away
+    _early_send_wait_event: Any = None  # SGLang's scheduler sets it, and its send resets it
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
         super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]
@@ -33,7 +33,7 @@ class DraftSender(SenderRoomUse):
             self.channel, self.handle = channel, channel.begin(self.bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return SGLang's prefix length; the first chunk begins behind it."""
+        """Return SGLang's prefix length; the first chunk begins after it."""
         self._first = int(super().pop_decode_prefix_len())  # type: ignore[misc]
         return self._first
 
@@ -52,7 +52,7 @@ class DraftSender(SenderRoomUse):
     ) -> None:
         events, local = [early, kwargs.get("indices_event")], self.kv_mgr.local
         if self.kv_mgr.pp_size > 1:  # process_prefill_chunk sends while the forward may run
-            events.append(forward_event(local.handed.scheduler))
+            events.append(forward_event(local.pool_context.scheduler))
         assert local.draft is not None
         page_size, count = local.draft.page_size, kwargs.get("num_kv_tokens")
         count = len(pages) * page_size if count is None else count
@@ -70,7 +70,7 @@ class DraftSender(SenderRoomUse):
         return status if released else KVPoll.Transferring
 
     def clear(self) -> None:
-        """SGLang's failure_exception calls it, too, and sets conclude_state before."""
+        """Called by SGLang's failure_exception too, which sets conclude_state first."""
         self._end("failed on prefill" if self.conclude_state == KVPoll.Failed else "")
         super().clear()  # type: ignore[misc]
 
@@ -78,7 +78,7 @@ class DraftSender(SenderRoomUse):
         self._end("aborted on prefill")
         try:
             self.kv_mgr.aborted.add(self)
-        except Exception:  # decode waits for its timeout, as it does without the plugin
+        except Exception:  # decode waits for its timeout, as without the plugin
             logger.exception("[MIXKV-SELF-01] decode is not notified of an abort, and waits")
         super().abort()  # type: ignore[misc]
 

@@ -1,15 +1,15 @@
 """HiCache's storage tier with a drafter: served over Mooncake's store (STORAGE in refusals.py).
 
-A page's objects there are named by its tokens' hash and, where ranks hold different heads, by the
-rank (`mha_suffix` in SGLang's mooncake_store.py), but not by how many ranks there are. Servers of
-another attention-TP size that share a store would read other heads, or a part of a page, which
-Mooncake calls a success. With the size in that suffix, they miss the drafter's object; a page of
-which one object is missing ends the hit (PoolHitPolicy.ALL_PAGES), is computed, and stored.
+A page's objects there are named by its tokens' hash and, if ranks hold different heads, by the rank
+(`mha_suffix` in SGLang's mooncake_store.py), but not by the number of ranks. Servers of another
+attention-TP size that share a store would read other heads, or a part of a page, which Mooncake
+reports as success. With the size in that suffix, they miss the drafter's object; a page with a
+missing object ends the hit (PoolHitPolicy.ALL_PAGES), is computed, and stored.
 
-The suffix is that of everything whose rows differ from rank to rank: a drafter's KV heads, a GQA
+The suffix names everything whose rows differ from rank to rank: a drafter's KV heads, a GQA
 target's, into whose pages SGLang packs an MTP drafter's, and the states of a hybrid target. MLA
-rows, a target's or a drafter's, have the other suffix (`mla_suffix`): all servers share them, with
-those that run without the plugin.
+rows, a target's or a drafter's, have the other suffix (`mla_suffix`): all servers share them, also
+those without the plugin.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 def around_register(original: Callable[..., None], tier: Any, pool: Any) -> None:
-    """Around MooncakeStore.register_mem_pool_host, which SGLang calls once for each store, at the
-    start and where storage is attached later, before it has objects. With SGLang's `tp_lcm_size`
-    the suffix is the list of the parts that this rank's heads are, out of so many: no rank of
+    """Wrap MooncakeStore.register_mem_pool_host, which SGLang calls once for each store, at the
+    start or when storage is attached later, before the store has objects. With SGLang's
+    `tp_lcm_size` the suffix lists the parts of this rank's heads, out of so many: no rank of
     another size has the same."""
     original(tier, pool)
     if isinstance(tier.mha_suffix, str) and has_drafter(get_server_args()):
@@ -36,9 +36,9 @@ def around_register(original: Callable[..., None], tier: Any, pool: Any) -> None
 
 
 def attach(stock: Callable[[Any], Any], request: Any) -> Any:
-    """In the place of a drafting scheduler's `attach_hicache_storage_wrapped`: `PUT
-    /hicache/storage-backend` is answered as the start with that flag would be. The scheduler binds
-    what it does on requests after its queues."""
+    """Replaces a drafting scheduler's `attach_hicache_storage_wrapped`: `PUT
+    /hicache/storage-backend` is answered as a start with that flag would be. The scheduler binds
+    its request handlers after it has made its queues."""
     from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 
     if request.hicache_storage_backend == STORED:

@@ -1,1 +1,1 @@
-"""Guards against SGLang's own faults. Each file says which fault ends it, and when."""
+"""Guards against SGLang's own faults. Each file names its fault, and the fix that ends the file."""

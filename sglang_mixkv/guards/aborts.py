@@ -5,8 +5,8 @@ fault   CommonKVSender.abort (disaggregation/common/conn.py) notifies nobody: de
 patch   none yet
 until   an abort on prefill ends the request on decode
 
-SGLang's sends block for up to 30 s where the other side is gone, or stands still: threads send.
-What decode must not hear, DraftManager.apply_prefill_status ignores: it overrides SGLang's.
+SGLang's sends block for up to 30 s if the other side is gone or stopped, so threads send. On decode
+DraftManager.apply_prefill_status, which overrides SGLang's, ignores unsafe ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_mixkv.guards.room_reuse import RoomUse, newest
 from sglang_mixkv.series import ABORTED
 
 BLOCKED_AT_ONCE = 256  # decode ranks
-LOOK_S, LATE_S = 1.0, 300.0  # SGLang's timeout, beyond which decode waits no more
+POLL_S, LATE_S = 1.0, 300.0  # after SGLang's timeout decode no longer waits
 
 
 class AbortedRequests:
@@ -33,8 +33,8 @@ class AbortedRequests:
         self._background = Background("mixkv-notify", BLOCKED_AT_ONCE)
 
     def add(self, sender: RoomUse) -> None:
-        """A room that SGLang has concluded is left alone. After Success decode goes on with the
-        request. After Failed decode was notified, or must not be, since NIXL could not say that its
+        """Notify decode, unless SGLang has concluded the room. After Success decode goes on with
+        it. After Failed decode was notified, or must not be, since NIXL could not tell that its
         writes have ended (transfer_worker in nixl/conn.py)."""
         room, manager = sender.bootstrap_room, self._manager
         if manager.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
@@ -44,7 +44,7 @@ class AbortedRequests:
             self._background.run(self._notify(sender, room, self._targets(room)))
 
     def _targets(self, room: int) -> Any:
-        """The decode ranks that wait for KV of this rank; None before metadata of any have come."""
+        """Return the decode ranks that wait for this rank's KV; None before any sent metadata."""
         infos = list(self._manager.transfer_infos.get(room, {}).values())
         targets = {(one.endpoint, one.dst_port) for one in infos if not one.is_dummy}
         return targets if infos else None
@@ -52,17 +52,17 @@ class AbortedRequests:
     async def _notify(self, sender: RoomUse, room: int, targets: Any) -> None:
         until = time.monotonic() + LATE_S
         while targets is None and time.monotonic() < until:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             targets = self._late(sender, room)
         fields = {"bootstrap_room": room, "status": KVPoll.Failed, "failure_reason": ABORTED}
         send, message = self._background.send, self._manager.send_kv_status_message  # logs errors
         await asyncio.gather(*(send(to, message, targets=[to], **fields) for to in targets or ()))
 
     def _late(self, sender: RoomUse, room: int) -> Any:
-        """The targets of a room that was aborted before they came; () where nothing is left to do.
-        SGLang's thread (bootstrap_thread) notes the prefix, and then the status, once all decode
-        ranks have come: the room's tables are cleared then. Where its scheduler has not cleared the
-        sender, that asks for the status again and clears it: a status that is gone would be
+        """Return the targets of a room that was aborted before they came; () if nothing is left to
+        do. SGLang's bootstrap_thread notes the prefix, and then the status, once all decode ranks
+        have come: the room's tables are cleared then. If its scheduler has not cleared the sender,
+        it will ask for the status again and clear it: a status that is gone would read as
         WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
         tables = self._manager
         if newest(room) not in (None, sender):  # the number is another request's

@@ -1,17 +1,17 @@
 """Holds an early send over NIXL back until its KV is written.
 
 fault   A prefix that prefill has cached is sent while the forward of the rest begins (prefill.py,
-        maybe_send_cached_prefix_chunk), and with each further chunk the one before. The event
-        behind the forward that writes it goes along; NIXL drops it (add_transfer_request in
-        nixl/conn.py), and Mooncake did not wait for it up to 0.5.21: the target's own KV can
-        leave before it is written
+        maybe_send_cached_prefix_chunk), and with each further chunk the one before. The event of
+        the forward that writes it goes along; NIXL drops it (add_transfer_request in
+        nixl/conn.py), and Mooncake did not wait for it up to 0.5.21: the target's own KV can be
+        sent before it is written
 patch   upstream/nixl-early-sends.patch
 until   all releases that are served wait, over both backends
 
 SGLang's scheduler puts a chunk into a queue of NIXL's manager, and a worker of SGLang's posts it.
-The queues are the plugin's: a chunk leaves one once its event has come. Where SGLang has none that
-can be replaced, and over Mooncake of 0.5.21, early sends are switched off. A chunk of which nobody
-can tell stays, and its request fails by SGLang's timeout: bytes that are not written never leave.
+The plugin replaces the queues: a chunk leaves one once its event has completed. If SGLang has none
+that can be replaced, and over Mooncake of 0.5.21, early sends are switched off. A chunk whose event
+fails stays, and its request fails by SGLang's timeout: unwritten bytes are never sent.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from sglang_mixkv.draft.cuda import is_over, spare_captures
 logger = logging.getLogger(f"sglang.{__name__}")
 
 EARLY_SENDS = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
-LOOK_S = 1e-3
+POLL_S = 1e-3
 NEVER = SimpleNamespace(query=lambda: False)
 
 
 class ChunkQueue:
-    """A queue in place of SGLang's FastQueue, for one worker. A chunk comes out once it is written,
-    in the order of its room; another room's does not wait for it."""
+    """Replaces SGLang's FastQueue, for one worker. A chunk comes out once it is written, in the
+    order of its room; other rooms do not wait for it."""
 
     def __init__(self, manager: EarlySends) -> None:
         self._manager, self._put = manager, SimpleQueue[tuple[Any, Any]]()
@@ -47,12 +47,12 @@ class ChunkQueue:
         self._put.put((chunk, self._manager.early))
 
     def get(self) -> Any:
-        if not self._is_spared:  # in the worker's thread, which asks events from here on
+        if not self._is_spared:  # in the worker's thread, which queries events from here on
             spare_captures()
             self._is_spared = True
         while (found := self._written()) is None:
             with suppress(Empty):
-                self._chunks.append(self._put.get(timeout=LOOK_S if self._chunks else None))
+                self._chunks.append(self._put.get(timeout=POLL_S if self._chunks else None))
         return self._chunks.pop(found)[0]
 
     def _written(self) -> int | None:
@@ -80,12 +80,12 @@ class EarlySends:
 
     @transfer_queues.setter
     def transfer_queues(self, queues: list[Any]) -> None:
-        self._queues = [ChunkQueue(self) for _ in queues]  # SGLang starts a worker for each then
+        self._queues = [ChunkQueue(self) for _ in queues]  # SGLang then starts a worker for each
 
 
 def switch_off_early_sends(manager: Any, release: str) -> str:
-    """Switch SGLang's early sends off where nobody waits for what they send, and say so. An
-    operator's own setting stays."""
+    """Switch SGLang's early sends off if nobody waits for their KV, and return a note for the log.
+    An operator's own setting stays."""
     queues = getattr(manager, "transfer_queues", [None])
     waits = manager.backend == "mooncake" and not release.startswith("0.5.21")
     if EARLY_SENDS in os.environ or waits or all(isinstance(one, ChunkQueue) for one in queues):

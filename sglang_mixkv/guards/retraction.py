@@ -3,7 +3,7 @@
 fault   A retracted request's backup in `cpu_tensor` has rows of the target alone (Req.load_kv_cache
         in managers/schedule_batch.py): its drafter would read other requests' rows
 patch   none yet
-until   that backup has the drafter's rows. engine/handover.py, around_resume, stays: it also counts
+until   that backup has the drafter's rows. around_resume (engine/pool_hooks.py) stays: it counts
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sglang.srt.runtime_context import get_disagg
 
 
 def clear_retracted(pool: Any, table: Any, request: Any) -> None:
-    """Zeros in the rows that Req.load_kv_cache fills in the target's pool, where SGLang's backup of
-    a retracted request has these alone; its host pool has the drafter's beside them. On the current
-    stream, which resume_retracted_reqs has made wait for the forward that may have written."""
+    """Zero the drafter's rows of tokens whose target rows Req.load_kv_cache fills, if SGLang's
+    backup has only the target's; its host pool has both. On the current stream, which
+    resume_retracted_reqs has made wait for the forward that may have written them."""
     if get_disagg().disaggregation_decode_retraction_backup != "cpu_tensor":
         return
     rows = table.req_to_token[request.kv.req_pool_idx, : request.seqlen - 1].long()

@@ -1,14 +1,14 @@
 """Refuses a second request with a room number that is in use, as the samples of one with `n` > 1.
 
 fault   SGLang's tables have one entry for a number (CommonKVManager, in common/conn.py under
-        disaggregation/). A second use takes the first one's metadata and KV, and its end takes the
-        entry away; SGLang's schedulers end of that (prefill.py, pop_bootstrapped: "Unexpected poll
+        disaggregation/). A second request gets the first one's metadata and KV, and its end deletes
+        the entry, which can end SGLang's schedulers (prefill.py, pop_bootstrapped: "Unexpected poll
         state", KeyError)
 patch   none yet
-until   SGLang refuses such a request itself, or its tables tell uses of a number apart
+until   SGLang refuses such a request itself, or its tables tell the requests of a number apart
 
-Such a request is refused where a server takes it. What comes past that, as from a client of both
-servers that gives a number twice, fails alone.
+Such a request is refused where a server receives it. One that gets past that, for example from a
+client of both servers that gives a number twice, fails alone.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from sglang_mixkv.decode.actions import Note
 from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""SGLang's states of requests that a decode server has taken, by number."""
-_uses: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
-"""The newest use of each number on this rank, until it is cleared."""
+"""SGLang's states of requests that a decode server has accepted, by number."""
+_newest: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
+"""The newest sender or receiver of each number on this rank, until it is cleared."""
 _own = itertools.count(-1, -1)  # SGLang's are not negative
 
 
 def around_request(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around TokenizerManager._init_req_state, with which SGLang begins each request. A ValueError
-    of it is HTTP 400. Prefill looks at the request alone: decode may have it compute a request
-    again, with the same number, before prefill has answered the first time (true retraction)."""
+    """Wrap TokenizerManager._init_req_state, with which SGLang begins each request. Its ValueError
+    becomes HTTP 400. Prefill checks the request alone: decode may have it compute a request again,
+    with the same number, before prefill has answered the first time (true retraction)."""
     rooms, is_decode = list(_rooms(request)), manager.disaggregation_mode.value == "decode"
     if rooms and getattr(request, "parallel_sample_num", 1) > 1:
         raise _refusal(f"n = {request.parallel_sample_num}, whose samples share theirs")
@@ -58,8 +58,8 @@ def around_request(
 
 
 def _rooms(request: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """rid, room, host and port of each request of a batch. SGLang's own warm-up and health checks
-    share numbers: nothing is transferred for them."""
+    """Yield rid, room, host and port of each request of a batch, except SGLang's own warm-up and
+    health checks: they share numbers, and nothing is transferred for them."""
     names = ("rid", "bootstrap_room", "bootstrap_host", "bootstrap_port")
     values = [getattr(request, name, None) for name in names]
     count = len(values[0]) if isinstance(values[0], list) else 0
@@ -72,17 +72,17 @@ def _rooms(request: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _is_number(room: Any) -> bool:
-    """True if every message and table has a place for it, SGLang's among them."""
+    """True if it fits every message and table, also SGLang's."""
     return type(room) is int and 0 <= room < 1 << 63
 
 
 def _is_host(host: Any) -> bool:
-    """True if it can be looked up: SGLang's scheduler takes its parts, and logs it."""
+    """True if it can be resolved: SGLang's scheduler splits it, and logs it."""
     return type(host) is str and 0 < len(host) < 256 and host.isprintable()
 
 
 def _is_port(port: Any) -> bool:
-    """True if it is one. None is the server's own."""
+    """True if it is a port. None means the server's own."""
     return port is None or (type(port) is int and 0 < port < 1 << 16)
 
 
@@ -90,22 +90,22 @@ def _refusal(got: str, expected: str = "") -> MixKVError:
     return refuse(
         "MIXKV-PAIR-09",
         expected or "a bootstrap_room from 0 to 2^63 - 1 that no other request uses", got,
-        "it would have another one's KV, or none, and SGLang's schedulers could end",
-        "Send each sample as a request of its own, with n = 1 and what the router puts into it",
+        "it would have another request's KV, or none, and SGLang's schedulers could end",
+        "Send each sample as its own request, with n = 1, through the router",
     )  # fmt: skip
 
 
 def newest(room: int) -> RoomUse | None:
-    """The newest use of a number on this rank, unless it was cleared."""
-    return _uses.get(room)
+    """Return the newest sender or receiver of a number on this rank, unless it was cleared."""
+    return _newest.get(room)
 
 
 class RoomUse:
-    """Mixed into senders and receivers, one use of a number each. A second one, while the first is
-    under way, has failed under a number that no request has, as has one of a number that cannot be
-    sent: whatever SGLang does with it touches nothing of another one's."""
+    """Mixed into senders and receivers, each of which uses a number. While one is under way, a
+    second one fails under a number that no request has, as does one whose number cannot be sent:
+    whatever SGLang does with it, it touches no other request."""
 
-    kv_mgr: Any  # a DraftManager, which stands on a floor above
+    kv_mgr: Any  # a DraftManager, whose module imports this one
     bootstrap_room: int
     conclude_state: Any
 
@@ -114,11 +114,11 @@ class RoomUse:
     ) -> None:
         problem = f"{type(bootstrap_room).__name__} outside of that"
         if is_free := _is_number(bootstrap_room):
-            problem, first = f"{bootstrap_room}, which is in use", _uses.get(bootstrap_room)
+            problem, first = f"{bootstrap_room}, which is in use", _newest.get(bootstrap_room)
             is_free = first is None or first.kv_mgr is not mgr or first._leave()
         number = bootstrap_room if is_free else next(_own)
         super().__init__(mgr, bootstrap_addr, number, *args, **kwargs)  # type: ignore[call-arg]
-        _uses[number] = self
+        _newest[number] = self
         if not is_free:
             mgr.record_failure(number, str(_refusal(problem)))
             mgr.request_status[number] = self.conclude_state = KVPoll.Failed
@@ -130,15 +130,15 @@ class RoomUse:
         return False
 
     def clear(self) -> None:
-        """Not a second time what is the next use's by then: SGLang clears a receiver when it fails,
+        """Clear it unless the number is another's by now: SGLang clears a receiver when it fails,
         and again when its pages are released (_do_release)."""
         if newest(self.bootstrap_room) in (None, self):
             super().clear()  # type: ignore[misc]
-            _uses.pop(self.bootstrap_room, None)
+            _newest.pop(self.bootstrap_room, None)
 
     def _move(self) -> None:
-        """Move it to a number that no request has. Metadata of the next use have come before it
-        begins: they stay, and SGLang's status is what it would be then."""
+        """Move it to a number that no request has. Metadata of the next request may be here
+        already: they stay, and SGLang's status is set as it would be for them."""
         tables, room = self.kv_mgr, self.bootstrap_room
         status = tables.request_status.pop(room)
         if room in tables.transfer_infos and room in tables.req_to_decode_prefix_len:
@@ -151,8 +151,8 @@ class SenderRoomUse(RoomUse):
     """Mixed into senders."""
 
     def _leave(self) -> bool:
-        """True retraction may begin the next use of the number before the scheduler has seen that
-        this one succeeded."""
+        """Make way after Success: true retraction may begin the next request with the number before
+        the scheduler has seen that this one succeeded."""
         if super().poll() == KVPoll.Success:  # type: ignore[misc]
             self._move()
             return True

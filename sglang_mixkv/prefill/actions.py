@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import msgspec
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.prefill.transfer import Chunk, Connection, Segment, Use
+from sglang_mixkv.prefill.transfer import Chunk, Segment
 
 
 class Pack(msgspec.Struct, frozen=True):
-    """They may be packed in any order, and together; `Machine.copied` follows for each, or for
+    """Pack these segments, in any order, and together. `Machine.copied` follows for each, or for
     several."""
 
     segments: tuple[Segment, ...]
 
 
 class Send(msgspec.Struct, frozen=True):
-    """`chunks`: of which a READY announces the last segment."""
+    """`chunks`: those whose last segment a READY announces."""
 
-    connection: Connection
+    connection: bytes
     message: Ready | Fail
     chunks: list[Chunk] = []
 
 
-class Settled(msgspec.Struct, frozen=True):
-    """The sender may report SGLang's Success: nothing will read the use's pages any more."""
+class PagesReleased(msgspec.Struct, frozen=True):
+    """The sender may report SGLang's Success: nothing reads the request's pages any more."""
 
-    use: Use
+    handle: Hashable
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -37,4 +39,4 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Action = Pack | Send | Settled | Note
+Action = Pack | Send | PagesReleased | Note

@@ -1,8 +1,8 @@
-"""Room, Part and Segment of a prefill rank: a request, what each reader gets of it, in pieces that
-fit slots; and Packing, which chooses the segments that are packed next.
+"""Request, ReaderTransfer and Segment of a prefill rank: a request, its transfer to each reader, in
+pieces that fit slots; and Packing, which chooses the segments to pack next.
 
-A *use* is one sender of SGLang's, by whatever names it (in a server its SendHandle): room numbers
-come again, uses do not. A *connection* is how the socket names where a message came from.
+A *handle* names one sender of SGLang's (in a server it is its SendHandle): room numbers are used
+again, handles are not. A *connection* is how the socket names the origin of a message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
 
-Use = Hashable
-Connection = bytes
 MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
 
 
@@ -27,7 +25,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """Tokens [first, first + count) of the prompt. `pages`: where they are (Pages in
     draft/layout.py); opaque here. `pending`: their KV may not be written yet."""
 
-    use: Use
+    handle: Hashable
     first: int
     count: int
     last: bool
@@ -35,52 +33,54 @@ class Chunk(msgspec.Struct, frozen=True):
     pending: bool
 
 
-class Room:
-    """One request, or the readers that have opened one which is not here yet: `use` is None then.
-    `readers`: how many there are, by their OPENs, and one before. `written`: how many of the chunks
-    are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
-    went on, it began, or a reader opened it."""
+class Request:
+    """One request, or OPENs that came before it; `handle` is None then. `readers`: their number by
+    these OPENs, 1 before the first. `written`: how many chunks are. `sent`: when SGLang's own
+    transfer succeeded. `progress`: when the request began, a reader opened it, or packing advanced.
+    """
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
-        self.use: Use | None = None
-        self.parts: dict[bytes, Part] = {}  # by reader
+        self.handle: Hashable | None = None
+        self.transfers: dict[bytes, ReaderTransfer] = {}  # by reader
         self.readers = 1
         self.chunks: list[Chunk] = []
         self.written = 0
         self.sent: float | None = None
-        self.settled = False
+        self.pages_released = False
 
-    def note_written(self, pending: bool) -> Iterable[Part]:
-        """Mark the next pending chunk as written, if one is, and all others that follow. The parts
-        for which there is more to pack."""
-        before = self.written
+    def note_written(self, pending: bool) -> Iterable[ReaderTransfer]:
+        """Mark the next pending chunk as written, if one is, and all others that follow. Return
+        the transfers, which may have more to pack."""
         self.written += pending
         while self.written < len(self.chunks) and not self.chunks[self.written].pending:
             self.written += 1
-        return self.parts.values() if self.written > before else ()
+        return self.transfers.values()
 
     @property
     def missing(self) -> int:
-        """Readers that have not opened; at least one where none has."""
-        return self.readers - len(self.parts)
+        """The number of readers that have not opened it; at least one where none has."""
+        return self.readers - len(self.transfers)
+
+    def expects(self, reader: bytes) -> bool:
+        return self.missing > 0 and not self.pages_released and reader not in self.transfers
 
     @property
     def all_ended(self) -> bool:
         if self.missing > 0:
             return False
-        for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
-            if not (part.complete or part.over):
+        for transfer in self.transfers.values():  # noqa: SIM110, a generator would cost more calls
+            if not (transfer.complete or transfer.over):
                 return False
         return True
 
 
 class Segment(msgspec.Struct, eq=False, gc=False):
     """`count` tokens of a chunk, from token `first` of the prompt on, in a slot of this rank.
-    `packed`: the bytes are there. The garbage collector need not look at it: nothing that it refers
-    to outlives it by a cycle through it."""
+    `packed`: the bytes are there. The garbage collector does not track it, since a segment is in no
+    cycle that lasts."""
 
-    part: Part
+    transfer: ReaderTransfer
     chunk: Chunk
     slot: int
     stamp: int
@@ -89,17 +89,17 @@ class Segment(msgspec.Struct, eq=False, gc=False):
     packed: bool = False
 
 
-class Part:
-    """The part of a room that one reader gets. `limit`: how many tokens a segment has at most.
+class ReaderTransfer:
+    """The transfer of a request to one reader. `limit`: tokens of a segment at most.
 
     `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
     which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
-    the prompt; `announced`: how many were; `all_cut`: no more follow. A part is `complete` once the
+    the prompt; `announced`: how many were; `all_cut`: no more follow. It is `complete` once the
     last READY has left, and `over` once it failed.
     """
 
-    def __init__(self, room: Room, opened: Open, connection: Connection, limit: int) -> None:
-        self.room, self.opened, self.connection, self.limit = room, opened, connection, limit
+    def __init__(self, request: Request, opened: Open, connection: bytes, limit: int) -> None:
+        self.request, self.opened, self.connection, self.limit = request, opened, connection, limit
         self.reader, self.wanted = opened.reader, opened.wanted
         self.at: Chunk | None = None
         self.chunk, self.announced = 0, 0
@@ -116,11 +116,10 @@ class Part:
         """Return whether a segment can be cut from the chunks that are written."""
         if self.complete or self.over:
             return False
-        chunks, written = self.room.chunks, self.room.written
+        chunks, written = self.request.chunks, self.request.written
         while self.chunk < written:
             chunk = chunks[self.chunk]
-            if not (self.announced or self.packing) and self.token < chunk.first:
-                self.token = chunk.first  # a reader cannot want what its prefix has left out
+            self.token = max(self.token, chunk.first)  # earlier tokens are not in its pages
             if self.token < chunk.first + chunk.count:
                 self.at = chunk
                 return True
@@ -131,7 +130,7 @@ class Part:
         return False
 
     def cut(self, slot: int, stamp: int) -> Segment:
-        """The next segment."""
+        """Cut the next segment."""
         chunk, first = self.at, self.token
         assert chunk is not None
         count = min(chunk.first + chunk.count - first, self.limit)
@@ -140,14 +139,14 @@ class Part:
         self.token += count
         return segment
 
-    def ready(self, most: int) -> tuple[Ready, list[Chunk]] | None:
-        """Return what can be announced now, `most` segments or fewer: those that are packed, up to
-        the first that is not, since segments of a part are announced in their order. And their
-        chunks that end."""
+    def ready(self, limit: int) -> tuple[Ready, list[Chunk]] | None:
+        """Return the READY that can be sent now, of up to `limit` segments: those that are packed,
+        up to the first that is not, since segments are announced in their order. And the chunks
+        that they complete."""
         found, ended = list[Announced](), list[Chunk]()
         packing = self.packing
         first = packing[0].first if packing else self.token
-        while packing and packing[0].packed and len(found) < most:
+        while packing and packing[0].packed and len(found) < limit:
             segment = packing.popleft()
             found.append(Announced(segment.slot, segment.stamp, segment.count))
             chunk = segment.chunk
@@ -163,11 +162,11 @@ class Part:
 
 
 class Packing:
-    """Segments on their way into slots. Parts with something to pack wait for slots, and readers
-    take turns. `announcing`: parts with a segment that was packed, or at their end.
+    """Segments on their way into slots. Transfers with something to pack wait for slots, and
+    readers take turns. `announcing`: transfers with a packed segment, or at their end.
 
     `segment_tokens`: how many tokens of so many heads fit a slot here and one of so many bytes.
-    `draw_stamp`: unlike any earlier number, and not to be guessed.
+    `draw_stamp`: draws a number that is unlike any earlier one and cannot be guessed.
     """
 
     def __init__(
@@ -176,8 +175,8 @@ class Packing:
     ) -> None:  # fmt: skip
         self._segment_tokens, self._slots, self._draw = segment_tokens, slots, draw_stamp
         self._list = list_of(slots.count)
-        self.turns: RoundRobin[Part] = RoundRobin(self._list)
-        self.announcing: dict[Part, None] = {}
+        self.turns: RoundRobin[ReaderTransfer] = RoundRobin(self._list)
+        self.announcing: dict[ReaderTransfer, None] = {}
         self._begun = 0
 
     def __len__(self) -> int:
@@ -187,55 +186,55 @@ class Packing:
         """Return how many tokens of what this reader wants fit a slot of either side."""
         return self._segment_tokens(len(opened.wanted), opened.slot_bytes)
 
-    def add(self, parts: Iterable[Part]) -> None:
-        """They have more to pack, or have reached their end."""
-        for part in parts:
-            if part.advance():
-                self.turns.add(part.reader, part)
-            elif part.all_cut:
-                self.announcing[part] = None
+    def add(self, transfers: Iterable[ReaderTransfer]) -> None:
+        """Queue transfers that have more to pack, or are at their end."""
+        for transfer in transfers:
+            if transfer.advance():
+                self.turns.add(transfer.reader, transfer)
+            elif transfer.all_cut:
+                self.announcing[transfer] = None
 
     def start(self) -> tuple[Segment, ...]:
         found = []
-        for part, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - self._begun):
-            segment = part.cut(slot, self._draw())
+        for transfer, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - self._begun):
+            segment = transfer.cut(slot, self._draw())
             found.append(segment)
-            if part.advance():
-                self.turns.add(part.reader, part)
+            if transfer.advance():
+                self.turns.add(transfer.reader, transfer)
         self._begun += len(found)
         return tuple(found)
 
-    def end(self, segments: Sequence[Segment], outcome: Outcome) -> list[Part]:
-        """The parts that this ends, of segments that failed. The slot of one that was not packed is
-        free. Where its gate was closed, the request's end follows."""
+    def end(self, segments: Sequence[Segment], outcome: Outcome) -> list[ReaderTransfer]:
+        """Return the transfers that failed with these segments. Slots that were not packed are
+        freed. A closed gate fails none: the end of the request follows."""
         self._begun -= len(segments)
-        failed: dict[Part, None] = {}
+        failed: dict[ReaderTransfer, None] = {}
         for segment in segments:
-            part = segment.part
-            if part.over or outcome is not SlotCheck.OK:
+            transfer = segment.transfer
+            if transfer.over or outcome is not SlotCheck.OK:
                 self._slots.free(segment.slot)
-                if not (part.over or outcome is None):
-                    failed[part] = None
+                if not (transfer.over or outcome is None):
+                    failed[transfer] = None
             else:
                 segment.packed = True
-                self.announcing[part] = None
+                self.announcing[transfer] = None
         return list(failed)
 
-    def announce(self, now: float) -> list[tuple[Part, Ready, list[Chunk]]]:
-        """The READYs that can leave, and the chunks that each ends. Their slots are offered."""
+    def announce(self, now: float) -> list[tuple[ReaderTransfer, Ready, list[Chunk]]]:
+        """Return the READYs that can be sent and the chunks each completes; publish their slots."""
         found = []
-        for part in self.announcing:
-            while not (part.complete or part.over) and (made := part.ready(self._list)):
+        for transfer in self.announcing:
+            while not (transfer.complete or transfer.over) and (made := transfer.ready(self._list)):
                 for one in made[0].segments:
-                    self._slots.offer(one.slot, one.stamp, now)
-                found.append((part, *made))
+                    self._slots.publish(one.slot, one.stamp, now)
+                found.append((transfer, *made))
         self.announcing = {}
         return found
 
-    def drop(self, part: Part) -> None:
-        """Pack and announce nothing more of it."""
-        self.turns.remove(part.reader, part)
-        for segment in part.packing:
+    def drop(self, transfer: ReaderTransfer) -> None:
+        """Pack and announce no more of this transfer."""
+        self.turns.remove(transfer.reader, transfer)
+        for segment in transfer.packing:
             if segment.packed:
                 self._slots.free(segment.slot)
-        part.packing.clear()
+        transfer.packing.clear()

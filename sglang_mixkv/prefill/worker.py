@@ -27,24 +27,23 @@ from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill import actions as act
 from sglang_mixkv.prefill.machine import Machine
-from sglang_mixkv.prefill.transfer import Connection, Segment
+from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BATCH = 64  # messages taken between two looks at the queue
+BATCH = 64  # messages taken in one iteration
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # `|` makes an enum at each use
 RCVMORE = int(zmq.RCVMORE)
 
 
 class SendHandle:
     """One sender's request, between the scheduler and the channel. Its pages are read while `gate`
-    is open. `settled`: the channel packs no more of it. `sent`: when SGLang's own transfer had
-    succeeded; the machine has a time of its own, since this one is needed where its thread hangs.
-    """
+    is open. `pages_released`: the channel packs no more of it. `sent`: when SGLang's own transfer
+    had succeeded, for the scheduler alone: the machine's thread may hang."""
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
-        self.settled = False
+        self.pages_released = False
         self.sent: float | None = None
         self.ended = False
 
@@ -69,7 +68,7 @@ class PrefillWorker(Worker):
         poller.register(self._socket)
         super().__init__(machine, poller, reporter, times, store)
         self._pending: deque[tuple[SendHandle, Pages]] = deque()  # chunks that may not be written
-        self._lost: set[Connection] = set()
+        self._lost: set[bytes] = set()
         self._thread.start()
 
     # -- the scheduler's thread
@@ -89,14 +88,14 @@ class PrefillWorker(Worker):
             self._call(self._pending.append, (handle, pages))
 
     def release(self, handle: SendHandle) -> bool:
-        """SGLang's own transfer has succeeded. Whether that may be reported: nothing reads the
-        pages any more. A room that settled without one of its readers may have packs queued, or one
-        under way."""
+        """SGLang's own transfer has succeeded. Return whether that may be reported, since nothing
+        reads the pages any more. A request that was given up may have packs queued, or one under
+        way."""
         if handle.sent is None:
             handle.sent = time.monotonic()
-            if not handle.settled:
+            if not handle.pages_released:
                 self._call(self._machine.target_sent, handle, wake=False)  # it starts a clock
-        if not handle.settled:
+        if not handle.pages_released:
             overdue = time.monotonic() - handle.sent > self._slowest
             if not (self.broken or overdue):
                 return False
@@ -104,8 +103,8 @@ class PrefillWorker(Worker):
                 "[MIXKV-SELF-01] the draft KV of room %s was neither packed nor given up; its "
                 "request goes on", handle.room,
             )  # fmt: skip
-            handle.settled = True
-        return handle.gate.shut()
+            handle.pages_released = True
+        return handle.gate.try_close()
 
     def end(self, handle: SendHandle, reason: str = "") -> None:
         """End it. When this returns, the pages are not read any more. Idempotent: abort,
@@ -113,15 +112,15 @@ class PrefillWorker(Worker):
         if not handle.ended:
             handle.ended = True
             handle.gate.close()
-            hurry = bool(reason) or not handle.settled
+            hurry = bool(reason) or not handle.pages_released
             self._call(self._machine.end, handle, reason, wake=hurry)
 
     # -- the channel thread
 
-    def _outstanding(self) -> bool:
+    def _must_poll(self) -> bool:
         return bool(self._pending)
 
-    def _look(self, ready: list[Any]) -> Iterator[Call]:
+    def _poll(self, ready: list[Any]) -> Iterator[Call]:
         while self._pending and self._is_written(*self._pending[0]):
             # events are asked in the order of their chunks, which is the stream's
             yield self._machine.chunk_written, self._pending.popleft()[:1]
@@ -130,11 +129,11 @@ class PrefillWorker(Worker):
 
     @staticmethod
     def _is_written(handle: SendHandle, pages: Pages) -> bool:
-        """Or nothing will be packed of it."""
+        """True if the chunk is written, or will never be packed."""
         pages.written = time.monotonic()
         try:
             return handle.ended or all(map(is_over, pages.events))
-        except Exception as error:  # each of its packs fails, and so does the part
+        except Exception as error:  # each of its packs fails, and so do its transfers
             pages.error = error
             return True
 
@@ -159,8 +158,8 @@ class PrefillWorker(Worker):
                 self._copies.start(list(map(_copy_of, segments)))
             case act.Send():
                 self._send(action)
-            case act.Settled(SendHandle() as handle):
-                handle.settled = True
+            case act.PagesReleased(SendHandle() as handle):
+                handle.pages_released = True
             case act.Note():
                 self._reporter(action)
 
@@ -182,9 +181,9 @@ class PrefillWorker(Worker):
 
 
 def _copy_of(segment: Segment) -> Copy:
-    chunk, heads = segment.chunk, segment.part.wanted
-    assert isinstance(chunk.use, SendHandle)
+    chunk, heads = segment.chunk, segment.transfer.wanted
+    assert isinstance(chunk.handle, SendHandle)
     return Copy(
-        Kind.PACK, segment, chunk.use.gate, chunk.pages, segment.first - chunk.first,
+        Kind.PACK, segment, chunk.handle.gate, chunk.pages, segment.first - chunk.first,
         segment.count, heads, segment.slot, segment.stamp,
     )  # fmt: skip

@@ -147,7 +147,7 @@ def judge(args: argparse.Namespace) -> int:
     """Ask, tell everything, and return the exit status."""
     asked, failed, number = ask_all(args)
     compared = compare(asked, args.gate)
-    why_not = [*no_yardstick((str(args.baseline or args.single), args.pair), asked, compared)]
+    why_not = [*why_invalid((str(args.baseline or args.single), args.pair), asked, compared)]
     verdict = compared.verdict
     if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stays one where prompts failed
         verdict = Verdict.UNDECIDED
@@ -168,7 +168,7 @@ def judge(args: argparse.Namespace) -> int:
     return EXIT[verdict]
 
 
-def no_yardstick(names: tuple[str, str], asked: list[Asked], compared: Comparison) -> Iterator[str]:
+def why_invalid(names: tuple[str, str], asked: list[Asked], compared: Comparison) -> Iterator[str]:
     """Say why these answers show nothing of the pair's drafter. `names`: of the single server and
     of the pair."""
     sides = [one.single for one in asked], [one.pair for one in asked]

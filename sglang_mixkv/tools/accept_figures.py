@@ -1,7 +1,7 @@
 """The comparison of a pair's answers with a single server's, prompt by prompt.
 
 Accept lengths here are what a verify round yields, its right drafts and one token more. The first
-token of an answer, which prefill computes, is not in them: short answers would look alike.
+token of an answer, which prefill computes, is not in them: short answers would look the same.
 """
 
 from __future__ import annotations

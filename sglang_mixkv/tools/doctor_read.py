@@ -32,7 +32,7 @@ import zmq
 
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory, Peer
-from sglang_mixkv.channel.slot_format import SPARE
+from sglang_mixkv.channel.slot_format import PROBE_OFFSET
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
@@ -125,7 +125,7 @@ class Side:
         self.slot = staging.slot
         self.plane = planes.make(wire.plane.name, host, wire.devices, wire.config.nixl_params)
         memory = Memory(staging.address, staging.size, gpu)
-        self.plane.register(memory, staging.address + SPARE)
+        self.plane.register(memory, staging.address + PROBE_OFFSET)
         where = "host" if gpu is None else "GPU"
         self.memory = f"{where}, {SLOTS} slots of {self.slot_bytes >> 10:,} KiB"
 

@@ -189,7 +189,7 @@ def _check_models(args: argparse.Namespace) -> None:
 
 def _not_started(role: str, server_args: Any) -> Iterator[str]:
     """Return what SGLang raises, and where it says nothing, the line that does. A step of its
-    resolution that raises hides none behind it."""
+    resolution that raises hides no later one."""
     from sglang.srt.arg_groups import pipeline
 
     raised, run = list[Exception](), pipeline.run_hook

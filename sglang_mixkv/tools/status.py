@@ -220,7 +220,7 @@ class Status:
 
 
 def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> Status:
-    """`first`: what happened since is counted; without it, since servers started. A server that is
+    """`first`: what message since is counted; without it, since servers started. A server that is
     new counts from its start."""
     before = first or Pages()
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
@@ -281,12 +281,12 @@ def _of_counts(since: Pages) -> Iterator[Wrong]:
             what = f"{number} requests failed since a prefill server is refused ({reason})"
             yield Wrong(name, what, "Search decode's log for MIXKV-")
         if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
-            kind = NOTES["not_cleared"]
-            what = f"{failed} requests failed: {kind.happened}"
-            yield Wrong(name, what, f"Search decode's log for {kind.code}")
-        for kind in (NOTES["unopened"], NOTES["expired"]):
-            if number := page.counts(kind.series).total():
-                yield Wrong(name, f"{number} times {kind.happened}", kind.remedy)
+            spec = NOTES["not_cleared"]
+            what = f"{failed} requests failed: {spec.message}"
+            yield Wrong(name, what, f"Search decode's log for {spec.code}")
+        for spec in (NOTES["unopened"], NOTES["expired"]):
+            if number := page.counts(spec.series).total():
+                yield Wrong(name, f"{number} times {spec.message}", spec.remedy)
 
 
 def _of_pairs(found: Iterable[Pair]) -> Iterator[Wrong]:
@@ -295,10 +295,10 @@ def _of_pairs(found: Iterable[Pair]) -> Iterator[Wrong]:
             continue
         for reason, number in pair.rooms.most_common():
             if reason != "warm":
-                kind = ColdReason(reason).kind
+                spec = ColdReason(reason).spec
                 what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
-                what += f": {kind.happened}" * bool(kind.happened)
-                yield Wrong(f"{pair.decode}, prefill {pair.prefill}", what, kind.remedy)
+                what += f": {spec.message}" * bool(spec.message)
+                yield Wrong(f"{pair.decode}, prefill {pair.prefill}", what, spec.remedy)
 
 
 def main(argv: list[str]) -> int:

@@ -55,6 +55,12 @@ def bash(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.language == "bash"]
 
 
+def readme_flags() -> str:
+    """What README.md sets FLAGS to."""
+    (found,) = re.findall(r'FLAGS="(.*?)"', (ROOT / "README.md").read_text(), re.DOTALL)
+    return found.replace("\\\n", "")
+
+
 def prose(page: Path) -> str:
     """A page without its fenced blocks."""
     return _FENCE.sub("", page.read_text())

@@ -68,6 +68,11 @@ def test_compose_and_github_accept_theirs() -> None:
         jsonschema.validate(as_read, get_builtin_schema("vendor.github-workflows"))
         used = re.findall(r"uses: (\S+)", workflow)
         assert [action for action in used if not re.search("@[0-9a-f]{40}$", action)] == []
+    for file in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir():
+        form = yaml.safe_load(file.read_text())
+        jsonschema.validate(form, get_builtin_schema("vendor.github-issue-forms"))
+        needed = {one["id"] for one in form["body"] if one.get("validations", {}).get("required")}
+        assert needed >= {"doctor", "plan"}
 
 
 # ---------------------------------------------------------------- the page's commands

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from email import message_from_bytes
 from importlib import metadata
 from pathlib import Path
 
@@ -87,6 +88,37 @@ def test_the_archives_have_every_file_that_they_should_and_no_other(built: Path)
         source = {name.partition("/")[2] for name in archive.getnames()}
     assert files(*FOLDERS) - source == set()
     assert {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= source
+
+
+def test_a_package_index_shows_the_readme_with_absolute_links(built: Path) -> None:
+    """The same ones, in both archives, into the repository that pyproject.toml names."""
+    with zipfile.ZipFile(one(built, "*.whl")) as wheel:
+        (name,) = (n for n in wheel.namelist() if n.endswith("/METADATA"))
+        of_wheel = message_from_bytes(wheel.read(name))
+    with tarfile.open(one(built, "*.tar.gz")) as source:
+        (name,) = (n for n in source.getnames() if re.fullmatch(r"[^/]*/PKG-INFO", n))
+        of_source = message_from_bytes(source.extractfile(name).read())  # type: ignore[union-attr]
+    shown = of_wheel.get_payload()
+    assert shown == of_source.get_payload()
+    assert of_wheel["Description-Content-Type"] == "text/markdown"
+    link = r"(!?)\[[^]]*\]\(([^)\s]+)\)"
+    written = re.findall(link, (ROOT / "README.md").read_text())
+    repository, ref = (
+        PROJECT["urls"]["Repository"],
+        "main" if "dev" in __version__ else f"v{__version__}",
+    )
+    kinds = {"": f"{repository}/blob/{ref}/", "!": f"{repository}/raw/{ref}/"}
+    absolute = [(at, to if "://" in to else kinds[at] + to) for at, to in written]
+    assert re.findall(link, shown) == absolute
+    assert {at for at, to in absolute if to.startswith(repository)} == {"", "!"}
+
+
+def test_the_placeholder_stands_in_pyproject_alone() -> None:
+    """A release replaces it there; scripts/dist.sh looks for others."""
+    texts = [ROOT / name for name in files(*FOLDERS)] + [p for p in ROOT.iterdir() if p.is_file()]
+    placeholder = "/".join(("OWNER", "sglang-mixkv"))
+    found = {p.name for p in texts if placeholder.encode() in p.read_bytes()}
+    assert found <= {"pyproject.toml"}
 
 
 def declared() -> set[str]:
@@ -170,6 +202,7 @@ def test_every_code_has_an_entry() -> None:
 
 def test_versions_that_have_to_change_together() -> None:
     assert PROJECT["version"] == __version__
+    assert f"**Status:** {__version__}, " in (ROOT / "README.md").read_text()
     assert PROJECT["optional-dependencies"]["sglang"] == [f"sglang=={SUPPORTED_SGLANG[-1]}"]
     assert f"lmsysorg/sglang:v{SUPPORTED_SGLANG[-1]}" in (ROOT / "docker/Dockerfile").read_text()
     done = subprocess.run(

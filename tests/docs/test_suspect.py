@@ -70,7 +70,7 @@ def server(
 
 
 def total(row: Array, restart: int = LENGTH) -> Array:
-    """What a counter shows that begins anew then."""
+    """What a counter shows that restarts then."""
     found = np.concatenate([[0], row.cumsum()])
     found[restart:] -= found[restart] if restart < LENGTH else 0
     return found

@@ -166,5 +166,5 @@ def fetch(
 def serve(prefill: Prefill, room: int, tokens: int, pages: Pages) -> None:
     """The same request of prefill's, until all of it is packed and read."""
     handle = prefill.send(room, tokens, pages=pages)
-    assert wait_for(lambda: handle.settled, LIMIT_S), "the request is not settled"
+    assert wait_for(lambda: handle.pages_released, LIMIT_S), "its pages are not released"
     prefill.channel.end(handle)

@@ -55,7 +55,7 @@ def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> 
 
     def packs(copy: Copy) -> Any:
         packed = pack(copy)
-        stop.at("packed", lambda: is_met(copy.job.part.opened.room))
+        stop.at("packed", lambda: is_met(copy.job.transfer.opened.room))
         return packed
 
     def sends(action: Any) -> None:

@@ -15,7 +15,7 @@ from rig.ring.model import Cache, Case, Request, sglang_pool
 
 import mixkv_demo
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
-from sglang_mixkv.engine import draft_pool, handover
+from sglang_mixkv.engine import draft_pool, pool_hooks
 from sglang_mixkv.errors import MixKVError
 
 MODELS = Path(mixkv_demo.__file__).parent / "models"
@@ -91,7 +91,7 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_the_dtype_is_that_of_the_numbers(tmp_path: Path, dtype: str) -> None:
-    """SGLang stores each kind of 8 bits as bytes: two pools that are alike there may not be."""
+    """SGLang stores each kind of 8 bits as bytes: two pools that look equal may not be."""
     layout, *_ = found(tmp_path, Cache("mha", heads=4, dtype=dtype), num_key_value_heads=4)
     assert layout.facts.dtype == dtype
     assert layout.facts.head_bytes == (8, 8)
@@ -170,7 +170,7 @@ def windowed(_cache: Cache, _tp: int) -> Any:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (changed(k_scale_buffer=[None]), "have block scales beside them"),
+        (changed(k_scale_buffer=[None]), "have block scales"),
         (changed(kv_cache_layout="hnd"), "SGLANG_USE_HND_KVCACHE"),
         (changed(head_num=4), "a pool of 4 heads where rank 0 of 2 should have 2 of 4"),
         (windowed, "its sliding-window layers have pages of their own"),
@@ -262,16 +262,16 @@ class Queue:
         self.scheduler = SimpleNamespace(attach_hicache_storage_wrapped=lambda _: "SGLang's")
 
     def init(self) -> None:
-        self.seen = self.draft_token_to_kv_pool, handover.take()
+        self.seen = self.draft_token_to_kv_pool, pool_hooks.current()
 
 
 def hidden(pool: Any) -> bool:
     queue = Queue(pool)
-    handover.around_init(Queue.init, queue)
+    pool_hooks.around_init(Queue.init, queue)
     seen, handed = queue.seen
     assert queue.draft_token_to_kv_pool is pool
     assert handed.scheduler is queue.scheduler
-    assert handover.take().pool is None
+    assert pool_hooks.current().pool is None
     whole = getattr(pool, "full_kv_pool", pool)
     assert (seen, handed.pool) == ((None, whole) if handed.pool is not None else (pool, None))
     return handed.pool is not None
@@ -312,7 +312,7 @@ def test_layers_with_pages_of_their_own_are_refused_as_the_queue_has_them() -> N
     """SGLang's pool has the others in a pool inside, which alone would be served."""
     queue = Queue(pool := windowed(Cache("mha"), 1))
     pool.full_kv_pool = of_heads()
-    handover.around_init(Queue.init, queue)
+    pool_hooks.around_init(Queue.init, queue)
     seen, handed = queue.seen
     assert (seen, queue.draft_token_to_kv_pool) == (None, pool)
     with pytest.raises(MixKVError, match=r"MIXKV-START-05.*SWAKVPool"):
@@ -325,16 +325,16 @@ def test_the_pool_is_back_where_sglang_fails() -> None:
 
     queue = Queue(pool := of_heads())
     with pytest.raises(ZeroDivisionError):
-        handover.around_init(fails, queue)
+        pool_hooks.around_init(fails, queue)
     assert queue.draft_token_to_kv_pool is pool
-    assert handover.take().pool is None
+    assert pool_hooks.current().pool is None
 
 
 def test_storage_but_mooncakes_is_not_attached_to_a_running_server_with_a_drafter() -> None:
     """`PUT /hicache/storage-backend` is answered with the reason; without a drafter by SGLang."""
     answers = {}
     for drafts, pool in (True, of_heads()), (False, None):
-        handover.around_init(Queue.init, queue := Queue(pool))
+        pool_hooks.around_init(Queue.init, queue := Queue(pool))
         for name in ("file", "mooncake"):
             asked = SimpleNamespace(hicache_storage_backend=name)
             answers[name, drafts] = queue.scheduler.attach_hicache_storage_wrapped(asked)
@@ -349,5 +349,5 @@ def test_not_opted_in_no_pool_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(plugin, "_published", lambda: None)
     queue = Queue(pool := plain_pool(Cache("mha", heads=4), 2))
-    plugin._around("engine.handover.around_init", Queue.init, queue)
+    plugin._around("engine.pool_hooks.around_init", Queue.init, queue)
     assert queue.seen[0] is pool

@@ -76,7 +76,7 @@ def thread_ends(rank: Rank) -> None:
         raise SystemExit
 
     channel = rank.manager.decode_channel or rank.manager.prefill_channel
-    channel._look = end
+    channel._poll = end
 
 
 PACK = first("", "pack", no_memory, DraftRows)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs.pages import ROOT, bash, blocks, words
+from docs.pages import ROOT, bash, blocks, readme_flags, words
 from gpu import test_engine
 
 from mixkv_cpu import CPU_ENGINE_ENV
@@ -23,7 +23,7 @@ from mixkv_demo.launch import DEVICES, Topology, prefill_and_decode
 from sglang_mixkv.config import config_of
 
 DEPLOY, GPU = (ROOT / "docs" / name for name in ("deploy.md", "gpu.md"))
-READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter", "MODEL": "/models/target",
+READER = {"FLAGS": readme_flags(), "DRAFT": "/models/drafter", "MODEL": "/models/target",
           "PREFILL_HOST": "10.0.0.1", "DECODE_HOST": "10.0.0.2"}  # fmt: skip
 
 
@@ -76,9 +76,10 @@ def accepted() -> Callable[[Sequence[str]], Any]:
 
 @pytest.mark.parametrize("line", lines("sglang.launch_server"))
 def test_sglang_accepts_the_line(line: str, accepted: Callable[[Sequence[str]], Any]) -> None:
-    server_args = accepted(flags_of(line, "sglang.launch_server"))
-    assert config_of(server_args).enabled is ("--enable-mixkv" in line)
-    is_single = "--disaggregation" not in line and "--enable-mixkv" not in line
+    flags = flags_of(line, "sglang.launch_server")
+    server_args = accepted(flags)
+    assert config_of(server_args).enabled is ("--enable-mixkv" in flags)
+    is_single = "--disaggregation-mode" not in flags and "--enable-mixkv" not in flags
     assert (server_args.disaggregation_mode == "null") is is_single
 
 

@@ -22,7 +22,7 @@ import sglang_mixkv
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.channel.slot_format import HEADER, SPARE
+from sglang_mixkv.channel.slot_format import HEADER, PROBE_OFFSET
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
@@ -37,6 +37,7 @@ from sglang_mixkv.engine import rank as ranks
 from sglang_mixkv.engine.bootstrap import KEY
 from sglang_mixkv.engine.draft_pool import Draft
 from sglang_mixkv.engine.manager import MIXINS, DraftManager, mixed
+from sglang_mixkv.engine.pool_hooks import DraftPoolContext
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.guards.early_sends import EarlySends
 from sglang_mixkv.series import ABORTED
@@ -71,7 +72,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
     )
     monkeypatch.setattr(ranks, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=3))
     monkeypatch.setattr(ranks, "sglang_version", lambda: "0.5.23")
-    monkeypatch.setattr(ranks.handover, "take", lambda: ranks.handover.Handed(object(), None))
+    monkeypatch.setattr(ranks.pool_hooks, "current", lambda: DraftPoolContext(object(), None))
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: draft)
     monkeypatch.setattr(planes, "make", Plane)
     monkeypatch.setenv("MC_FORCE_TCP", "1")
@@ -148,8 +149,10 @@ def test_the_data_plane_has_the_slots_and_a_byte_of_them_that_means_nothing(
     one, store, _ = rank_of(PLAIN)
     address = store.staging.address
     assert store.plane.made_of == ("mooncake", "10.0.0.8", "", {})
-    assert store.plane.registered == [(Memory(address, SLOTS * slot_bytes(1)), address + SPARE)]
-    assert 16 <= SPARE < HEADER
+    assert store.plane.registered == [
+        (Memory(address, SLOTS * slot_bytes(1)), address + PROBE_OFFSET)
+    ]
+    assert 16 <= PROBE_OFFSET < HEADER
     assert pools == one.reporter.used == []
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _, of=ranks.draft_pool.of_pool:
         of(None)._replace(mem_pool="the KV's"))  # fmt: skip
@@ -181,10 +184,11 @@ def other_rank(config: Config = PLAIN, **kv_args: Any) -> Any:
 def test_a_rank_without_a_drafter_has_no_store_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks.handover, "take", lambda: ranks.handover.Handed(None, "scheduler"))
+    monkeypatch.setattr(ranks.pool_hooks, "current", lambda: DraftPoolContext(None, "scheduler"))
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: 1 // 0)
     one = other_rank()
-    assert (one.draft, one.store("10.0.0.8"), one.handed.scheduler) == (None, None, "scheduler")
+    assert (one.draft, one.store("10.0.0.8")) == (None, None)
+    assert one.pool_context.scheduler == "scheduler"
     assert one.banner().endswith("(SGLang 0.5.23): decode rank without draft KV of its own")
 
 
@@ -269,7 +273,7 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: Draft(LAYOUT, rows, 4, "pool"))
     one, store, _ = rank_of(PLAIN)
     assert asked == [(SLOTS, slot_bytes(1), device, "pool"), (rows, 4, made, "auto")]
-    assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + SPARE)]
+    assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + PROBE_OFFSET)]
     assert store.device is (None if kernels == "why not" else draft)
     assert one.reporter.used == [kernels == "kernels"]
     assert (store.rows, store.staging) == (rows, made)
@@ -524,7 +528,7 @@ def test_what_prefill_says_of_a_request_is_handed_on(deferred: bool, reason: Any
     assert manager.applied == ([] if is_ignored else [(reason, status)])
 
 
-ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # begins alike
+ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # has the same beginning
 
 
 class Locked(dict[str, Any]):

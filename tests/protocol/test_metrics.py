@@ -13,7 +13,7 @@ from rig.ring.model import Case, Request
 from rig.ring.run import Outcome, run
 from rig.ring.special import Special
 
-from sglang_mixkv.engine import handover
+from sglang_mixkv.engine import pool_hooks
 from sglang_mixkv.guards import retraction
 from sglang_mixkv.series import ColdReason
 
@@ -82,7 +82,7 @@ def test_a_room_learns_its_request() -> None:
     for first in (others[:0], others[:1], others):  # whoever came before it
         handle.request = None
         given = [*first, ours, *others]
-        assert handover.around_extend(lambda *_: "SGLang's", None, given) == "SGLang's"
+        assert pool_hooks.around_extend(lambda *_: "SGLang's", None, given) == "SGLang's"
         assert handle.request is request
 
 
@@ -110,7 +110,7 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
     )  # fmt: skip
     pool, marked = draft_of(4), []
     reporter = SimpleNamespace(retracted=marked.append)
-    local = SimpleNamespace(handed=SimpleNamespace(pool=pool), reporter=reporter)
+    local = SimpleNamespace(pool_context=SimpleNamespace(pool=pool), reporter=reporter)
     rows = [5, 9, 4, 12, 7]
     table = torch.zeros((3, 8), dtype=torch.int32)
     table[1, : len(rows)] = torch.tensor(rows)
@@ -119,7 +119,7 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
         kv_manager=SimpleNamespace(local=local),
         req_to_token_pool=SimpleNamespace(req_to_token=table),
     )
-    assert handover.around_resume(lambda _: [request], queue) == [request]
+    assert pool_hooks.around_resume(lambda _: [request], queue) == [request]
     assert marked == [request]
     zeroed = set(rows[:4]) if backup == "cpu_tensor" else set()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
@@ -142,9 +142,9 @@ def test_trouble_with_a_resumed_request_is_no_other_ones(
 
     monkeypatch.setattr(retraction, "clear_retracted", lambda *args: note("rows", args[-1]))
     reporter = SimpleNamespace(retracted=lambda request: note("reporter", request))
-    local = SimpleNamespace(handed=SimpleNamespace(pool=object()), reporter=reporter)
+    local = SimpleNamespace(pool_context=SimpleNamespace(pool=object()), reporter=reporter)
     queue = SimpleNamespace(kv_manager=SimpleNamespace(local=local), req_to_token_pool=None)
-    assert handover.around_resume(lambda _: [0, 1, 2], queue) == [0, 1, 2]
+    assert pool_hooks.around_resume(lambda _: [0, 1, 2], queue) == [0, 1, 2]
     assert done[where] == done["rows"] == [one for one in range(3) if one != bad]
     assert caplog.text.count("MIXKV-SELF-01") == 1
 
@@ -155,5 +155,5 @@ def test_trouble_with_a_resumed_request_stays_in_the_plugin(
     resumed = [object()]
     for manager in (SimpleNamespace(local=object()), object()):  # the latter is stock
         queue = SimpleNamespace(kv_manager=manager)
-        assert handover.around_resume(lambda _: resumed, queue) is resumed
+        assert pool_hooks.around_resume(lambda _: resumed, queue) is resumed
     assert caplog.text.count("MIXKV-SELF-01") == 1

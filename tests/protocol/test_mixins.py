@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.plan import Plan
-from sglang_mixkv.engine import handover, receiver, sender
+from sglang_mixkv.engine import pool_hooks, receiver, sender
 from sglang_mixkv.engine.draft_pool import Draft
 from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.sender import DraftSender
@@ -56,8 +56,9 @@ def use(mixin: type, **local: Any) -> tuple[Any, Any]:
     manager = MagicMock(pp_size=1)
     manager.kv_args.page_size = OTHER_PAGE
     draft = SimpleNamespace(page_size=PAGE, in_reach=lambda first, pages: (first, pages))
-    handed = SimpleNamespace(scheduler="the scheduler")
-    manager.local = SimpleNamespace(**{"draft": draft, "handed": handed, "mode": "prefill"} | local)
+    queue = SimpleNamespace(scheduler="the scheduler")
+    given = {"draft": draft, "pool_context": queue, "mode": "prefill"}
+    manager.local = SimpleNamespace(**given | local)
     return type("Use", (mixin, Stock), {})(manager, "10.0.0.1:8998", next(NUMBERS)), manager
 
 
@@ -457,23 +458,24 @@ def test_what_a_queue_hands_over_is_its_threads_own() -> None:
     )
 
     def builds(_: Any) -> str:
-        taken.append(handover.take())
-        other = threading.Thread(target=lambda: taken.append(handover.take()))
+        taken.append(pool_hooks.current())
+        other = threading.Thread(target=lambda: taken.append(pool_hooks.current()))
         other.start()
         other.join()
         return "the manager"
 
-    assert handover.around_init(builds, queue) == "the manager"
+    assert pool_hooks.around_init(builds, queue) == "the manager"
     assert taken == [(inner, queue.scheduler), (None, None)]
 
 
 def test_hooks_hand_on_what_sglang_gives_and_takes() -> None:
     original = MagicMock(return_value=None)
-    local = SimpleNamespace(reporter=MagicMock(), handed=handover.Handed(None, None))
+    context = pool_hooks.DraftPoolContext(None, None)
+    local = SimpleNamespace(reporter=MagicMock(), pool_context=context)
     queue = SimpleNamespace(kv_manager=SimpleNamespace(local=local))
-    assert handover.around_resume(original, queue, 1, at_most=2) is None
+    assert pool_hooks.around_resume(original, queue, 1, at_most=2) is None
     assert original.mock_calls == [call(queue, 1, at_most=2)]
-    assert handover.around_resume(lambda *_: ["request"], queue) == ["request"]
+    assert pool_hooks.around_resume(lambda *_: ["request"], queue) == ["request"]
     assert local.reporter.mock_calls == [call.retracted("request")], "without a pool, too"
 
     order = list[str]()
@@ -484,7 +486,7 @@ def test_hooks_hand_on_what_sglang_gives_and_takes() -> None:
         assert (of, requests) == (queue, [one])
         order.append(vars(handle).get("request"))
 
-    assert handover.around_extend(extends, queue, [one]) is None
+    assert pool_hooks.around_extend(extends, queue, [one]) is None
     assert (order, handle.request) == ([None], "request")
 
 

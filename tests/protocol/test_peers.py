@@ -1,7 +1,7 @@
 """Stock peers, which have no channel.
 
 prefill    decode    what a request gets
-stock      ours      refused by decode, in words, before any message of SGLang's
+stock      ours      refused by decode, with a message, before any message of SGLang's
 ours       stock     its target; prefill counts a room that nobody opens, and says so once
 """
 

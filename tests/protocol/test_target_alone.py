@@ -146,7 +146,7 @@ def test_hidden_on_decode_alone_a_thread_of_prefill_ends(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     """Decode has fewer entries. Mooncake's worker raises IndexError (_send_kvcache_generic),
-    NIXL's bootstrap thread ValueError (_prepare_payload_xfer): later requests wait in vain."""
+    NIXL's bootstrap thread ValueError (_prepare_payload_xfer): later requests hang."""
     if (model.BACKEND, target) == ("mooncake", "mla"):
         pytest.skip("the test above")
     monkeypatch.setattr("rig.ring.rank.LIMIT_S", 20)

@@ -225,7 +225,7 @@ def test_a_rank_stands_still(
     rank: Key, seconds: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than a request waits; than a read may take, and a message; than a segment waits
-    for a slot. It goes on with what it had begun: every byte is right all the same."""
+    for a slot. It goes on with what it had begun: every byte is still right."""
     monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "50")
     result = run(flow(rank, seconds, tokens=tokens), {AT: stopped(rank, seconds)})

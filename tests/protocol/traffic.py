@@ -44,7 +44,7 @@ SLACK_S = 3.0
 less than `Times.whole_wait`, which a request must not wait here, for any patience of the tests."""
 LATE = re.compile(
     r"prefill \d+: left behind: "
-    ".*(waiting left|parts left|request_status|transfer_infos|prefix_len)"
+    ".*(waiting left|transfers left|request_status|transfer_infos|prefix_len)"
 )
 """SGLang's own entries of requests that were aborted, and rooms that no request came for, which
 are known for a minute."""
@@ -249,7 +249,7 @@ class TrafficRank(Rank):
         """Slots as well: on prefill those whose ACK does not come are another thing, since they
         are free again after `slot_aside`."""
         slots = self.plugin.slots
-        return {**resources(), "slots": slots.count - slots.free_slots - slots.offered}
+        return {**resources(), "slots": slots.count - slots.free_slots - slots.published}
 
     def left_behind(self) -> list[str]:
         if not self.report.warm:
@@ -311,7 +311,7 @@ class Ring(Servers):
             self.shared.states[side][rank] = DONE
 
     def start(self, *keys: Key) -> None:
-        """Anew, where they were killed; all ranks of a server at once."""
+        """Start killed ranks again, all ranks of a server at once."""
         states = self.shared.states
         for side, rank in keys:
             states[side][rank] = STARTS

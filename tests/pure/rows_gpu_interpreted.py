@@ -18,18 +18,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rig.channel import threads
-from rig.channel.books import wrong_books
 from rig.channel.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
+from rig.channel.invariants import violations
 
 from sglang_mixkv.channel import loop
-from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.channel.gate import Gate, launch_guarded
 from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.cuda import CudaError, UnsafeError
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import MOST, GpuRows, Job
+from sglang_mixkv.draft.rows_gpu import MAX_BATCH, GpuRows, Job
 
 CPU = torch.device("cpu")
 OK, STALE, DIFFERS, ERROR = SlotCheck
@@ -232,12 +232,12 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
 def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
     """Of slots full of one head's rows, for many readers of the same pages, and of a whole pool
     that is cleared."""
-    side = Side([16, 16], range(2), page, rows // page, 1, MOST, 1024)
+    side = Side([16, 16], range(2), page, rows // page, 1, MAX_BATCH, 1024)
     pages, heads = side.rows.pages(np.arange(rows // page)), range(1)
-    jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MOST)]
-    for slot in range(MOST):
+    jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MAX_BATCH)]
+    for slot in range(MAX_BATCH):
         side.draft.pack(np.arange(page - 1, page + 29), heads, side.beside.slot(slot), slot)
-    assert ended(side.rows.start_pack(jobs)) == [OK] * MOST
+    assert ended(side.rows.start_pack(jobs)) == [OK] * MAX_BATCH
     assert side.same()
     side.draft.clear(np.arange(rows))
     assert ended(side.rows.start_clear([side.rows.job(pages, 0, rows)])) == [OK]
@@ -280,7 +280,7 @@ def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
 
 def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
     side, gate = small(), Gate()
-    ticket = start_behind([gate], lambda _: side.rows.start_clear(eight(side)[:1]))
+    ticket = launch_guarded([gate], lambda _: side.rows.start_clear(eight(side)[:1]))
     side.cuda._run_to(None)  # the kernel has written that all is well
     side.cuda.broken = True
     gate.close()
@@ -295,11 +295,11 @@ def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
 def test_a_batch_has_not_ended_while_a_graph_is_captured(code: int) -> None:
     """Whoever asks: the channel, or the scheduler that shuts a gate or waits."""
     side, gate = small(FakeCuda(late=0, captures=0)), Gate()
-    ticket = start_behind([gate], lambda _: side.rows.start_pack(eight(side)))
+    ticket = launch_guarded([gate], lambda _: side.rows.start_pack(eight(side)))
     side.cuda.answers = [code] * 3
     assert not ticket.over()
     assert not ticket.done()
-    assert not gate.shut(), "pages would be given back under the kernels"
+    assert not gate.try_close(), "pages would be given back under the kernels"
     assert side.cuda._queue
     assert (len(side.rows._free), ticket.error, ticket.results) == (1, "", [])
     side.cuda.answers = [code] * 2
@@ -456,7 +456,7 @@ def test_a_batch_has_one_job_at_least_and_64_at_most() -> None:
     for jobs in ([], eight(side) * 8 + eight(side)[:1]):
         with pytest.raises(ValueError, match="jobs"):
             side.rows.start_clear(jobs)
-    assert ended(side.rows.start_clear(eight(side) * 8)) == [OK] * MOST
+    assert ended(side.rows.start_clear(eight(side) * 8)) == [OK] * MAX_BATCH
 
 
 # ---------------------------------------------------------------- a NIC's writes
@@ -509,7 +509,7 @@ def test_calls_of_a_batch_come_in_their_order(start: str) -> None:
     side = small(FakeCuda(attributes=UNORDERED, captures=0))
     functions = {function: name for name, (function, _) in side.rows._kernels.items()}
     stream, expected = side.rows.driver.stream, BATCHES[start]
-    log, place = side.cuda.log, side.rows._free[-1]
+    log, buffers = side.cuda.log, side.rows._free[-1]
     log.clear()
     ticket = getattr(side.rows, start)(eight(side))
     steps: list[Any] = []
@@ -521,7 +521,7 @@ def test_calls_of_a_batch_come_in_their_order(start: str) -> None:
             case "cuMemcpyHtoDAsync_v2":
                 steps.append(UPLOAD)
                 size = 8 * (64 + 4)  # eight jobs, of one page each
-                assert what == [place.device, place.source, size, stream]
+                assert what == [buffers.device, buffers.source, size, stream]
             case "cuLaunchKernel":
                 steps.append(functions[what[0]])
                 assert what[8] == stream
@@ -544,9 +544,9 @@ def test_the_memory_of_a_batch_is_used_again_behind_its_event_alone() -> None:
     assert second.over(), "both have ended"
     assert not side.rows.can_start, "nobody has read the results"
     assert second.done()
-    assert side.rows._free == [second._place]
+    assert side.rows._free == [second._buffers]
     third = side.rows.start_pack(eight(side))
-    assert third._place is second._place is not first._place
+    assert third._buffers is second._buffers is not first._buffers
     assert not side.rows.can_start
     second.done()
     assert not side.rows.can_start, "a batch gives its memory back once"
@@ -608,7 +608,7 @@ def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
     channel.decode.plane.damage = []
     assert channel.request(5) == ("warm", "")
     for side in channel.prefill, channel.decode:
-        side.channel._inlet.wake()  # the end of a request waits for the next event
+        side.channel._queue.wake()  # the end of a request waits for the next event
     assert channel.at_rest()
 
 
@@ -653,7 +653,7 @@ def test_requests_that_end_while_kernels_run_lose_no_slot(channel: Any) -> None:
         rows = decode.rows_of(handle).copy()
         prefill.channel.end(sent, "aborted")
         assert (decode.rows_of(handle) == rows).all(), "rows are written after the end"
-    assert threads.wait_for(lambda: not decode.channel.left())
-    assert threads.wait_for(lambda: not prefill.channel.left().get("jobs"))
-    assert not wrong_books(prefill.channel._machine), prefill.channel.left()
+    assert threads.wait_for(lambda: not decode.channel.outstanding())
+    assert threads.wait_for(lambda: not prefill.channel.outstanding().get("jobs"))
+    assert not violations(prefill.channel._machine), prefill.channel.outstanding()
     assert channel.request(99) == ("warm", "")

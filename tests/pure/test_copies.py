@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_mixkv.channel import gate as gate_module
-from sglang_mixkv.channel.gate import Gate, start_behind
+from sglang_mixkv.channel.gate import Gate, launch_guarded
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.copier import Copy, GpuCopier, Kind
 
@@ -35,7 +35,7 @@ class Batch:
 class Device:
     """Of what the copier calls. A job is its name; "!": it cannot be prepared."""
 
-    most = 3
+    max_batch = 3
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -172,7 +172,7 @@ def test_what_cannot_be_started_fails_alone(fails: str) -> None:
     assert found.pop("b1") is None
     assert isinstance(found.pop("c!" if fails == "job" else "c1"), Exception)
     assert len(found) == (fails == "device")
-    assert test.gates["c"].shut(), "no batch holds it"
+    assert test.gates["c"].try_close(), "no batch holds it"
     test.device.fails = False
     test.start("a2")
     assert test.flying[-1] == ("unpack", ["a2"])
@@ -192,8 +192,8 @@ def test_a_gate_is_asked_while_a_batch_ends() -> None:
 
     other.end.set()
     for ticket in (Asked("pack", []), other):
-        start_behind([gate], lambda is_open, ticket=ticket: ticket)
-    assert gate.shut()
+        launch_guarded([gate], lambda is_open, ticket=ticket: ticket)
+    assert gate.try_close()
     forgotten[0].join(5)
     assert len(gate._tickets) == 1
 
@@ -209,7 +209,7 @@ def test_a_gate_that_closes_looks_often_and_says_when_it_took_long(
         def over(self) -> bool:
             return len(slept) >= looks
 
-    start_behind([gate], lambda is_open: Ends("pack", []))
+    launch_guarded([gate], lambda is_open: Ends("pack", []))
     clock = SimpleNamespace(monotonic=lambda: 100 + len(slept), sleep=slept.append)
     monkeypatch.setattr(gate_module, "time", clock)
     monkeypatch.setattr(gate_module, "SLOW_S", 2)

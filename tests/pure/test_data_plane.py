@@ -44,7 +44,7 @@ class Scripted(DataPlane):
     def __init__(self) -> None:
         super().__init__()
         self.end, self.posted, self.dropped = True, list[Extent](), list[Peer]()
-        self.register(Memory(LOCAL, SIZE), spare=LOCAL)
+        self.register(Memory(LOCAL, SIZE), probe_address=LOCAL)
 
     def _register(self, memory: Memory) -> bytes:
         return b""
@@ -228,7 +228,7 @@ def test_a_peer_of_mooncakes_is_asked_within_its_time_whatever_it_says(
     monkeypatch.setattr(mooncake, "ANSWER_S", 0.3)
     plane = object.__new__(Mooncake)
     DataPlane.__init__(plane)
-    plane._spare = 0
+    plane._probe_address = 0
     with silent(begin, drip) as address:
         one = Endpoint("mooncake", address.encode(), Memory(0, 100), b"")
         began = time.monotonic()

@@ -58,7 +58,7 @@ def test_readers_that_are_gone_leave_slots_to_those_that_live(ranks: int, fails:
         rank.wait(rank.times.unsure * 1.1)
         for turn in range(2):
             assert serve(rank, LIVING[:readers], 100_000 + 100 * turn) == [], (case, turn)
-        assert rank.books == []
+        assert rank.violations == []
 
 
 def test_a_request_goes_on_whose_reader_reads_while_others_die() -> None:
@@ -150,7 +150,7 @@ def test_prefill_ranks_whose_reads_hang_leave_slots_to_the_others(ranks: int, kn
     assert rank.strikes(b"healthy0") == 0
     rank.end_reads("late")
     rank.close(*range(ranks))
-    assert (rank.slots.free_slots, rank.machine.left(), rank.books) == (SLOTS, {}, [])
+    assert (rank.slots.free_slots, rank.machine.outstanding(), rank.violations) == (SLOTS, {}, [])
 
 
 def test_ranks_that_hang_one_by_one_leave_slots_to_those_in_service() -> None:
@@ -190,7 +190,7 @@ def test_a_peer_with_an_overdue_read_gets_no_slot_until_it_has_ended(patience: f
     rank.end_reads("late")
     assert len(rank.reading) == 2, "those that waited"
     assert given(5)
-    assert rank.books == []
+    assert rank.violations == []
 
 
 def test_a_peer_whose_segments_wait_for_our_slots_gets_no_strike() -> None:

@@ -18,7 +18,7 @@ RANKS, USES = 8, 100
 
 
 def test_generations_rise_and_no_two_ranks_share_one() -> None:
-    """SGLang seeds each rank of a server alike; they draw for the same requests. By chance two of
+    """SGLang gives all ranks of a server one seed, and the same requests. By chance two of
     eight ranks meet once in 190,000 runs."""
     highs = set[int]()
     for _ in range(RANKS):

@@ -116,7 +116,7 @@ def test_what_is_under_way_is_asked_often_from_its_beginning_on(
 ) -> None:
     """Also where no file has been readable for long: an event is seen by asking."""
     monkeypatch.setattr(Later, "took", 1e-3)  # longer than a thread asks before it sleeps
-    monkeypatch.setattr(sockets, "LOOK_MS", 200)
+    monkeypatch.setattr(sockets, "IDLE_MS", 200)
     taken = []
     for room in range(TRIES // 4):
         event, handle = Event(), channel.open(room, SEGMENT)

@@ -22,7 +22,7 @@ from rig.channel.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
 from sglang_mixkv.channel import data_plane, loop
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.sockets import Inlet
+from sglang_mixkv.channel.sockets import EventQueue
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
@@ -158,14 +158,14 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
         made.append(call(*given))
         return threading.main_thread() in woken
 
-    for inlet in (prefill._inlet, decode._inlet):
-        real = inlet.wake
+    for queue in (prefill._queue, decode._queue):
+        real = queue.wake
 
         def wake(real: Callable[[], None] = real) -> None:
             woken.append(threading.current_thread())
             real()
 
-        monkeypatch.setattr(inlet, "wake", wake)
+        monkeypatch.setattr(queue, "wake", wake)
     assert not wakes(prefill.begin, 1)
     assert wakes(channel.open, 1 if is_decided else 2, TOKENS)
     sent, room = made
@@ -173,7 +173,7 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
         pages = channel.prefill.pages(TOKENS)
         assert wakes(prefill.add_chunk, sent, 0, TOKENS, True, pages)
         assert decided(channel, room) == ("warm", "")
-        assert wait_for(lambda: sent.settled, LOST_S)
+        assert wait_for(lambda: sent.pages_released, LOST_S)
     assert not wakes(prefill.release, sent)
     assert not wakes(decode.target_arrived, room)
     for call, one in ((prefill.end, sent), (decode.close, room)):
@@ -182,33 +182,33 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
 
 
 def test_an_event_that_is_put_while_others_are_taken_leaves_a_wake_up() -> None:
-    inlet: Inlet[int] = Inlet()
-    queue = inlet._events
+    queue: EventQueue[int] = EventQueue()
+    inner = queue._events
 
     class Queue:
-        """Behind the last look of `take` another thread puts an event."""
+        """After the last look of `take` another thread puts an event."""
 
         def empty(self) -> bool:
-            if found := queue.empty():
-                inlet._events = queue
-                inlet.put(2)
+            if found := inner.empty():
+                queue._events = inner
+                queue.put(2)
             return found
 
-        get_nowait = queue.get_nowait
+        get_nowait = inner.get_nowait
 
-    inlet.put(1)
-    inlet._events = Queue()  # type: ignore[assignment]
-    assert inlet.take([inlet.fileno()]) == [1]
-    ready, _, _ = select.select([inlet.fileno()], [], [], 0)
+    queue.put(1)
+    queue._events = Queue()  # type: ignore[assignment]
+    assert queue.take([queue.fileno()]) == [1]
+    ready, _, _ = select.select([queue.fileno()], [], [], 0)
     assert ready, "nobody looks for it before the next tick"
-    assert inlet.take(ready) == [2]
+    assert queue.take(ready) == [2]
 
 
 def test_an_event_is_there_before_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    inlet: Inlet[int] = Inlet()
+    queue: EventQueue[int] = EventQueue()
     taken = list[list[int]]()
-    monkeypatch.setattr(inlet, "wake", lambda: taken.append(inlet.take([])))
-    inlet.put(1)
+    monkeypatch.setattr(queue, "wake", lambda: taken.append(queue.take([])))
+    queue.put(1)
     assert taken == [[1]]
 
 
@@ -267,7 +267,7 @@ def raising(*_: Any) -> Any:
 
 def look(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises each time."""
-    monkeypatch.setattr(worker, "_look", raising)
+    monkeypatch.setattr(worker, "_poll", raising)
 
 
 def report(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,14 +277,14 @@ def report(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def handle(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Events that nobody can handle come with each look."""
-    real = worker._look
+    real = worker._poll
 
     def unknown(ready: list[Any]) -> Iterator[Any]:
         yield object()
         yield from real(ready)
         yield object()
 
-    monkeypatch.setattr(worker, "_look", unknown)
+    monkeypatch.setattr(worker, "_poll", unknown)
 
 
 @pytest.mark.parametrize("fails", [look, report, handle])
@@ -298,12 +298,12 @@ def test_the_clock_goes_on_beside_what_fails_each_time(
     began = time.monotonic()
     with Channel() as channel, monkeypatch.context() as patch:
         worker = getattr(channel, side).channel
-        patch.setattr(worker, "_outstanding", lambda: True)
+        patch.setattr(worker, "_must_poll", lambda: True)
         if side == "prefill":
             sent = channel.prefill.send(1, TOKENS)  # nobody opens it
             fails(worker, patch)
             channel.prefill.channel.release(sent)
-            assert wait_for(lambda: sent.settled, LOST_S), "no time passes"
+            assert wait_for(lambda: sent.pages_released, LOST_S), "no time passes"
         else:
             room = channel.open(1, TOKENS)  # nobody sends it
             fails(worker, patch)
@@ -404,7 +404,7 @@ def test_a_request_ends_whose_forward_never_has_an_answer(
     assert rooms[1].state is None
     forward.error, forward.done = None, True
     assert wait_for(lambda: set(decode._forwards.values()) == {running}, LOST_S)
-    assert wait_for(lambda: not decode.left().get("jobs"), LOST_S)
+    assert wait_for(lambda: not decode.outstanding().get("jobs"), LOST_S)
     assert untouched(channel, rooms[0]), "rows were written behind the end"
     for room in rooms:
         decode.close(room)
@@ -445,7 +445,7 @@ def test_of_a_chunk_of_which_nobody_knows_nothing_is_packed(
     monkeypatch.setattr(loop, "TICK", 60.0)
     assert channel.request(2) == ("warm", "")
     for side in (channel.prefill, channel.decode):
-        side.channel._inlet.wake()  # the end of a request waits for the next event
+        side.channel._queue.wake()  # the end of a request waits for the next event
     assert channel.at_rest()
 
 
@@ -472,7 +472,7 @@ def test_a_request_that_ends_before_its_event_has_an_answer_holds_nothing_back(
         worker.end(sent, "aborted")
     else:
         worker.close(room, "aborted")
-    assert wait_for(lambda: not worker._outstanding(), LOST_S)
+    assert wait_for(lambda: not worker._must_poll(), LOST_S)
     asked = event.asked
     assert channel.request(2) == ("warm", "")
     assert event.asked == asked

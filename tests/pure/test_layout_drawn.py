@@ -50,7 +50,7 @@ def test_weights_are_odd_and_those_of_the_page() -> None:
 
 def test_both_sides_have_one_slot_and_one_sum() -> None:
     """Those of other releases have them too."""
-    assert (slot_format.HEADER, slot_format.SPARE, slot_format.SLOT_OVERHEAD) == (64, 16, 72)
+    assert (slot_format.HEADER, slot_format.PROBE_OFFSET, slot_format.SLOT_OVERHEAD) == (64, 16, 72)
     assert (slot_format.SEED, slot_format.MASK) == (0x2545F4914F6CDD1D, 2**64 - 1)
     assert list(slot_format.SlotCheck) == [0, 1, 2, 3]  # as a GPU's kernels give them
     assert (layout.MAX_ENTRIES, list(layout.NO_HEADS), layout.NO_HEADS.stop) == (1024, [], 0)

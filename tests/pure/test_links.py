@@ -235,20 +235,20 @@ STEPS = range(1, 9)
 
 @pytest.mark.parametrize("at", STEPS)
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_link_that_is_hung_up_while_it_is_mended(dialed: Dialed, fails: bool, at: int) -> None:
+def test_a_link_that_is_hung_up_while_it_reconnects(dialed: Dialed, fails: bool, at: int) -> None:
     """At each step of the mender: nobody has its peers then."""
     these, plane, dial, made = dialed
     link = dial()
-    link.mending, plane.fails = True, fails
+    link.reconnecting, plane.fails = True, fails
     plane.at, plane.then, plane._steps = at, lambda: these.hang_up(link), 0
     these._connect_again(link)
     if not link.closed:
         these.hang_up(link)
-    assert (plane.held, link.mending, made[0].closed) == (set(), False, True)
+    assert (plane.held, link.reconnecting, made[0].closed) == (set(), False, True)
 
 
 @pytest.mark.parametrize("at", STEPS)
-def test_a_link_that_is_mended_while_it_is_hung_up(dialed: Dialed, at: int) -> None:
+def test_a_link_that_reconnects_while_it_is_hung_up(dialed: Dialed, at: int) -> None:
     """At each step of hanging up, from the mender's beginning to its end."""
     these, plane, dial, _ = dialed
     link = dial()
@@ -308,14 +308,14 @@ def test_one_thread_mends_a_link_and_none_one_that_is_hung_up(dialed: Dialed) ->
         broken_once(these, plane, link)
     assert threading.active_count() == before + 1
     gate.set()
-    assert wait_for(lambda: not link.mending)
+    assert wait_for(lambda: not link.reconnecting)
     assert link.memory != old
     plane.ended = lambda: [((1, link, old), "broken")]  # type: ignore[attr-defined]
     list(these.ended())  # of the connection before: it says nothing of this one
-    assert (link.mending, plane.made) == (False, 2)
+    assert (link.reconnecting, plane.made) == (False, 2)
     these.hang_up(link)
     broken_once(these, plane, link)
-    assert (link.mending, plane.held, plane.made) == (False, set(), 2)
+    assert (link.reconnecting, plane.held, plane.made) == (False, set(), 2)
 
 
 def test_where_no_thread_can_be_started_the_next_failure_mends(
@@ -330,9 +330,9 @@ def test_where_no_thread_can_be_started_the_next_failure_mends(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none)
         assert len(broken_once(these, plane, link)) == 1
-    assert (link.mending, plane.made) == (False, 1)
+    assert (link.reconnecting, plane.made) == (False, 1)
     broken_once(these, plane, link)
-    assert wait_for(lambda: plane.made == 2 and not link.mending)
+    assert wait_for(lambda: plane.made == 2 and not link.reconnecting)
     assert plane.held == {2}
 
 

@@ -21,7 +21,7 @@ from sglang_mixkv.channel.slots import (
 )
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
-from sglang_mixkv.decode.transfer import Numbers
+from sglang_mixkv.decode.transfer import RecentRooms
 from sglang_mixkv.prefill import machine
 
 AT = BEGAN
@@ -49,19 +49,19 @@ def test_readers_can_be_invented_up_to_the_documented_bounds() -> None:
     ("after", "doubtful"), [(0.0, True), (599.9, True), (600.0, True), (600.1, False)]
 )
 def test_a_number_is_doubted_as_long_as_prefill_may_hold_it(after: float, doubtful: bool) -> None:
-    numbers = Numbers(600.0)
-    assert not numbers.is_doubtful(7, AT)
-    assert numbers.is_doubtful(7, AT + after) is doubtful
+    numbers = RecentRooms(600.0)
+    assert not numbers.is_ambiguous(7, AT)
+    assert numbers.is_ambiguous(7, AT + after) is doubtful
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500), st.booleans())))
 def test_each_number_is_doubted_by_its_own_last_request(asked: list[tuple[int, int, bool]]) -> None:
     """Whatever came of others meanwhile; and none is held that is not doubted any more."""
-    numbers, last, now = Numbers(600.0), dict[int, float](), AT
+    numbers, last, now = RecentRooms(600.0), dict[int, float](), AT
     for number, after, warm in asked:
         now += after
         last = {one: since for one, since in last.items() if now - since <= 600.0}
-        assert numbers.is_doubtful(number, now) is (number in last)
+        assert numbers.is_ambiguous(number, now) is (number in last)
         last[number] = now
         assert numbers._since == last
         if warm:
@@ -82,7 +82,7 @@ def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, 
     rank.until(rank.now + 400.0, step=0.9)
     rank.open(1)
     rank.until(rank.now + rank.times.early_room - less, step=0.9)
-    assert ("waiting" in rank.machine.left()) is held
+    assert ("waiting" in rank.machine.outstanding()) is held
     assert (READER, "early") in rank.notes or held
 
 
@@ -106,9 +106,9 @@ def test_each_early_room_is_held_by_its_own_last_open(opens: list[tuple[int, int
             rank.open(number, who.encode() * 8, generation, readers=2)
             last[number] = rank.now, {who, *last.get(number, (0.0, ()))[1]}
         parts = sum(len(readers) for _, readers in last.values())
-        held = {"waiting": len(last), "parts": parts}
-        assert rank.machine.left() == {name: count for name, count in held.items() if count}
-        assert rank.books == []
+        held = {"waiting": len(last), "transfers": parts}
+        assert rank.machine.outstanding() == {name: count for name, count in held.items() if count}
+        assert rank.violations == []
 
 
 def test_what_a_fail_of_either_side_says() -> None:
@@ -166,12 +166,12 @@ def test_an_owner_that_holds_some_leaves_a_quarter() -> None:
     """And gets what is above it, up to its share."""
     pool = SlotPool(64, Times())
     for _ in range(41):
-        pool.give("others")
-    pool.give("owner")
+        pool.allocate("others")
+    pool.allocate("owner")
     found = []
     while free := pool.free_slots:
-        found.append((free, pool.allowed("owner", 2)))
-        pool.give("others")
+        found.append((free, pool.available_for("owner", 2)))
+        pool.allocate("others")
     assert found[:8] == [(22, 6), (21, 5), (20, 4), (19, 3), (18, 2), (17, 1), (16, 0), (15, 0)]
     assert [share_of(64, owners) for owners in (1, 2, 3, 47, 48, 49, 128)] == [
         32,
@@ -272,7 +272,7 @@ def test_packs_of_all_readers_under_way_are_two_batches_at_most(
         rank.jobs = [one for one in rank.jobs if one not in packed]
         rank.pack(packed)
         assert len(rank.jobs) <= most
-        assert rank.books == []
+        assert rank.violations == []
     while rank.jobs:
         first, rank.jobs = rank.jobs[0], rank.jobs[1:]
         rank.pack([first])
@@ -288,7 +288,7 @@ def test_a_segment_that_cannot_be_packed_fails_its_part_at_once(failed: int) -> 
     rank.begin(1, 1, 5 * TOKENS)
     rank.do(rank.machine.copied, (rank.jobs.pop(failed),), error)
     assert rank.failed == [(READER, Fail(1, 1, "pack", repr(error)[:300]))]
-    assert list(rank.settled) == [1]
+    assert list(rank.pages_released) == [1]
     rank.do(rank.machine.copied, tuple(rank.jobs))
     assert rank.slots.free_slots == SLOTS
     assert len(rank.failed) == 1
@@ -337,16 +337,16 @@ def test_a_read_that_cannot_be_begun_has_failed() -> None:
     rank.hung = {PREFILL}
     rank.open(1)
     rank.ready(1, 3)
-    rank.do(rank.machine.undone, rank.reading.pop(), OverflowError("x"))
+    rank.do(rank.machine.on_action_failed, rank.reading.pop(), OverflowError("x"))
     assert rank.verdicts[1] == ("cold", "read")
     assert rank.slots.free_slots == SLOTS
 
 
 def test_the_text_of_an_action_that_raised_is_cut() -> None:
     rank, error = Decode(), OverflowError("x" * 1000)
-    rank.open(1)
+    rank.open(1, number=7)
     opened = rank.sends[0]
-    rank.do(rank.machine.undone, dact.Send(*opened), error)
+    rank.do(rank.machine.on_action_failed, dact.Send(*opened), error)
     assert ("unsent", repr(error)[:300]) in rank.details
 
 

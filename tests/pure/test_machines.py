@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rig.channel.books import strikes, wrong_books
 from rig.channel.driven import Prefill
+from rig.channel.invariants import strikes, violations
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, quota_of, share_of
@@ -32,7 +32,7 @@ class Driven:
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
-        self.left = machine.left
+        self.outstanding = machine.outstanding
 
     def handle(self, now: float, method: Callable[..., None], *args: Any, **more: Any) -> list[Any]:
         self.machine.advance(now)
@@ -72,21 +72,34 @@ def test_a_generation_names_one_part() -> None:
     rooms.handle(0.0, rooms.machine.received, *opened(10, OTHER, readers=2))
     ended = of(pact.Send, rooms.handle(0.1, rooms.machine.end, 0))
     assert [send.connection for send in ended] == [b"connection" + READER]
-    assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
+    assert (rooms.outstanding(), violations(rooms.machine)) == ({}, [])
 
 
-def test_a_slot_rests_while_its_rank_does() -> None:
-    """A stopped process sends its READY when it goes on: time that it stood still is no time."""
+def test_a_slot_is_held_while_its_rank_is_stopped() -> None:
+    """A stopped process sends its READY when it resumes: the stop does not count."""
     rooms = prefill()
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.add_chunk, 0, 0, 8, last=True)
     (pack,) = of(prefill_transfer.Segment, rooms.handle(0.0, rooms.machine.received, *opened(10)))
     rooms.handle(0.0, rooms.machine.copied, (pack,))
     rooms.handle(1000.0, rooms.machine.tick)
-    assert rooms.left()["offered"] == 1
+    assert rooms.outstanding()["published"] == 1
     for second in range(1001, 1061):
         rooms.handle(second, rooms.machine.tick)
-    assert "offered" not in rooms.left()
+    assert "published" not in rooms.outstanding()
+
+
+@pytest.mark.parametrize(("wanted", "first"), [(0, 8), (8, 8), (10, 10)])
+def test_what_is_packed_begins_in_its_chunk(wanted: int, first: int) -> None:
+    """Earlier tokens are not in its pages, whatever the reader wants."""
+    rooms = prefill()
+    connection, message = opened(10)
+    rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
+    rooms.handle(0.0, rooms.machine.add_chunk, 0, 8, 8, last=True)
+    message = replace(message, first_token=wanted)
+    actions = rooms.handle(0.0, rooms.machine.received, connection, message)
+    (pack,) = of(prefill_transfer.Segment, actions)
+    assert (pack.first, pack.count) == (first, 16 - first)
 
 
 def decode() -> Driven:
@@ -172,6 +185,14 @@ def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> 
     acks = [send.message for send in of(dact.Send, actions) if isinstance(send.message, Ack)]
     announced = tuple((one.slot, one.stamp) for one in message.segments)
     assert acks == ([Ack(announced)] if announced else [])
+
+
+def test_a_source_has_no_slots_unless_it_says_how_many() -> None:
+    rooms = decode()
+    source = Source(PREFILL, range(4), 1, segment_tokens=10)
+    rooms.handle(0.0, rooms.machine.open, replace(room(), sources=(source,)))
+    rooms.handle(0.0, rooms.machine.ready, PREFILL, ready())
+    assert rooms.machine.state(10).cold == "protocol"
 
 
 def test_a_fail_of_a_code_that_is_not_known_is_one_all_the_same() -> None:
@@ -282,10 +303,10 @@ def test_invented_readers_are_bounded(
             rooms.handle(0.0, rooms.machine.received, connection.encode(), gone)
     assert codes["c"] == ["full"] * 12
     assert codes["d"] == ["full"] * ("d" in refused)
-    assert wrong_books(rooms.machine) == []
+    assert violations(rooms.machine) == []
     for second in range(1, 602):
         rooms.handle(float(second), rooms.machine.tick)
-    assert (rooms.left(), wrong_books(rooms.machine)) == ({}, [])
+    assert (rooms.outstanding(), violations(rooms.machine)) == ({}, [])
 
 
 @pytest.mark.parametrize(("warm", "later"), [(True, 1.0), (False, 1.0), (False, 601.0)])
@@ -316,7 +337,7 @@ def orders(*lines: str) -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize("former", ["bct", "bc", "b"])
 def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
     """The end of the former use may be behind all of the next one's, and so may its target. The
-    other orders are decode's to prevent (`Numbers`)."""
+    other orders are decode's to prevent (`RecentRooms`)."""
     count = 0
     for order in orders(former + "e", "BCT", "o", "O"):
         at = order.index
@@ -325,36 +346,36 @@ def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
         count += 1
         rank = Prefill()
         for event in order:
-            use, generation = ("b", 1) if event in "bcteo" else ("B", 2)
+            handle, generation = ("b", 1) if event in "bcteo" else ("B", 2)
             match event.lower():
                 case "b":
-                    rank.do(rank.machine.begin, use, ROOM)
+                    rank.do(rank.machine.begin, handle, ROOM)
                 case "c":
-                    rank.do(rank.machine.add_chunk, use, 0, 16, last=True, pages=use)
+                    rank.do(rank.machine.add_chunk, handle, 0, 16, last=True, pages=handle)
                 case "t":
-                    rank.do(rank.machine.target_sent, use)
+                    rank.do(rank.machine.target_sent, handle)
                 case "e":
-                    rank.do(rank.machine.end, use)
+                    rank.do(rank.machine.end, handle)
                 case "o":
                     rank.open(ROOM, generation=generation)
         assert rank.pages.get(2) == {"B"}, order
         assert rank.pages.get(1, {"b"}) == {"b"}, order
-        assert "B" in rank.settled, order
+        assert "B" in rank.pages_released, order
         rank.do(rank.machine.end, "B")
         rank.until(rank.now + 601.0, 1.0)
-        assert (rank.machine.left(), rank.books) == ({}, []), order
+        assert (rank.machine.outstanding(), rank.violations) == ({}, []), order
     assert count > 2
 
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_an_open_behind_a_use_that_was_given_up_is_the_next_ones(given_up: bool) -> None:
-    """It settled without this reader. Before, it waited for it."""
+    """It was released without this reader. Before, it waited for it."""
     rank = Prefill()
     rank.open(ROOM, OTHER, 1, readers=2)
     rank.begin("b", ROOM, 16, "b")
     rank.do(rank.machine.target_sent, "b")
     rank.wait(1.001 if given_up else 0.999)
-    assert ("b" in rank.settled) == given_up
+    assert ("b" in rank.pages_released) == given_up
     rank.open(ROOM, READER, 2, readers=2)
     assert rank.pages.get(2) == (None if given_up else {"b"})
     rank.do(rank.machine.end, "b")
@@ -377,7 +398,7 @@ def test_no_owner_has_more_than_its_share_however_long_it_holds() -> None:
             rank.acknowledge(1)
         held = list(rank.slots.held.values())
         assert len(held) == owners
-        assert max(held) <= share_of(SLOTS, owners), "they share alike in the end"
+        assert max(held) <= share_of(SLOTS, owners), "they have equal shares in the end"
 
 
 def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
@@ -388,16 +409,16 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
         rank.open(number)
         rank.begin(number, number, 40)
     stamps = {slot: stamp for _, (slot, stamp) in rank.unread}
-    assert len(stamps) == rank.slots.offered == 8
+    assert len(stamps) == rank.slots.published == 8
     first = tuple(Announced(*slot, 10) for _, slot in rank.unread[:4])
     ready = Ready(1, 1, 0, 0, first, last=True)
     for _ in range(2):
-        rank.do(rank.machine.undone, pact.Send(READER, ready), MemoryError())
-        assert rank.slots.offered == 4
+        rank.do(rank.machine.on_action_failed, pact.Send(READER, ready), MemoryError())
+        assert rank.slots.published == 4
         assert not rank.slots._signs[True], "its reader has read nothing"
     rank.open(3)
     rank.begin(3, 3, 400)
-    rank.do(rank.machine.undone, pact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
+    rank.do(rank.machine.on_action_failed, pact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
     sent = rank.sent[3]
     rank.acknowledge()
     assert rank.sent[3] == sent < 400
@@ -405,7 +426,12 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     rank.begin(4, 4, 40)
     assert rank.sent[4] == 40
     other = decode()
-    assert other.handle(0.0, other.machine.undone, dact.Send(PREFILL, Ack(())), MemoryError()) == []
+    assert (
+        other.handle(
+            0.0, other.machine.on_action_failed, dact.Send(PREFILL, Ack(())), MemoryError()
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -426,7 +452,7 @@ def test_an_open_that_the_current_use_does_not_wait_for_is_the_next_ones(
     assert rank.pages[2] == {"B"}
     rank.tell(rank.machine.end, "b")
     rank.do(rank.machine.end, "B")
-    assert (rank.machine.left(), rank.books) == ({}, [])
+    assert (rank.machine.outstanding(), rank.violations) == ({}, [])
 
 
 def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
@@ -436,7 +462,7 @@ def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
     rank.open(ROOM, READER, 1)
     rank.do(rank.machine.begin, "B", ROOM)
     assert rank.fails == {1: "aborted"}
-    assert rank.settled == {"b": rank.now}
+    assert rank.pages_released == {"b": rank.now}
 
 
 def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
@@ -444,8 +470,8 @@ def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
     for generation in (1, 2, 3):
         rank.open(ROOM, READER, generation)
         rank.open(ROOM, READER, 1)  # late
-    assert (rank.machine.left(), rank.books) == ({"waiting": 1, "parts": 1}, [])
+    assert (rank.machine.outstanding(), rank.violations) == ({"waiting": 1, "transfers": 1}, [])
     rank.begin("b", ROOM, 16, "b")
     assert rank.pages == {3: {"b"}}
     rank.do(rank.machine.end, "b")
-    assert (rank.machine.left(), rank.books) == ({}, [])
+    assert (rank.machine.outstanding(), rank.violations) == ({}, [])

@@ -59,7 +59,7 @@ class Rank(metrics.MetricsReporter):
 
     def count(self) -> None:
         self._count_rooms()
-        self._look()
+        self._sample()
 
     def end(self, request: Any, prefill: str = "a:1", state: Any = act.State.WARM) -> None:
         handle = ReceiveHandle([], 1, None, prefill)
@@ -156,7 +156,7 @@ def test_rooms_are_counted_at_each_tick_and_drafts_once_a_second(
 def test_series_and_lines_are_as_many_as_operators_were_told() -> None:
     """docs/metrics.md has the first."""
     bounds = metrics.MAX_PREFILLS, metrics.MAX_LOGGED, metrics.MAX_WATCHED
-    assert (*bounds, metrics.LOOK_S) == (64, 1024, 65536, 1.0)
+    assert (*bounds, metrics.SAMPLE_S) == (64, 1024, 65536, 1.0)
 
 
 def test_what_is_watched_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics, "MAX_LOGGED", 3)
-    logged = [what for what, kind in NOTES.items() if kind.happened and kind.logged]
+    logged = [what for what, spec in NOTES.items() if spec.message and spec.logged]
     one = Rank()
     with caplog.at_level(logging.WARNING):
         for what, peer in ((0, b"a"), (0, b"a"), (1, b"a"), (0, b"b"), (1, b"b"), (2, b"c")):
@@ -189,7 +189,7 @@ def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
 
 
 def test_a_line_names_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
-    what = next(w for w, kind in NOTES.items() if kind.happened and kind.logged)
+    what = next(w for w, spec in NOTES.items() if spec.message and spec.logged)
     note, reader = act.Note(what, b"peer"), prefill_actions.Note(what, b"12345678")
     decode, prefill = Rank(DECODE), Rank(PREFILL)
     decode.name_of = {b"peer": "a:1"}.__getitem__
@@ -213,7 +213,7 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
     assert one.of(name) == {("draft",): 7}
     assert one.of("copy_seconds_total") == {(): 0.25}
     page = generate_latest(one.registry).decode()
-    for known in (s for s in SERIES if side in s.sides for _ in s.known):
+    for known in (s for s in SERIES if side in s.sides for _ in s.initial_labels):
         name = series.PREFIX + known.name + "_bucket" * known.name.endswith("_seconds")
         assert f"{name}{{" in page, "it is there before it is counted"
 

@@ -97,7 +97,7 @@ def test_an_abort_before_metadata_touches_nothing_of_the_numbers_next_use(
     infos, prefixes, status = (dict(tables[name]) for name in ("infos", "prefixes", "status"))
     sender, another = Use(), Use()
     uses = {"own": {7: sender}, "none": {}, "another": {7: another}}[newest]
-    monkeypatch.setattr(room_reuse, "_uses", uses)
+    monkeypatch.setattr(room_reuse, "_newest", uses)
     manager = SimpleNamespace(
         transfer_infos=infos, req_to_decode_prefix_len=prefixes, request_status=status
     )
@@ -109,15 +109,15 @@ def test_an_abort_before_metadata_touches_nothing_of_the_numbers_next_use(
 
 
 def test_an_abort_ends_where_its_number_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aborts, "LOOK_S", 0.01)
+    monkeypatch.setattr(aborts, "POLL_S", 0.01)
     sender = Sender()
     tables = sender.kv_mgr
     ranks, tables.transfer_infos = tables.transfer_infos, {}
     tables.req_to_decode_prefix_len, another = {}, Use()
-    monkeypatch.setattr(room_reuse, "_uses", {7: sender})
+    monkeypatch.setattr(room_reuse, "_newest", {7: sender})
     sender.abort()
     time.sleep(0.1)
-    room_reuse._uses[7] = another
+    room_reuse._newest[7] = another
     tables.transfer_infos, tables.req_to_decode_prefix_len = dict(ranks), {7: 4}
     assert wait_for(lambda: not tables.aborted._background.running)
     assert sender.sent.empty()
@@ -186,5 +186,5 @@ def test_notices_are_bounded_and_sent_for_as_long_as_sglang_waits() -> None:
     """A refused request's first ABORT comes behind decode's own answer; later ones meet a prefill
     that takes the request late."""
     assert (notices.MAX_NOTICES, aborts.BLOCKED_AT_ONCE) == (4096, 256)
-    assert (aborts.LOOK_S, aborts.LATE_S, notices.LINGER_MS) == (1.0, 300.0, 1000)
+    assert (aborts.POLL_S, aborts.LATE_S, notices.LINGER_MS) == (1.0, 300.0, 1000)
     assert notices.PAUSES_S == (0.2, 0.5, 1.3, 6.0)

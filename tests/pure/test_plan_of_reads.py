@@ -75,7 +75,7 @@ SMALL = SLOT_OVERHEAD + 512
          "small slots there", "small slots here", "no drafter here"],
 )  # fmt: skip
 def test_each_head_is_read_in_segments_that_fit_both_sides(own, rows, read, readers, tokens):
-    """A rank from which nothing is read is opened all the same."""
+    """A rank from which nothing is read is still opened."""
     made = plan(own, *rows)
     assert heads(made) == read
     assert (made.cold, made.version) == ("", PROTOCOL[1])

@@ -555,7 +555,7 @@ def test_a_bootstrap_server_that_goes_away_alone_costs_what_sglang_gives_up(
     site: Site, prefill: Prefill
 ) -> None:
     """Its ranks live, and requests go on until SGLang's heartbeats take it out of the table. What
-    waits for it then is cold. At the same address it is connected to anew."""
+    waits for it then is cold. At the same address it is connected to again."""
     with publishing(row_of(prefill)) as address:
         assert site.is_ready(address)
     entry = site.decode.open(100, TOKENS, site.peer(address))  # no target: no deadline
@@ -750,7 +750,7 @@ POINTS = [f"{name} {when}" for name in ("fetch", "resolve", "dial", "add", "_con
 def test_a_server_is_forgotten_at_any_time(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, point: str, is_asked_for: bool
 ) -> None:
-    """Nothing that its task does later is seen; a request asks it anew, which may already be the
+    """Nothing that its task does later is seen; a request asks it again, which may already be the
     case then."""
     refuses = [point.startswith("ranks_of")]
 

@@ -58,7 +58,7 @@ class Held:
 
 def jobs(side: Prefill | Decode) -> int:
     """Copies under way and queued."""
-    return side.channel.left().get("jobs", 0)
+    return side.channel.outstanding().get("jobs", 0)
 
 
 def ended(how: str, channel: Channel, gates: bool) -> Prefill:
@@ -82,7 +82,7 @@ def ended(how: str, channel: Channel, gates: bool) -> Prefill:
         channel.decode.channel.close(handle, "aborted on decode")
     # As process_disagg_prefill_inflight_queue does: pages are given back, then `clear`.
     prefill.channel.release(sent)
-    assert wait_for(lambda: sent.settled)
+    assert wait_for(lambda: sent.pages_released)
     held.let_go()
     assert wait_for(lambda: prefill.channel.release(sent))
     held.take_away()
@@ -103,7 +103,7 @@ def behind_another(channel: Channel, gates: bool) -> Prefill:
         assert wait_for(lambda n=room: held.begun.is_set() and jobs(prefill) == n)
     channel.decode.channel.close(handles[1], "aborted on decode")
     prefill.channel.release(sent[1])
-    assert wait_for(lambda: sent[1].settled)
+    assert wait_for(lambda: sent[1].pages_released)
     assert prefill.channel.release(sent[1])
     held.take_away()
     return prefill
@@ -140,7 +140,7 @@ def body(case: str, gates: bool) -> None:
     faulthandler.disable()  # a death is expected of some
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not gates:
-        Gate.enter = Gate.shut = lambda _: True  # type: ignore[method-assign]
+        Gate.enter = Gate.try_close = lambda _: True  # type: ignore[method-assign]
         Gate.leave = Gate.close = lambda _: None  # type: ignore[method-assign]
     side = CASES[case](Channel(Times(PATIENCE)), gates)
     assert wait_for(lambda: not jobs(side))

@@ -50,7 +50,7 @@ class Rank(metrics.MetricsReporter):
         self.ended(handle, closed)
 
     def look_now(self) -> None:
-        self._looked = -1e9
+        self._sampled = -1e9
         self.ticked()
 
 
@@ -72,11 +72,11 @@ def test_every_note_has_a_place_and_a_remedy() -> None:
     """In a series, or as a room that is counted at its end; and a log line says all that helps."""
     known = {one.name: one for one in SERIES}
     page, remedies = ((DOCS / f"{n}.md").read_text() for n in ("metrics", "troubleshooting"))
-    for what, kind in NOTES.items():
-        assert kind.series in known or what in set(ColdReason) or what == "not_cleared"
-        assert bool(kind.happened) == bool(kind.remedy)
-        assert f"### {kind.code}\n" in remedies
-        assert not kind.values or kind.values in known[kind.series].known
+    for what, spec in NOTES.items():
+        assert spec.series in known or what in set(ColdReason) or what == "not_cleared"
+        assert bool(spec.message) == bool(spec.remedy)
+        assert f"### {spec.code}\n" in remedies
+        assert not spec.values or spec.values in known[spec.series].initial_labels
     for one in SERIES:
         labels = ", ".join(f"`{label}`" for label in one.labels)
         cells = [f"`{series.PREFIX}{one.name}`", ", ".join(one.sides), labels, one.help]
@@ -163,7 +163,7 @@ def test_gauges_follow_slots_and_breakers() -> None:
     one.name_of = {b"one": "a:1", b"two": "b:2", b"gone": ""}.__getitem__
     for address in ("a:1", "b:2"):
         one.end(act.State.WARM, prefill=address)
-    one.slots.give("reader")
+    one.slots.allocate("reader")
     for peer in (b"one", b"gone"):
         for strike in range(STRIKES):
             one.breaker.record_failure(peer, strike, 0.0)

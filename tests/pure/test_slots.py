@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rig.channel.books import wrong_slots
+from rig.channel.invariants import slot_violations
 
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, share_of
 from sglang_mixkv.channel.times import Times
@@ -17,7 +17,7 @@ TIMES = Times()
 
 def take(pool: SlotPool, owner: object) -> int | None:
     """A slot as RoundRobin gives it, None where the owner has to wait."""
-    return pool.give(owner) if pool.allowed(owner, len({*pool.held, owner})) else None
+    return pool.allocate(owner) if pool.available_for(owner, len({*pool.held, owner})) else None
 
 
 def drain(pool: SlotPool, owner: str) -> list[int]:
@@ -27,26 +27,31 @@ def drain(pool: SlotPool, owner: str) -> list[int]:
     return taken
 
 
-def offered(pool: SlotPool, now: float, *owners: str) -> list[int]:
+def published(pool: SlotPool, now: float, *owners: str) -> list[int]:
     """All that they may have, in READYs that leave now."""
     found = [slot for owner in owners for slot in drain(pool, owner)]
     for slot in found:
-        pool.offer(slot, 1 + slot, now)
+        pool.publish(slot, 1 + slot, now)
     return found
 
 
-SIGNS = [  # of the newcomer's life, by when: 14 of 16 slots were offered at 10.0
+SIGNS = [  # of the newcomer's life, by when: 14 of 16 slots were published at 10.0
     (None, 0.0, 0), (True, 9.9, 0), (False, 9.9, 0), (False, 10 + TIMES.unsure - 1e-3, 0),
     (True, 10.0, 1), (False, 10 + TIMES.unsure + 1e-3, 1),
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("began", [0.0, -11.0])
 @pytest.mark.parametrize(("served", "when", "given"), SIGNS)
-def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(served, when, given):
+def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(
+    served, when, given, began
+):
+    """Whenever the caller's clock began."""
     pool = SlotPool(16, TIMES)
-    assert [len(offered(pool, 10.0, owner)) for owner in "abcdefgh"] == [8, 4, 1, 1, 0, 0, 0, 0]
+    counts = [len(published(pool, began + 10.0, owner)) for owner in "abcdefgh"]
+    assert counts == [8, 4, 1, 1, 0, 0, 0, 0]
     if served is not None:
-        pool.sign("x", when, served)
+        pool.sign("x", began + when, served)
     assert len(drain(pool, "x")) == given
     assert take(pool, "a") is None
     assert take(pool, "y") is None
@@ -55,17 +60,17 @@ def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(s
 def test_the_last_slots_are_for_those_that_were_served():
     """And a quarter of what each has not outlived stays free: they may be gone by now, too."""
     pool, owners = SlotPool(64, TIMES), range(200)
-    assert len(offered(pool, 0.0, *owners)) == 56
+    assert len(published(pool, 0.0, *owners)) == 56
     for owner in owners:
         pool.sign(owner, 1.0)
-    assert len(offered(pool, 1.0, *owners)) == 4
+    assert len(published(pool, 1.0, *owners)) == 4
     for owner in owners:
         pool.sign(owner, 2.0, served=True)
-    assert len(offered(pool, 3.0, *owners)) == 3
+    assert len(published(pool, 3.0, *owners)) == 3
     assert take(pool, 199) is None
     for owner in owners:
         pool.sign(owner, 4.0)
-    assert len(offered(pool, 5.0, *owners)) == 1, "they had been served"
+    assert len(published(pool, 5.0, *owners)) == 1, "they had been served"
     assert take(pool, 199) is None
 
 
@@ -77,7 +82,7 @@ def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
     assert pool._signs == ({}, {})
     for now in range(2, 9):
         slot = take(pool, "a")
-        pool.offer(slot, 7, now)
+        pool.publish(slot, 7, now)
         for owner in range(100 * now, 100 * now + 100):
             pool.sign(owner, now + 0.5)
             pool.sign(owner, now, served=True)
@@ -87,13 +92,13 @@ def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
 
 def test_signs_that_outlive_nothing_are_forgotten_behind_one_that_comes_again():
     pool = SlotPool(16, TIMES)
-    first, second = offered(pool, 1.0, "a")[:2]
+    first, second = published(pool, 1.0, "a")[:2]
     pool.free(second)
     for owner, now in (("steady", 2.0), *((owner, 3.0) for owner in range(100))):
         pool.sign(owner, now, served=True)
-    for slot in set(pool._offered) - {first}:
+    for slot in set(pool._published) - {first}:
         pool.free(slot)
-    pool.offer(pool.give("b"), 7, 4.0)
+    pool.publish(pool.allocate("b"), 7, 4.0)
     pool.sign("steady", 5.0, served=True)
     pool.free(first)
     pool.sign("x", 6.0, served=True)
@@ -119,16 +124,16 @@ def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
 def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     pool = SlotPool(8, TIMES)
     one, other = take(pool, "a"), take(pool, "b")
-    pool.offer(one, 7, 0.0)
-    pool.offer(other, 8, 1.0)
+    pool.publish(one, 7, 0.0)
+    pool.publish(other, 8, 1.0)
     wrong = [(one, 8), (one, 0), (other, 7), (99, 7), (-1, 7)]
     assert pool.acknowledge(wrong, 2.0) == [slot for slot, _ in wrong]
     assert pool._signs == ({}, {})
-    assert (pool.offered, pool.free_slots) == (2, 6)
+    assert (pool.published, pool.free_slots) == (2, 6)
     assert pool.expire(TIMES.slot_aside - 0.01) == []
     assert pool.expire(TIMES.slot_aside) == [one]
     assert pool.acknowledge([(one, 7), (other, 8)]) == [one]
-    assert (pool.offered, pool.free_slots, list(wrong_slots(pool))) == (0, 8, [])
+    assert (pool.published, pool.free_slots, list(slot_violations(pool))) == (0, 8, [])
 
 
 # ---------------------------------------------------------------- who gets them
@@ -146,16 +151,20 @@ def served(turns: RoundRobin[str], pool: SlotPool, most: int = 99) -> list[str]:
     return [item for item, _ in turns.take(pool, most)]
 
 
-def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it():
-    """A run of slots is one message. Items that are added again, as they want more than that, are
-    behind the others of their owner."""
-    pool, turns, found = SlotPool(64, TIMES), RoundRobin(run=2), []
+RUNS = [({}, ["a1", "a2", "a1", "a2"]), ({"run": 2}, ["a1", "a1", "a2", "a2"])]
+
+
+@pytest.mark.parametrize(("run", "of_one"), RUNS)
+def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it(run, of_one):
+    """A run of slots is one message, of one slot unless given. Items that are added again, as they
+    want more than that, are behind the others of their owner."""
+    pool, turns, found = SlotPool(64, TIMES), RoundRobin(**run), []
     for item in ("a1", "a2", "b1", "a1"):
         turns.add(item[0], item)  # a1 waits already
     for item, _ in turns.take(pool, 8):
         found.append(item)
         turns.add(item[0], item)
-    assert found == ["a1", "a1", "a2", "a2", *["b1"] * 4]
+    assert found == [*of_one, *["b1"] * 4]
     assert [item for item, _ in turns.take(pool, 2)] == ["a1", "b1"]
 
 

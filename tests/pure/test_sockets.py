@@ -22,60 +22,60 @@ from zmq.utils.monitor import parse_monitor_message
 
 from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import MAX_BYTES
-from sglang_mixkv.channel.sockets import Inlet, Poller, new_context, new_socket
+from sglang_mixkv.channel.sockets import EventQueue, Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 
 
 @pytest.fixture
-def inlet() -> Iterator[Inlet[int]]:
-    made: Inlet[int] = Inlet()
+def queue() -> Iterator[EventQueue[int]]:
+    made: EventQueue[int] = EventQueue()
     yield made
     os.close(made.fileno())
 
 
-def is_woken(inlet: Inlet[int]) -> bool:
-    return bool(select.select([inlet.fileno()], [], [], 0)[0])
+def is_woken(queue: EventQueue[int]) -> bool:
+    return bool(select.select([queue.fileno()], [], [], 0)[0])
 
 
-def test_what_wakes_nobody_comes_with_the_next_event_in_order(inlet: Inlet[int]) -> None:
-    inlet.put(1, wake=False)
-    assert not is_woken(inlet)
-    inlet.put(2)
-    assert is_woken(inlet)
-    assert inlet.take([inlet.fileno()]) == [1, 2]
-    assert not is_woken(inlet)
-    inlet.put(3, wake=False)
-    assert inlet.take([]) == [3]
+def test_what_wakes_nobody_comes_with_the_next_event_in_order(queue: EventQueue[int]) -> None:
+    queue.put(1, wake=False)
+    assert not is_woken(queue)
+    queue.put(2)
+    assert is_woken(queue)
+    assert queue.take([queue.fileno()]) == [1, 2]
+    assert not is_woken(queue)
+    queue.put(3, wake=False)
+    assert queue.take([]) == [3]
 
 
-def test_what_comes_ends_the_sleep(inlet: Inlet[int]) -> None:
+def test_what_comes_ends_the_sleep(queue: EventQueue[int]) -> None:
     poller = Poller()
-    poller.register(inlet.fileno())
-    began, timer = time.monotonic(), threading.Timer(0.05, inlet.put, [1])
+    poller.register(queue.fileno())
+    began, timer = time.monotonic(), threading.Timer(0.05, queue.put, [1])
     timer.start()
-    assert poller.poll(60_000) == [inlet.fileno()]
+    assert poller.poll(60_000) == [queue.fileno()]
     assert time.monotonic() - began < 60
     timer.join()
 
 
 def test_it_looks_less_often_when_nothing_comes(
-    inlet: Inlet[int], monkeypatch: pytest.MonkeyPatch
+    queue: EventQueue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, asked = [100.0], list[float]()
     monkeypatch.setattr(sockets.time, "monotonic", lambda: now[0])
     poller = Poller()
-    poller.register(inlet.fileno())
+    poller.register(queue.fileno())
     real = poller.poll
     monkeypatch.setattr(poller, "poll", lambda ms: asked.append(ms) or real(min(ms, 1)))
     for passed in (0, 0.9 * sockets.EAGER, 0.2 * sockets.EAGER):
         now[0] += passed
         if not passed:
-            inlet.put(1)
+            queue.put(1)
         assert bool(poller.wait(30, True)) is (passed == 0)
-        inlet.take([inlet.fileno()])
+        queue.take([queue.fileno()])
     poller.wait(30, False)
-    assert asked == [sockets.LOOK_MS, sockets.EAGER_MS, sockets.LOOK_MS, 30_000]
-    assert (sockets.EAGER, sockets.EAGER_MS, sockets.LOOK_MS) == (0.008, 0.2, 1)
+    assert asked == [sockets.IDLE_MS, sockets.EAGER_MS, sockets.IDLE_MS, 30_000]
+    assert (sockets.EAGER, sockets.EAGER_MS, sockets.IDLE_MS) == (0.008, 0.2, 1)
 
 
 @pytest.mark.parametrize("timeout_ms", [0, 0.2, 0.999, 1, 30, 1500.5])
@@ -96,8 +96,8 @@ def test_it_sleeps_as_long_as_it_is_told(
 
 
 def test_more_files_than_one_look_takes_are_found_by_the_next_ones() -> None:
-    inlets, poller = [Inlet[int]() for _ in range(2 * sockets._MOST + 1)], Poller()
-    for one in inlets:
+    queues, poller = [EventQueue[int]() for _ in range(2 * sockets._MOST + 1)], Poller()
+    for one in queues:
         poller.register(one.fileno())
         one.put(1)
     found = list[int]()
@@ -105,11 +105,11 @@ def test_more_files_than_one_look_takes_are_found_by_the_next_ones() -> None:
         ready = poller.poll(1000)
         assert len(ready) == most
         found += ready
-        for one in inlets:
+        for one in queues:
             one.take(ready)
-    assert sorted(found) == sorted(one.fileno() for one in inlets)
+    assert sorted(found) == sorted(one.fileno() for one in queues)
     assert poller.poll(0) == []
-    for one in inlets:
+    for one in queues:
         os.close(one.fileno())
 
 

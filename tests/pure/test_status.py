@@ -29,7 +29,7 @@ def page(side: str = "decode", ranks: int = 1) -> str:
     return "".join(
         line(one.name, 64 * (one.name == "slots"), engine_type=side, tp_rank=rank,
              **dict(zip(one.labels, values, strict=True)))
-        for one in series.SERIES if side in one.sides for values in one.known
+        for one in series.SERIES if side in one.sides for values in one.initial_labels
         for rank in range(ranks)
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def test_a_page_of_several_servers() -> None:
 
 
 def test_cold_drafters_by_reason() -> None:
-    """In words, with a remedy; fewer than one in a hundred are none."""
+    """As text, with a remedy; fewer than one in a hundred are none."""
     for reason in series.ColdReason:
         (found,) = words(rooms(warm=90, **{reason: 10}))
         assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason})" in found

@@ -49,7 +49,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
             began = time.monotonic()
             assert channel.request(3 + len(seconds), arrived=True) == ("warm", "")
             seconds.append(time.monotonic() - began)
-            most = max(most, prefill.left().get("parts", 0))
+            most = max(most, prefill.outstanding().get("transfers", 0))
         sent = pipe.recv()
         decode.close(cheated)
         print(
@@ -60,8 +60,8 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         assert 100 < most <= MAX_OPEN + 1  # and the request's own
         assert most > MAX_OPEN // 2 or lasts < 60
         assert min(sent) > stranger.ENOUGH
-        assert wait_for(lambda: not decode.left())
-        assert wait_for(lambda: set(prefill.left()) <= {"waiting", "parts"})
+        assert wait_for(lambda: not decode.outstanding())
+        assert wait_for(lambda: set(prefill.outstanding()) <= {"waiting", "transfers"})
         assert leaks(warm, resources, SLACK) == []
 
 
@@ -75,13 +75,13 @@ def test_answers_that_a_peer_does_not_take_end_its_connection_once(
 
     with Channel() as channel, zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
         prefill, lost = channel.prefill.channel, list[Any]()
-        put = prefill._inlet.put
+        put = prefill._queue.put
 
         def puts(call: Any, wake: bool = True) -> None:
             lost.extend([call] * (call[0].__name__ == "connection_lost"))
             put(call, wake)
 
-        monkeypatch.setattr(prefill._inlet, "put", puts)
+        monkeypatch.setattr(prefill._queue, "put", puts)
         monkeypatch.setattr(prefill._socket, "send", full, raising=False)
         deaf.setsockopt(zmq.LINGER, 0)
         deaf.connect(prefill.address)

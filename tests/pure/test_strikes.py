@@ -61,16 +61,16 @@ def lost(**more: object) -> Callable[[Decode], None]:
     return lambda rank: rank.do(rank.machine.peer_lost, PREFILL, **more)
 
 
-def undone(rank: Decode) -> None:
+def open_fails(rank: Decode) -> None:
     to, message = next(one for one in rank.sends if isinstance(one[1], Open))
-    rank.do(rank.machine.undone, dact.Send(to, message), OverflowError())
+    rank.do(rank.machine.on_action_failed, dact.Send(to, message), OverflowError())
 
 
 COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
     ("deadline", wait, {PREFILL, OTHER}), ("deadline", half, {PREFILL}),
     ("lost", lost(), {PREFILL}), ("lost", lost(gone=True), set()),
     ("read", hangs, {PREFILL}), ("read", breaks, {PREFILL}),
-    ("slots", no_slot, set()), ("stalled", stopped, set()), ("unsent", undone, set()),
+    ("slots", no_slot, set()), ("stalled", stopped, set()), ("unsent", open_fails, set()),
     ("stale", result(SlotCheck.STALE), set()), ("unpack", result(SlotCheck.ERROR), set()),
     ("protocol", lambda rank: rank.ready(1, 5), set()),
     *(
@@ -150,7 +150,7 @@ def test_a_peer_that_is_gone_ends_what_waits_for_it_and_nothing_else() -> None:
     assert (PREFILL, "breaker_opened") not in rank.notes
     assert rank.wants(99)
     rank.end_reads("late")
-    assert rank.books == []
+    assert rank.violations == []
 
 
 # ---------------------------------------------------------------- breakers

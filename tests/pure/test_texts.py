@@ -41,18 +41,18 @@ TEXTS: dict[str, Callable[[], object]] = {
     "or --attn-dp-size on one side.":
         lambda: layout.readers_of(2, 3),
     "[MIXKV-PAIR-04] expected a number of KV heads that divides, or is divided by, the "
-    "attention-TP size 4; got 3 heads. Otherwise SGLang could not load the model so, and no rank's "
+    "attention-TP size 4; got 3 heads. Otherwise SGLang could not load the model, and no rank's "
     "heads would be known. Choose another --tp or --dp size on this side.":
         lambda: layout.heads_on_rank(3, 4, 0),
     "[MIXKV-PAIR-04] expected prefill ranks that together hold the drafter's KV heads [0, 1]; got "
     "[[0]]. Otherwise part of the drafter's cache would never be written. Use attention-TP sizes "
     "of which one divides the other.":
         lambda: layout.routes([range(1)], range(2)),
-    "[MIXKV-PAIR-04] expected an instance for each prefill rank, which names it; got one that two "
+    "[MIXKV-PAIR-04] expected an instance of its own for each prefill rank; got one that two "
     "ranks share. Otherwise heads of one of them would never be read. Restart the prefill server.":
         lambda: plan.judge([ROW, ROW], ROW, serve_mismatch=False),
     "[MIXKV-PAIR-01] expected sglang-mixkv in every process of the prefill server; got none in the "
-    "rank at 10.0.0.1:7. Otherwise its draft KV would stay away, or land in the target's pages. "
+    "rank at 10.0.0.1:7. Otherwise its draft KV would be missing, or land in the target's pages. "
     "Start prefill with --enable-mixkv on every node.":
         lambda: plan.make_plan([{"rank_ip": "10.0.0.1", "rank_port": 7}], {}, ROW),
     "[MIXKV-PAIR-01] it does not run sglang-mixkv, this decode server does: it would write the "
@@ -68,7 +68,7 @@ TEXTS: dict[str, Callable[[], object]] = {
     "SGLANG_MIXKV_PATIENCE.":
         lambda: resolve(None, {"SGLANG_MIXKV_PATIENSE": "1"}),
     "[MIXKV-START-04] expected SGLANG_MIXKV_PATIENCE to be a number from 0.1 to 60; got 'nan'. "
-    "Otherwise the server would run otherwise than it was asked to. Correct it, or leave it out: "
+    "Otherwise the server would not run as it was asked to. Correct it, or leave it out: "
     "the default is 1.0.":
         lambda: resolve(None, {"SGLANG_MIXKV_PATIENCE": "nan"}),
 }  # fmt: skip

@@ -55,7 +55,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
 def test_a_link_that_is_made_while_a_message_fails_stays(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a room whose link was dropped; the server is the same one, and is connected to anew."""
+    """Of a room whose link was dropped; the server is the same one, and is connected to again."""
     decode, peer = channel.decode.channel, channel.prefill.instance
     link, send = decode.dial(channel.prefill.row, ""), decode._links.send
     first, links = channel.open(1, 20), [link]
@@ -196,7 +196,7 @@ def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
             gone.append(Decode(channel.times))
             gone[-1].reach(prefill.row)
             gone[-1].open(100 + number, 60, prefill.instance)
-        assert wait_for(lambda: worker.left().get("parts") == len(gone))
+        assert wait_for(lambda: worker.outstanding().get("transfers") == len(gone))
         for one in gone:
             one.close()
         if vanish:
@@ -234,7 +234,7 @@ ACTIONS = [
     ("decode", "StartCopies", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
     ("prefill", "Send", ("cold", "deadline or protocol")),
-    ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "Settled", ("warm", "")),
+    ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "PagesReleased", ("warm", "")),
 ]  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.Mon
         assert channel.request(5) == ("warm", "")
         names = sorted(name.partition("_")[0] for name in calls)
         assert names == [
-            "mixkv-decode", "mixkv-mend", "mixkv-pack", "mixkv-prefill", "mixkv-unpack"
+            "mixkv-decode", "mixkv-pack", "mixkv-prefill", "mixkv-reconnect", "mixkv-unpack"
         ]  # fmt: skip
 
 
@@ -308,7 +308,7 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     """An operator is told where its end was an error."""
     worker = channel.decode.channel
     owner, name = {
-        "channel": (worker, "_look"), "copies": (worker._copies, "_copy"),
+        "channel": (worker, "_poll"), "copies": (worker._copies, "_copy"),
         "machine": (worker._machine, "actions"),
     }[end]  # fmt: skip
     monkeypatch.setattr(owner, name, failing if end == "machine" else ending)
@@ -446,7 +446,7 @@ def test_the_text_of_an_error_is_cut(
 def test_a_call_or_a_look_that_raises_ends_no_channel(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
-    worker, once = getattr(channel, side).channel, ["_look", "tick"]
+    worker, once = getattr(channel, side).channel, ["_poll", "tick"]
 
     def raising_once(name: str, real: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -457,7 +457,7 @@ def test_a_call_or_a_look_that_raises_ends_no_channel(
 
         return call
 
-    for owner, name in ((worker, "_look"), (worker._machine, "tick")):
+    for owner, name in ((worker, "_poll"), (worker._machine, "tick")):
         monkeypatch.setattr(owner, name, raising_once(name, getattr(owner, name)))
     assert wait_for(lambda: not once)
     assert channel.request(1) == ("warm", "")

@@ -188,10 +188,10 @@ def test_packing_that_goes_on_is_not_given_up(what: str, sent_at: float, patienc
         PROGRESS[what](rank, number)
     rank.wait(limit + BEFORE)
     assert rank.fails == {}
-    assert not rank.settled
+    assert not rank.pages_released
     rank.wait(-BEFORE + AT)
     assert rank.fails[1] == "slow"
-    assert rank.settled == {1: rank.now}
+    assert rank.pages_released == {1: rank.now}
 
 
 @patiently
@@ -203,12 +203,12 @@ def test_a_request_that_nobody_opens_waits_as_long_as_packing_may(patience: floa
         rank.do(rank.machine.target_sent, 1)
         limit = rank.now + rank.times.packing
         rank.until(limit + (opens or BEFORE))
-        assert bool(rank.settled) == (opens == AT)
+        assert bool(rank.pages_released) == (opens == AT)
         if opens is not None:
             rank.open(1)
             assert rank.sent == ({} if opens == AT else {1: 8}), "the number's next use"
         rank.until(limit + AT)
-        assert 1 in rank.settled
+        assert 1 in rank.pages_released
         assert rank.notes.count((b"", "unopened")) == (opens != BEFORE)
 
 
@@ -230,13 +230,13 @@ def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bo
     if sent_first:
         rank.do(rank.machine.target_sent, 1)
     rank.wait(0.5)
-    assert not rank.settled
+    assert not rank.pages_released
     ENDS[how](rank)
-    assert rank.settled == {1: BEGAN + 0.5}
+    assert rank.pages_released == {1: BEGAN + 0.5}
     rank.do(rank.machine.target_sent, 1)
-    assert len(rank.settled) == 1
-    assert rank.slots.offered == len(rank.unread)
-    assert rank.books == []
+    assert len(rank.pages_released) == 1
+    assert rank.slots.published == len(rank.unread)
+    assert rank.violations == []
 
 
 @patiently
@@ -244,9 +244,9 @@ def test_a_slot_without_its_ack_is_used_again_after_its_time(patience: float) ->
     rank = slow(patience)
     rank.close(1)
     rank.until(BEGAN + rank.times.slot_aside + BEFORE)
-    assert rank.slots.offered == 4
+    assert rank.slots.published == 4
     rank.wait(-BEFORE + AT)
-    assert rank.slots.offered == 0
+    assert rank.slots.published == 0
     assert [what for _, what in rank.notes] == ["expired"] * 4
     rank.acknowledge()
     assert [what for _, what in rank.notes][4:] == ["unknown_ack"] * 4

@@ -142,7 +142,7 @@ def wait_for_port(port: int) -> None:
 @over("mooncake-rdma", peers=0, later=2)
 def test_a_peer_that_was_restarted_at_its_address(reader: Reader) -> None:
     """Its new instance is read right. By the name of the old one a read fails, or has the new one's
-    bytes: once a part has failed, Mooncake asks that address anew (getSegmentDescByID in its
+    bytes: once a part has failed, Mooncake asks that address again (getSegmentDescByID in its
     transfer_metadata.cpp), and a slot's stamp has to tell. (NIXL's agents have names of their
     own.)"""
     one, two = reader.peers

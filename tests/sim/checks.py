@@ -12,7 +12,7 @@ from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.draft.copier import Copy, Kind
 from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.series import NOTES
-from tests.rig.channel.books import wrong_books
+from tests.rig.channel.invariants import violations
 from tests.sim import memory
 from tests.sim.finding import Finding
 from tests.sim.spared import is_spared
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.sim.spec import Request, Server, Where
     from tests.sim.world import World
 
-BOOKS = 3  # looks at a machine that did something for one at its books, which take as long
+CHECKED = 3  # of so many times that a machine did something, its invariants are checked once
 PROMPT = 0.01  # gathering
 SLACK = 0.5  # ticks and copies, on top of a deadline
 
@@ -38,10 +38,10 @@ class Checks:
         self._progress: dict[tuple[PrefillRank, int], float] = {}  # of a room number
         self._current: dict[tuple[PrefillRank, int], Sender] = {}  # by room number
         self._opens: dict[bytes, list[int]] = {}  # generations, by connection
-        self._over: set[tuple[PrefillRank, int]] = set()  # generations whose part is, as it knows
+        self._over: set[tuple[PrefillRank, int]] = set()  # generations, as it knows
         self._opened: set[tuple[DecodeRank, bytes, int]] = set()  # peer and generation of an OPEN
         self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # that peer knows it, or will
-        self._cause: dict[tuple[PrefillRank, int], float] = {}  # what may settle a number's room
+        self._cause: dict[tuple[PrefillRank, int], float] = {}  # what may release a number's pages
         self._ends: dict[PrefillRank, float] = {}  # the same, of any room
         self._served: dict[tuple[Where, int], list[float]] = {}  # READYs to, reads from a server
         self._done: set[tuple[Where, int]] = set()  # servers whose slots were read, or that read
@@ -50,13 +50,13 @@ class Checks:
         self._lied: set[int] = set()  # stamps of READYs that may be lies
         self._lost: set[int] = set()  # stamps of ACKs that were not sent
 
-    # -- books
+    # -- invariants
 
-    def books(self, process: Process) -> None:
+    def invariants(self, process: Process) -> None:
         self._turn += 1
-        if self._turn % BOOKS == 0:
-            for wrong in wrong_books(process.machine):
-                raise Finding("books", f"{process.name}: {wrong}")
+        if self._turn % CHECKED == 0:
+            for wrong in violations(process.machine):
+                raise Finding("invariants", f"{process.name}: {wrong}")
 
     def told(self, process: Process, name: str, args: tuple) -> None:
         """Before the machine is."""
@@ -94,15 +94,15 @@ class Checks:
             case "unsent", (message,):
                 self._ends[process] = self._ran(process)
                 self.part_over(process, message.generation)
-            case "begin", (use, number):
+            case "begin", (handle, number):
                 self._cause[process, number] = self._ran(process)
                 former = self._current.get((process, number))
                 if former is not None:
                     former.over = True
-                self._current[process, number] = use.sender
-            case "end", (use, _):
+                self._current[process, number] = handle.sender
+            case "end", (handle, _):
                 self._ends[process] = self._ran(process)
-                use.sender.over = True
+                handle.sender.over = True
 
     def handled(self, process: Process, name: str, args: tuple) -> None:
         """Behind the machine."""
@@ -110,7 +110,7 @@ class Checks:
             process.judge.handled(name, args, process.now)
         elif name == "unsent":
             announced = getattr(args[0], "segments", ())
-            if any(process.offers(one.slot, one.stamp) for one in announced):
+            if any(process.publishes(one.slot, one.stamp) for one in announced):
                 raise Finding("unsent", f"{process.name} keeps slots that nobody can read")
 
     def asked(self, process: Process, actions: list) -> None:
@@ -124,9 +124,9 @@ class Checks:
             self._asked_of_prefill(process, actions)
 
     def _asked_of_prefill(self, rank: PrefillRank, actions: list) -> None:
-        """Success waits for packing alone: a room settles by what has just happened, or is given
-        up, which is said."""
-        settled, given_up = [], False
+        """Success waits for packing alone: pages are released by what has just happened, or the
+        request is given up, which is said."""
+        released, given_up = [], False
         for action in actions:
             match action:
                 case pact.Send(_, Fail() as message):
@@ -136,14 +136,14 @@ class Checks:
                     self._cause[rank, message.room] = self._ran(rank)
                 case pact.Note("unopened"):
                     given_up = True
-                case pact.Settled(use):
-                    settled.append(use.sender.request.number)
-        for number in settled:
+                case pact.PagesReleased(handle):
+                    released.append(handle.sender.request.number)
+        for number in released:
             took = self._ran(rank) - max(
                 self._cause.get((rank, number), 0.0), self._ends.get(rank, 0.0)
             )
             if took > PROMPT and not given_up:
-                raise Finding("late settled", f"{rank.name}: {took:.3f} s after its last part")
+                raise Finding("late release", f"{rank.name}: {took:.3f} s after its last transfer")
 
     def cleared(self, rank: DecodeRank, receiver: Receiver) -> None:
         """By the scheduler's last resort."""
@@ -182,7 +182,7 @@ class Checks:
             case Fail():
                 self._closed.add((rank, peer, message.generation))
 
-    def undone(self, process: Process, action: object) -> None:
+    def on_action_failed(self, process: Process, action: object) -> None:
         """It has raised: what it would have sent is lost."""
         if type(action) is dact.Send and type(action.message) in (Open, Fail):
             self._closed.add((process, action.peer, action.message.generation))
@@ -278,8 +278,8 @@ class Checks:
             raise Finding("landing", f"{rank.name}: two reads may land in slot {slot}")
 
     def packs(self, rank: PrefillRank, sender: Sender) -> None:
-        if sender.settled or sender.over:
-            raise Finding("settled", f"{rank.name} packs rows of a request that may be over")
+        if sender.pages_released or sender.over:
+            raise Finding("released", f"{rank.name} packs rows of a request that may be over")
 
     def used(self, rank: DecodeRank, copy: Copy) -> None:
         lied = rank.owner_of(copy).request.prefill in self.world.liars
@@ -311,16 +311,16 @@ class Checks:
 
     # -- SGLang's side
 
-    def settled(self, rank: PrefillRank, sender: Sender) -> None:
-        if sender.settled:
-            raise Finding("settled", f"{rank.name}: twice")
+    def released(self, rank: PrefillRank, sender: Sender) -> None:
+        if sender.pages_released:
+            raise Finding("released", f"{rank.name}: twice")
         if not sender.has_target or sender.at_last or rank.hung_for:
             return
         since = self._progress.get((rank, sender.request.number), 0.0)
         since = max(since, sender.target_at - sender.slow_by)
         took = self._running(rank) - since
         if took > rank.place.times.packing + SLACK:
-            raise Finding("late settled", f"{rank.name}: {took:.2f} s without progress")
+            raise Finding("late release", f"{rank.name}: {took:.2f} s without progress")
 
     def _running(self, process: Process) -> float:
         return self.world.clock.now - process.stopped_for
@@ -354,10 +354,10 @@ class Checks:
 
     def _at_rest(self, process: Process) -> None:
         machine = process.machine
-        if left := machine.left():
+        if left := machine.outstanding():
             raise Finding("left", f"{process.name}: {left}")
-        for wrong in wrong_books(machine):
-            raise Finding("books", f"{process.name}: {wrong}")
+        for wrong in violations(machine):
+            raise Finding("invariants", f"{process.name}: {wrong}")
         slots = process.slots
         if slots.free_slots != slots.count:
             raise Finding("left", f"{process.name}: {slots.free_slots} of {slots.count} free")

@@ -109,7 +109,7 @@ class Device:
     functions of GpuRows those that GpuCopier calls. `failed`: an error that stays: what runs ends
     with it, wherever it is, and nothing else can be started."""
 
-    most = 4
+    max_batch = 4
 
     def __init__(self, rank: PrefillRank | DecodeRank) -> None:
         self._rank, self.rng, self._clock = rank, rank.rng, rank.clock

@@ -121,7 +121,7 @@ class Links:
 class DecodeRank(Process):
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
-        self.valid = [True] * self.slots.count  # by slot: what was read there was still offered
+        self.valid = [True] * self.slots.count  # by slot: what was read there was still published
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
         self.judge = Judge(self)
         self.links = Links(self)
@@ -278,7 +278,7 @@ class DecodeRank(Process):
     # -- copies
 
     def owner_of(self, copy: Copy) -> Receiver:
-        return copy.job.room.opened.handle.request
+        return copy.job.request.opened.handle.request
 
     def refusal(self, copy: Copy) -> Any:
         """Why nothing is written."""

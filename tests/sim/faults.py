@@ -382,7 +382,7 @@ class Lies(Fault, often=1):
             link.to_decode(encode(self._message(rng, link, reader)))
 
     def _message(self, rng: random.Random, link: Link, reader: DecodeRank) -> Message:
-        rooms = list(reader.judge.rooms.values())
+        rooms = list(reader.judge.requests.values())
         one = rng.choice(rooms).opened if rooms else None
         number = abs(one.bootstrap_room) & ((1 << 63) - 1) if one else 1000
         generation = one.generation if one and rng.random() < 0.9 else rng.randint(1, 1 << 40)

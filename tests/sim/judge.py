@@ -26,7 +26,7 @@ EPS = 1e-6
 
 
 @dataclass(slots=True)
-class Part:
+class Transfer:
     """How many segments were announced, and are in place."""
 
     announced: int = 0
@@ -39,12 +39,12 @@ class Part:
 
 
 @dataclass(slots=True)
-class Room:
+class Request:
     """`own`: the machine's."""
 
     opened: Opened
     own: Any
-    parts: dict[bytes, Part]
+    transfers: dict[bytes, Transfer]
     progress: float
     first: float | None = None  # READY
     arrived: float | None = None
@@ -66,7 +66,7 @@ class Room:
 
 
 class Reading(NamedTuple):
-    room: Room | None
+    request: Request | None
     peer: bytes
     began: float
     segments: int
@@ -89,8 +89,8 @@ class Blame:
 @dataclass
 class Judge:
     rank: DecodeRank
-    rooms: dict[int, Room] = field(default_factory=dict)
-    closed: dict[int, Room] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
+    closed: dict[int, Request] = field(default_factory=dict)
     reads: dict[act.StartRead, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)  # not warm the last time, since
@@ -122,26 +122,27 @@ class Judge:
         blocked = not doubted and any(self._holds(peer, now) for peer in wanted)
         if blocked != (found == "breaker"):
             raise self.wrong("breaker", f"room {number} of {wanted}: {found!r}")
-        parts = {peer: Part() for peer in wanted} if not found else {}
-        room = self.rooms[opened.generation] = Room(opened, own, parts, now, cold=found)
-        for peer in parts:
+        transfers = {peer: Transfer() for peer in wanted} if not found else {}
+        request = Request(opened, own, transfers, now, cold=found)
+        self.requests[opened.generation] = request
+        for peer in transfers:
             if (blame := self.blames.get(peer)) is not None and blame.is_open:
                 blame.probes.add(opened.generation)
                 blame.until = now + PROBE
-        room.warm = not found and not parts
+        request.warm = not found and not transfers
 
     def _holds(self, peer: bytes, now: float) -> bool:
         blame = self.blames.get(peer)
         return blame is not None and blame.is_open and now < blame.until
 
     def _target(self, now: float, generation: int) -> None:
-        room = self.rooms.get(generation)
-        if room is not None and room.arrived is None:
-            room.arrived = now
+        request = self.requests.get(generation)
+        if request is not None and request.arrived is None:
+            request.arrived = now
 
     def _close(self, now: float, generation: int, reason: str) -> None:
-        if (room := self.rooms.pop(generation, None)) is not None:
-            self.closed[generation] = room
+        if (request := self.requests.pop(generation, None)) is not None:
+            self.closed[generation] = request
             self._release(generation)
 
     def _failed(self, now: float, peer: bytes, message: Fail) -> None:
@@ -162,53 +163,55 @@ class Judge:
             raise self.wrong("forget", f"{self.restarted} were restarted, and are not asked again")
 
     def _ready(self, now: float, peer: bytes, message: Ready) -> None:
-        room = self.rooms.get(message.generation)
-        part = room.parts.get(peer) if room is not None else None
-        if part is None or room.cold or room.warm or message.segment != part.announced:
+        request = self.requests.get(message.generation)
+        transfer = request.transfers.get(peer) if request is not None else None
+        if transfer is None or request.cold or request.warm:
             return
-        if room.own.cold:  # it cannot be true
+        if message.segment != transfer.announced:
             return
-        part.announced += len(message.segments)
-        part.last = message.last
-        room.progress = now
-        room.first = now if room.first is None else room.first
+        if request.own.cold:  # it cannot be true
+            return
+        transfer.announced += len(message.segments)
+        transfer.last = message.last
+        request.progress = now
+        request.first = now if request.first is None else request.first
 
     def _begun(self, action: act.StartRead) -> None:
         """A read, of segments of one room."""
         segments = action.segments
-        room = self.rooms.get(segments[0].room.generation)
-        self.reads[action] = Reading(room, action.peer, self.rank.now, len(segments))
+        request = self.requests.get(segments[0].request.generation)
+        self.reads[action] = Reading(request, action.peer, self.rank.now, len(segments))
 
     def _read(self, now: float, action: act.StartRead, error: str) -> None:
         read = self.reads[action]
-        room = read.room
-        if room is not None and not (error or now > read.began + self._limit(room)):
-            room.progress = now
+        request = read.request
+        if request is not None and not (error or now > read.began + self._limit(request)):
+            request.progress = now
 
     def server_of(self, read: act.StartRead) -> int:
         """Whose slots it reads."""
         peer = self.reads[read].peer
         return self.rank.world.place_of[instance_of(peer)].server.number
 
-    def _limit(self, room: Room) -> float:
+    def _limit(self, request: Request) -> float:
         """Of a read."""
         own = self.rank.place.times.patience
-        return 5.0 * min([own, *(source.patience for source in room.opened.sources)])
+        return 5.0 * min([own, *(source.patience for source in request.opened.sources)])
 
     def _copied(self, now: float, jobs: Any, outcome: Outcome) -> None:
         if outcome is not SlotCheck.OK:
             return
         for job in jobs:
             # a copy that ended beside its room's close says as much of its peer
-            number = job.room.generation
-            room = self.rooms.get(number) or self.closed.get(number)
-            if room is None or isinstance(job, act.Clear):
+            number = job.request.generation
+            request = self.requests.get(number) or self.closed.get(number)
+            if request is None or isinstance(job, act.Clear):
                 continue
-            room.progress = now
-            for source in room.opened.sources:
-                if source.heads == job.part.source.heads and source.peer in room.parts:
-                    room.parts[source.peer].placed += 1
-                    if room.parts[source.peer].placed == 1:
+            request.progress = now
+            for source in request.opened.sources:
+                if source.heads == job.transfer.source.heads and source.peer in request.transfers:
+                    request.transfers[source.peer].placed += 1
+                    if request.transfers[source.peer].placed == 1:
                         self._came(source.peer)
 
     def _came(self, peer: bytes) -> None:
@@ -219,48 +222,48 @@ class Judge:
     # -- rooms that end by a call
 
     def _cold_ones(self, name: str, args: tuple, now: float) -> None:
-        for generation, room in self.rooms.items():
-            found = room.own.cold
-            if not found or room.cold:
+        for generation, request in self.requests.items():
+            found = request.own.cold
+            if not found or request.cold:
                 continue
-            if room.warm:
+            if request.warm:
                 raise self.wrong("cold", f"room {generation} is warm, and then {found}")
-            room.cold = found
+            request.cold = found
             if found == "deadline":
-                self._check_deadline(room, now)
-            for peer in self._guilty(name, args, room, now):
+                self._check_deadline(request, now)
+            for peer in self._guilty(name, args, request, now):
                 self._strike(peer, generation, now)
             self._release(generation)
 
-    def _check_deadline(self, room: Room, now: float) -> None:
+    def _check_deadline(self, request: Request, now: float) -> None:
         patience = self.rank.place.times.patience
-        if now < room.due(patience) - EPS:
-            still = now - max(room.arrived or now, room.progress)
-            raise self.wrong("deadline", f"cold {still:.3f} s after progress, {room.arrived}")
+        if now < request.due(patience) - EPS:
+            still = now - max(request.arrived or now, request.progress)
+            raise self.wrong("deadline", f"cold {still:.3f} s after progress, {request.arrived}")
 
-    def _guilty(self, name: str, args: tuple, room: Room, now: float) -> list[bytes]:
+    def _guilty(self, name: str, args: tuple, request: Request, now: float) -> list[bytes]:
         """Peers that the room's end counts against."""
-        if room.cold == "deadline":
-            late = [peer for peer, part in room.parts.items() if not part.complete]
-            return [peer for peer in late if not self._waits(room, peer, now)]
-        if room.cold == "read":
-            limit = now - self._limit(room) + EPS
+        if request.cold == "deadline":
+            late = [peer for peer, transfer in request.transfers.items() if not transfer.complete]
+            return [peer for peer in late if not self._waits(request, peer, now)]
+        if request.cold == "read":
+            limit = now - self._limit(request) + EPS
             for action, read in self.reads.items():
                 ends = name == "read_ended" and action is args[0]
-                if read.room is room and (ends or (name == "tick" and read.began <= limit)):
+                if read.request is request and (ends or (name == "tick" and read.began <= limit)):
                     return [read.peer]
             raise self.wrong("strike", "a read is said to have failed, and none has")
-        if room.cold == "lost":
+        if request.cold == "lost":
             peer, gone = args
             return [] if gone else [peer]
         return []
 
-    def _waits(self, room: Room, peer: bytes, now: float) -> bool:
+    def _waits(self, request: Request, peer: bytes, now: float) -> bool:
         """For this rank, with no read that runs for long: for a slot, a forward or a copy."""
-        part, since = room.parts[peer], now - 0.3 * self.rank.place.times.patience
+        transfer, since = request.transfers[peer], now - 0.3 * self.rank.place.times.patience
         reads = [read for read in self.reads.values() if read.peer == peer]
-        reading = sum(read.segments for read in reads if read.room is room)
-        is_here = part.announced - part.placed > reading
+        reading = sum(read.segments for read in reads if read.request is request)
+        is_here = transfer.announced - transfer.placed > reading
         return is_here and all(read.began > since for read in reads)
 
     def _ends(self, name: str, args: tuple, now: float) -> None:
@@ -268,27 +271,28 @@ class Judge:
         lost, gone = args if name == "peer_lost" else (None, False)
         if name == "read_ended":
             del self.reads[args[0]]
-        for generation, room in self.rooms.items():
-            if room.cold or room.warm:
+        for generation, request in self.requests.items():
+            if request.cold or request.warm:
                 continue
-            parts = room.parts
-            for part in parts.values():
-                if not (part.last and part.placed == part.announced):
+            transfers = request.transfers
+            for transfer in transfers.values():
+                if not (transfer.last and transfer.placed == transfer.announced):
                     break
             else:
-                room.warm = True
-                for peer, part in parts.items():
-                    if part.announced:
+                request.warm = True
+                for peer, transfer in transfers.items():
+                    if transfer.announced:
                         self.blames.pop(peer, None)
-                if not room.own.decided:
+                if not request.own.decided:
                     raise self.wrong("late", f"room {generation} is complete, and not warm")
                 continue
-            if name == "tick" and room.due(patience) < now - EPS:
-                waited = f"{now - room.arrived:.2f} s for the target, {now - room.progress:.2f} s"
-                raise self.wrong("late", f"room {generation} still waits, {waited} since progress")
-            elif lost in parts:
-                part = parts[lost]
-                if not (part.complete if gone else part.last):
+            if name == "tick" and request.due(patience) < now - EPS:
+                waited = f"{now - request.arrived:.2f} s for the target"
+                still = f"{now - request.progress:.2f} s since progress"
+                raise self.wrong("late", f"room {generation} still waits, {waited}, {still}")
+            elif lost in transfers:
+                transfer = transfers[lost]
+                if not (transfer.complete if gone else transfer.last):
                     raise self.wrong("lost", f"room {generation} still waits for {lost}")
         if gone:
             self.blames.pop(lost, None)

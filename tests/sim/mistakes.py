@@ -49,31 +49,31 @@ def mistake(found: str, scene: str, most: int = 60, first: int = 0) -> Callable[
 
 @mistake("late", "any")
 def no_progress_for_five_seconds(patch: Patch) -> None:
-    def deadline(room: Any, times: Times) -> float:
-        return float("inf") if room.arrived is None else room.arrived + times.whole_wait
+    def deadline(request: Any, times: Times) -> float:
+        return float("inf") if request.arrived is None else request.arrived + times.whole_wait
 
-    patch.setattr(decode_transfer.Room, "deadline", deadline)
+    patch.setattr(decode_transfer.Request, "deadline", deadline)
 
 
 @mistake("late", "any")
 def a_second_whatever_the_target_took(patch: Patch) -> None:
-    def deadline(room: Any, times: Times) -> float:
-        if room.arrived is None:
+    def deadline(request: Any, times: Times) -> float:
+        if request.arrived is None:
             return float("inf")
-        calm = max(room.arrived, room.progress) + times.longest_wait
-        return min(calm, room.arrived + times.whole_wait)
+        calm = max(request.arrived, request.progress) + times.longest_wait
+        return min(calm, request.arrived + times.whole_wait)
 
-    patch.setattr(decode_transfer.Room, "deadline", deadline)
+    patch.setattr(decode_transfer.Request, "deadline", deadline)
 
 
 @mistake("deadline", "dead_plane")
 def the_shortest_wait_always(patch: Patch) -> None:
-    def deadline(room: Any, times: Times) -> float:
-        if room.arrived is None:
+    def deadline(request: Any, times: Times) -> float:
+        if request.arrived is None:
             return float("inf")
-        return max(room.arrived, room.progress) + times.shortest_wait
+        return max(request.arrived, request.progress) + times.shortest_wait
 
-    patch.setattr(decode_transfer.Room, "deadline", deadline)
+    patch.setattr(decode_transfer.Request, "deadline", deadline)
 
 
 @mistake("deadline", "hung", 100, 60)
@@ -81,24 +81,24 @@ def no_copy_is_progress(patch: Patch) -> None:
     real = decode.Machine.copied
 
     def copied(self: Any, *args: Any) -> None:
-        before = [(room, room.progress) for room in self._rooms.values()]
+        before = [(request, request.progress) for request in self._requests.values()]
         real(self, *args)
-        for room, progress in before:
-            room.progress = progress
+        for request, progress in before:
+            request.progress = progress
 
     patch.setattr(decode.Machine, "copied", copied)
 
 
 @mistake("late", "waiting")
 def no_limit_in_all(patch: Patch) -> None:
-    def deadline(room: Any, times: Times) -> float:
-        if room.arrived is None:
+    def deadline(request: Any, times: Times) -> float:
+        if request.arrived is None:
             return float("inf")
-        took = 0.0 if room.first_ready is None else room.arrived - room.first_ready
+        took = 0.0 if request.first_ready is None else request.arrived - request.first_ready
         wait = min(max(3 * took, times.shortest_wait), times.longest_wait * 5)
-        return max(room.arrived, room.progress) + wait
+        return max(request.arrived, request.progress) + wait
 
-    patch.setattr(decode_transfer.Room, "deadline", deadline)
+    patch.setattr(decode_transfer.Request, "deadline", deadline)
 
 
 # -- decode: breakers
@@ -109,10 +109,10 @@ def a_warm_room_closes_none(patch: Patch) -> None:
     patch.setattr(breaker.Breaker, "came", lambda *_: None)
     real = decode.Machine._finish
 
-    def finish(self: Any, room: Any) -> None:
+    def finish(self: Any, request: Any) -> None:
         self.breaker.forget = lambda peer: None
         try:
-            real(self, room)
+            real(self, request)
         finally:
             del self.breaker.forget
 
@@ -129,9 +129,9 @@ def every_cold_room_is_a_strike(patch: Patch) -> None:
     real = decode.Machine._go_cold
 
     def go_cold(
-        self: Any, room: Any, reason: str, detail: str, *peers: bytes, strikes: Any = ()
+        self: Any, request: Any, reason: str, detail: str, *peers: bytes, strikes: Any = ()
     ) -> None:
-        real(self, room, reason, detail, *peers, strikes=tuple(room.parts))
+        real(self, request, reason, detail, *peers, strikes=tuple(request.transfers))
 
     patch.setattr(decode.Machine, "_go_cold", go_cold)
 
@@ -158,7 +158,7 @@ def a_probe_holds_all_others_back(patch: Patch) -> None:
 
 @mistake("breaker", "crowded", 100)
 def who_waits_for_our_slots_is_struck(patch: Patch) -> None:
-    patch.setattr(segments.Segments, "late", lambda self, room, since: room.missing())
+    patch.setattr(segments.Segments, "late", lambda self, request, since: request.missing())
 
 
 # -- decode: rooms, segments, numbers
@@ -185,20 +185,20 @@ def who_is_gone_is_waited_for(patch: Patch) -> None:
 
 @mistake("repeated", "reuse")
 def no_number_is_doubted(patch: Patch) -> None:
-    patch.setattr(decode_transfer.Numbers, "is_doubtful", lambda *_: False)
+    patch.setattr(decode_transfer.RecentRooms, "is_ambiguous", lambda *_: False)
 
 
 @mistake("untouched", "numbers")
 def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
-    real = decode.Machine.undone
+    real = decode.Machine.on_action_failed
 
-    def undone(self: Any, action: Any, error: Exception) -> None:
+    def on_action_failed(self: Any, action: Any, error: Exception) -> None:
         if type(action) is dact.Send:
             self.peer_lost(action.peer)
         else:
             real(self, action, error)
 
-    patch.setattr(decode.Machine, "undone", undone)
+    patch.setattr(decode.Machine, "on_action_failed", on_action_failed)
 
 
 @mistake("acks", "any")
@@ -217,23 +217,24 @@ def acknowledged_before_the_read_ends(patch: Patch) -> None:
 
 @mistake("rows", "any")
 def no_forward_is_waited_for(patch: Patch) -> None:
-    real = decode_transfer.Room.__init__
+    real = decode_transfer.Request.__init__
 
     def init(self: Any, *args: Any) -> None:
         real(self, *args)
         self.pending = False
 
-    patch.setattr(decode_transfer.Room, "__init__", init)
+    patch.setattr(decode_transfer.Request, "__init__", init)
 
 
 @mistake("clear", "any")
 def rows_in_place_are_cleared(patch: Patch) -> None:
-    patch.setattr(decode_transfer.Room, "placed_to", property(lambda room: room.opened.first_token))
+    first = property(lambda request: request.opened.first_token)
+    patch.setattr(decode_transfer.Request, "placed_to", first)
 
 
 @mistake("crash IndexError", "liar")
 def every_ready_is_believed(patch: Patch) -> None:
-    patch.setattr(decode_transfer.Part, "violation", lambda *_: "")
+    patch.setattr(decode_transfer.SourceTransfer, "violation", lambda *_: "")
 
 
 @mistake("rows", "any")
@@ -241,7 +242,7 @@ def rows_begin_at_the_prompts_start(patch: Patch) -> None:
     real = DecodeWorker._copy_of
 
     def copy_of(self: Any, job: Any) -> Any:
-        copy, opened = real(self, job), job.room.opened
+        copy, opened = real(self, job), job.request.opened
         first = (copy.first + opened.first_token) % opened.page_size
         return msgspec.structs.replace(copy, first=first)
 
@@ -258,8 +259,8 @@ def segments_wait_without_end(patch: Patch) -> None:
     real = decode.Machine.tick
 
     def tick(self: Any) -> None:
-        for room in self._rooms.values():
-            room.limits.unread = 1e9
+        for request in self._requests.values():
+            request.limits.unread = 1e9
         real(self)
 
     patch.setattr(decode.Machine, "tick", tick)
@@ -268,21 +269,21 @@ def segments_wait_without_end(patch: Patch) -> None:
 # -- prefill
 
 
-@mistake("late settled", "any")
+@mistake("late release", "any")
 def success_waits_for_nothing(patch: Patch) -> None:
-    real, ticked = prefill.Machine._settle, prefill.Machine.tick
+    real, ticked = prefill.Machine._release_pages, prefill.Machine.tick
 
-    def settle(self: Any, room: Any, given_up: bool = False) -> None:
-        early = room.sent is not None and self._clock - room.sent < 0.9
-        if given_up or not (early and any(part.wanted for part in room.parts.values())):
-            real(self, room, given_up)
+    def release_pages(self: Any, request: Any, given_up: bool = False) -> None:
+        early = request.sent is not None and self._clock - request.sent < 0.9
+        if given_up or not (early and any(one.wanted for one in request.transfers.values())):
+            real(self, request, given_up)
 
     def tick(self: Any) -> None:
-        for room in list(self._uses.values()):
-            settle(self, room)
+        for request in list(self._requests.values()):
+            release_pages(self, request)
         ticked(self)
 
-    patch.setattr(prefill.Machine, "_settle", settle)
+    patch.setattr(prefill.Machine, "_release_pages", release_pages)
     patch.setattr(prefill.Machine, "tick", tick)
 
 
@@ -291,26 +292,26 @@ def who_has_not_opened_is_waited_for(patch: Patch) -> None:
     patch.setattr(prefill.Machine, "_give_up", lambda *_: None)
 
 
-@mistake("settled", "any", 100)
+@mistake("released", "any", 100)
 def readers_that_are_gone_are_packed_for(patch: Patch) -> None:
-    real, advance = prefill_transfer.Packing.drop, prefill_transfer.Part.advance
+    real, advance = prefill_transfer.Packing.drop, prefill_transfer.ReaderTransfer.advance
 
-    def drop(self: Any, part: Any) -> None:
+    def drop(self: Any, transfer: Any) -> None:
         remove, self.turns.remove = self.turns.remove, lambda *_: None
         try:
-            real(self, part)
+            real(self, transfer)
         finally:
             self.turns.remove = remove
 
-    def anyhow(part: Any) -> bool:
-        over, part.over = part.over, False
+    def anyhow(transfer: Any) -> bool:
+        over, transfer.over = transfer.over, False
         try:
-            return advance(part)
+            return advance(transfer)
         finally:
-            part.over = over
+            transfer.over = over
 
     patch.setattr(prefill_transfer.Packing, "drop", drop)
-    patch.setattr(prefill_transfer.Part, "advance", anyhow)
+    patch.setattr(prefill_transfer.ReaderTransfer, "advance", anyhow)
 
 
 @mistake("over", "any", 150)
@@ -324,32 +325,32 @@ def a_lost_connection_is_nothing(patch: Patch) -> None:
 
 @mistake("rows", "any")
 def pending_chunks_are_packed(patch: Patch) -> None:
-    real = prefill_transfer.Room.note_written
+    real = prefill_transfer.Request.note_written
 
     def note(self: Any, pending: bool) -> Any:
         found = real(self, pending)
         more, self.written = self.written < len(self.chunks), len(self.chunks)
-        return self.parts.values() if more else found
+        return self.transfers.values() if more else found
 
-    patch.setattr(prefill_transfer.Room, "note_written", note)
+    patch.setattr(prefill_transfer.Request, "note_written", note)
 
 
 # -- slots
 
 
-@mistake("books", "any")
+@mistake("invariants", "any")
 def one_owner_takes_all(patch: Patch) -> None:
-    patch.setattr(slots.SlotPool, "allowed", lambda self, *_: len(self._free))
+    patch.setattr(slots.SlotPool, "available_for", lambda self, *_: len(self._free))
 
 
 @mistake("untouched", "dead_readers", 100, 40)
 def a_first_slot_for_everybody(patch: Patch) -> None:
-    def allowed(self: Any, owner: Any, owners: int) -> int:
+    def available_for(self: Any, owner: Any, owners: int) -> int:
         held, free = self.held.get(owner, 0), len(self._free)
         more = min(free - self._reserve, slots.share_of(self.count, owners) - held)
         return max(more, 0) if held else min(max(more, 1), free)
 
-    patch.setattr(slots.SlotPool, "allowed", allowed)
+    patch.setattr(slots.SlotPool, "available_for", available_for)
 
 
 @mistake("untouched", "dead_readers", 100, 40)
@@ -405,30 +406,30 @@ def prefill_has_no_last_resort(patch: Patch) -> None:
         if handle.sent is None:
             handle.sent = self.monotonic()
             self._call(self._machine.target_sent, handle, wake=False)
-        return bool(handle.settled and handle.gate.shut())
+        return bool(handle.pages_released and handle.gate.try_close())
 
     patch.setattr(PrefillWorker, "release", release)
 
 
 @mistake("pages", "unopened", 150)
 def copies_in_flight_are_not_waited_for(patch: Patch) -> None:
-    real = gate.Gate.shut
+    real = gate.Gate.try_close
 
-    def shut(self: Any) -> bool:
+    def try_close(self: Any) -> bool:
         real(self)
         return True
 
-    patch.setattr(gate.Gate, "shut", shut)
+    patch.setattr(gate.Gate, "try_close", try_close)
 
 
 @mistake("pages", "waiting")
 def gates_know_of_no_ticket(patch: Patch) -> None:
-    patch.setattr(gate.Gate, "shut", _without_tickets(gate.Gate.shut))
+    patch.setattr(gate.Gate, "try_close", _without_tickets(gate.Gate.try_close))
 
 
 def _without_tickets(real: Any) -> Any:
-    def shut(self: Any) -> bool:
+    def try_close(self: Any) -> bool:
         self._tickets.clear()
         return bool(real(self))
 
-    return shut
+    return try_close

@@ -199,8 +199,8 @@ class Read:
     def _copy(self, end: int) -> None:
         for number, piece in self.pieces[self.copied : end]:
             one, slot = self.announced[number], self.segments[number].slot
-            offered = self.remote.offers(one.slot, one.stamp)
-            self.valid[number] = self.valid[number] and offered
+            published = self.remote.publishes(one.slot, one.stamp)
+            self.valid[number] = self.valid[number] and published
             self.rank.memory[slot][piece] = self.remote.memory[one.slot][piece]
         self.copied = max(end, self.copied)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Sender(Gated):
     """SGLang's sender of one request on one rank. `rows`: of its tokens, in the pool.
 
-    `settled`: the machine has said so. `succeeded`: SGLang's Success was reported; `at_last`: by
+    `pages_released`: the machine said so. `succeeded`: SGLang's Success was reported; `at_last`: by
     the scheduler's last resort. `given_back`: the pages may be another's. `over`: the machine
     knows that the request has ended, or lost its number to another.
     """
@@ -41,7 +41,7 @@ class Sender(Gated):
         self.pages = rank.pool.take(self, -(-request.prompt // rank.pool.page))
         self.rows = rank.pool.numbers(self.pages)
         self.events: deque[Event] = deque()  # of its chunks that are not written
-        self.settled = self.succeeded = self.ended = self.given_back = self.over = False
+        self.pages_released = self.succeeded = self.ended = self.given_back = self.over = False
         self.at_last = False
 
     @property
@@ -55,11 +55,11 @@ class Sender(Gated):
             return self.succeeded
         if self.has_target and not (self.succeeded or self.ended):
             self.succeeded = rank.worker.release(self.handle)
-            if self.handle.settled and not self.settled and not self.at_last:
+            if self.handle.pages_released and not self.pages_released and not self.at_last:
                 self.at_last = True
                 rank.awaiting.discard(self.number)
                 rank.world.checks.last_resort(rank, self.target_at)
-            if self.handle.settled and not (self.succeeded or self.copies):
+            if self.handle.pages_released and not (self.succeeded or self.copies):
                 rank.later("scheduler", 0.001, rank.group.poll, self.request)
             rank.world.checks.polled(rank, self, self.succeeded)
         return self.succeeded
@@ -108,9 +108,9 @@ class PrefillRank(Process):
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)
 
-    def offers(self, slot: int, stamp: int) -> bool:
+    def publishes(self, slot: int, stamp: int) -> bool:
         """Whether the slot is a reader's, under this stamp."""
-        return self.alive and self.slots._offered.get(slot, (0, None))[1] == stamp
+        return self.alive and self.slots._published.get(slot, (0, None))[1] == stamp
 
     # -- SGLang's side
 
@@ -171,17 +171,17 @@ class PrefillRank(Process):
                 checks.fail_sent(self, message)
             case act.Pack(segments):
                 for one in segments:
-                    self.packed[one.stamp] = one.chunk.use.sender
-                    checks.packs(self, one.chunk.use.sender)
-            case act.Settled(use):
-                checks.settled(self, use.sender)
+                    self.packed[one.stamp] = one.chunk.handle.sender
+                    checks.packs(self, one.chunk.handle.sender)
+            case act.PagesReleased(handle):
+                checks.released(self, handle.sender)
             case act.Note():
                 checks.noted(self, action)
 
     def after(self, action: act.Action) -> None:
-        if type(action) is act.Settled:
-            sender = action.use.sender
-            sender.settled = True
+        if type(action) is act.PagesReleased:
+            sender = action.handle.sender
+            sender.pages_released = True
             self.awaiting.discard(sender.number)
             self.group.poll(sender.request)
 
@@ -191,7 +191,7 @@ class PrefillRank(Process):
     # -- copies
 
     def owner_of(self, copy: Copy) -> Sender:
-        return copy.job.chunk.use.sender
+        return copy.job.chunk.handle.sender
 
     def refusal(self, copy: Copy) -> Any:
         return None
@@ -217,5 +217,5 @@ class PrefillRank(Process):
 
     def left_gate(self, sender: Sender) -> None:
         """SGLang's next poll finds it idle."""
-        if sender.handle.settled and sender.has_target and not sender.ended:
+        if sender.handle.pages_released and sender.has_target and not sender.ended:
             self.group.poll(sender.request)

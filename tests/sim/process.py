@@ -37,7 +37,8 @@ TOLD = {
     + (method.__defaults__ or ())
     for machine in (prefill_machine.Machine, decode_machine.Machine)
     for name, method in vars(machine).items()
-    if name[0] != "_" and name not in ("advance", "actions", "undone", "state", "left")
+    if name[0] != "_"
+    and name not in ("advance", "actions", "on_action_failed", "state", "outstanding")
 }
 """The machines' methods that tell them something, and defaults of their arguments."""
 
@@ -47,7 +48,7 @@ class Injected(Exception): ...
 
 class Process:
     """`time`: what a thread reads that asks for it. `awaiting`: requests that wait for the drafter
-    alone: on prefill those that were sent and are not settled, on decode those whose target is
+    alone: on prefill those that were sent and not released, on decode those whose target is
     there. `stopped_for`, `hung_for`: seconds in all, of the process and of its channel thread
     alone. `worker`: its code."""
 
@@ -211,7 +212,7 @@ class Process:
 
     def look(self) -> None:
         """For what makes no call of its own: CUDA events, and copies that have ended."""
-        for call in [*self.worker._look(()), *self.worker._copied()]:
+        for call in [*self.worker._poll(()), *self.worker._copied()]:
             self.on_thread(self._take, call)
 
     def _act(self) -> None:
@@ -222,7 +223,7 @@ class Process:
             return
         if self.world.log is not None:
             self.world.note_actions(self.name, actions)
-        self.world.checks.books(self)
+        self.world.checks.invariants(self)
         self.world.checks.asked(self, actions)
         if self._stop is not None and self._stop[0] == "emitted":
             cut = self.rng.randint(0, len(actions) - 1)
@@ -246,8 +247,8 @@ class Process:
                 raise Injected
             self.worker._do(action)
         except (Injected, *REFUSED) as error:
-            self.world.checks.undone(self, action)
-            self.post((self.machine.undone, (action, error)))
+            self.world.checks.on_action_failed(self, action)
+            self.post((self.machine.on_action_failed, (action, error)))
         else:
             self.after(action)
 
@@ -367,7 +368,7 @@ class Process:
         if when != self._tick_time:
             return
         self._tick_time = None
-        if self.machine.left():
+        if self.machine.outstanding():
             self._take((self.machine.tick, ()))
 
 

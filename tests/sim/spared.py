@@ -14,7 +14,7 @@ def is_spared(world: World, request: Request) -> bool:
     have the usual patience, and at both there are slots for it, whatever ranks of servers with a
     fault hold.
 
-    A late request comes when all is over. Left out besides (SlotPool.allowed):
+    A late request comes when all is over. Left out besides (SlotPool.available_for):
 
     * a server of fewer than eight slots, or with more living ranks that may want one than there
       are, or than the last quarter of them where ranks have a fault;

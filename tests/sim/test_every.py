@@ -69,8 +69,9 @@ def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.Monk
     whole = Decode.ready
 
     def acknowledge(self: Any, peer: Any, ready: Any) -> None:
-        room = self._rooms.get(ready.generation)
-        if room is not None and room.wants and ready.segment < room.parts[peer].announced:
+        request = self._requests.get(ready.generation)
+        one = request.transfers[peer] if request is not None and request.wants else None
+        if one is not None and ready.segment < one.announced:
             self._segments.acknowledge(peer, ready.segments)
         whole(self, peer, ready)
 
@@ -80,7 +81,7 @@ def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.Monk
 
 
 def test_a_defect_that_a_lost_open_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A room whose readers have not all opened it is never settled."""
-    monkeypatch.setattr(Prefill, "_give_up", lambda self, room: None)
+    """A room whose readers have not all opened it is never released."""
+    monkeypatch.setattr(Prefill, "_give_up", lambda self, request: None)
     assert search(ONE, 0).failed is None
     assert search(ONE, 0, 1, small_ones(Cut)).failed is not None

@@ -24,7 +24,7 @@ class VirtualGate(Gate):
     """What a handle's own gate is made into, since a gate takes long to make."""
 
     def close(self) -> None:
-        if not self.shut():
+        if not self.try_close():
             raise Blocked
 
 
@@ -91,7 +91,7 @@ class Borrowed:
     def __init__(self, of: type, rank: Process, other: dict[str, Any], **more: Any) -> None:
         self._of, self._rank, self._code = of, rank, {}
         self._other = {"time": self, "logger": _Quiet(), **other}
-        self._machine, self._inlet, self._reporter = rank.machine, self, self
+        self._machine, self._queue, self._reporter = rank.machine, self, self
         self._slowest = rank.place.times.last_resort
         self._store = Store(rank)
         self._copies: Any = None
@@ -119,7 +119,7 @@ class Borrowed:
 
     perf_counter = monotonic
 
-    # -- its inlet and its reporter
+    # -- its queue and its reporter
 
     def put(self, call: Call, wake: bool = True) -> None:
         self._rank.post(call)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from rig.channel.books import strikes, wrong_books
+from rig.channel.invariants import strikes, violations
 
 from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slot_format import SlotCheck
@@ -67,8 +67,8 @@ class _Side:
         self.until(self.now + seconds)
 
     @property
-    def books(self) -> list[str]:
-        return wrong_books(self.machine)
+    def violations(self) -> list[str]:
+        return violations(self.machine)
 
 
 class Prefill(_Side):
@@ -88,7 +88,7 @@ class Prefill(_Side):
         self.pages: dict[int, set[Any]] = {}
         self.fails: dict[int, str] = {}
         self.failed: list[tuple[bytes, Fail]] = []
-        self.settled: dict[Any, float] = {}
+        self.pages_released: dict[Any, float] = {}
         self._packed: dict[int, Any] = {}  # pages by stamp
 
     def meet(self, action: Any) -> None:
@@ -103,9 +103,9 @@ class Prefill(_Side):
                 self.failed.append((connection, message))
             case pact.Send(connection, Ready() as ready) if connection not in self.gone:
                 self._ready(connection, ready)
-            case pact.Settled(use):
-                assert use not in self.settled
-                self.settled[use] = self.now
+            case pact.PagesReleased(handle):
+                assert handle not in self.pages_released
+                self.pages_released[handle] = self.now
             case pact.Note(what, reader):
                 self.notes.append((reader, what))
 
@@ -146,9 +146,9 @@ class Prefill(_Side):
         message = fail(room, generation or room, "closed", "")
         self.do(self.machine.received, reader, message)
 
-    def begin(self, use: Any, room: int, tokens: int, pages: Any = None) -> None:
-        self.tell(self.machine.begin, use, room)
-        self.do(self.machine.add_chunk, use, 0, tokens, True, pages)
+    def begin(self, handle: Any, room: int, tokens: int, pages: Any = None) -> None:
+        self.tell(self.machine.begin, handle, room)
+        self.do(self.machine.add_chunk, handle, 0, tokens, True, pages)
 
     def request(self, room: int, tokens: int) -> None:
         """One whose target is sent."""

@@ -28,7 +28,7 @@ class Ticket:
 class OnDevice:
     """numpy copies at once. Each batch has ended `took` seconds later, behind the one before."""
 
-    most, can_start, took = 2, True, 0.0
+    max_batch, can_start, took = 2, True, 0.0
 
     def __init__(self, rows: DraftRows, staging: Staging) -> None:
         self.rows, self.staging, self._free = rows, staging, 0.0
@@ -61,4 +61,4 @@ class OnDevice:
 class Quick(OnDevice):
     """As long as the kernels are expected to take."""
 
-    most, took = 64, 15e-6
+    max_batch, took = 64, 15e-6

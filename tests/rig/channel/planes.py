@@ -67,7 +67,7 @@ WAYS = {
 
 def new_plane(address: int, way: Way, place: Place) -> DataPlane:
     plane = planes.make(way.plane, place.host, place.devices, {})
-    plane.register(Memory(address, SIZE), spare=address)
+    plane.register(Memory(address, SIZE), probe_address=address)
     return plane
 
 
@@ -269,7 +269,7 @@ def check_bytes(reader: Reader) -> None:
 
 
 def check_endpoints(reader: Reader) -> None:
-    """Two servers may name the same rank, and a rank is connected to anew while it is in use: who
+    """Two servers may name the same rank, and a rank is reconnected while it is in use: who
     forgets it takes it from nobody else."""
     one, two = reader.connect(), reader.connect()
     reader.check_read(one)
@@ -297,7 +297,7 @@ def mooncake_names_each_instance(reader: Reader, first: Peer) -> None:
     assert len({first.link, second.link, reader.connect().link}) == 2
     reader.check_read(second)
     with pytest.raises(MixKVError, match="MIXKV-START-06"):  # that memory is registered
-        reader.plane.register(Memory(reader.address, SIZE), spare=reader.address)
+        reader.plane.register(Memory(reader.address, SIZE), probe_address=reader.address)
 
 
 def nixl_is_refused(reader: Reader, _: Peer) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import msgspec
-from rig.channel.books import strikes
+from rig.channel.invariants import strikes
 from rig.channel.threads import HOST, Decode, Prefill, wait_for
 from rig.process.answers import serving
 

@@ -18,7 +18,7 @@ import torch
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
-from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD, SPARE
+from sglang_mixkv.channel.slot_format import PROBE_OFFSET, SLOT_OVERHEAD
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import machine as decode_machine
@@ -126,7 +126,7 @@ def stop(worker: Any) -> None:
     """End the threads of a channel, which in a server end with the process, and close what they
     have. Copies that are in flight end before; nothing is read by a copy any more."""
     worker._stopping = True
-    worker._inlet.wake()
+    worker._queue.wake()
     worker._thread.join(SOON_S)
     if isinstance(worker._copies, HostCopier):
         worker._copies._work.put(None)
@@ -135,11 +135,11 @@ def stop(worker: Any) -> None:
         for ticket, _, _ in worker._copies._flying:
             wait_for(ticket.over)
     for thread in threading.enumerate():
-        if thread.name == "mixkv-mend":
+        if thread.name == "mixkv-reconnect":
             thread.join(SOON_S)
     getattr(worker, "_links", worker)._context.destroy(linger=0)
     worker._poller._epoll.close()
-    os.close(worker._inlet.fileno())
+    os.close(worker._queue.fileno())
 
 
 class _Side:
@@ -164,7 +164,7 @@ class _Side:
         self.slots, self.plane = SlotPool(self.staging.count, times), plane or Reads()
         self.instance, self.closed, self.notes = messages.draw_instance(), False, Reporter()
         memory = Memory(self.staging.address, self.staging.size, self.rows.device.index)
-        self.plane.register(memory, self.staging.address + SPARE)  # of slot 0
+        self.plane.register(memory, self.staging.address + PROBE_OFFSET)  # of slot 0
         make = type(self).device
         on_device = make(self.rows, self.staging) if make is not None else on_device
         self.store = Store(self.rows, self.staging, self.plane, on_device)

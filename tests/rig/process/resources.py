@@ -34,7 +34,7 @@ def _existing_fds() -> Iterable[str]:
 
 
 def grown(warm: Held, end: Held, slack: Held) -> list[str]:
-    """What has, by more than its slack, in words."""
+    """What has, by more than its slack, as text."""
     return [
         f"{name} grew from {warm[name]} to {end[name]}"
         for name in warm

@@ -31,7 +31,7 @@ class Ended:
 
 @dataclass
 class RankReport:
-    """What one rank says at the end. `wrong`: byte differences, in words. `counted`: the plugin's
+    """What one rank says at the end. `wrong`: byte differences, as text. `counted`: the plugin's
     series. `warm`: what a rank that serves traffic held once it had made all that it needs."""
 
     side: str
@@ -97,12 +97,12 @@ class Memory:
         return self.case.special.draft_args.get(side, way)
 
     def _aux_number(self, rank: int) -> int:
-        """Which aux rows a prefill rank has: as SGLang's, alike on all that may send a request."""
+        """Which aux rows a prefill rank has: as SGLang's, equal on all that may send a request."""
         tp, pp, dp = (getattr(self.case, f"prefill_{name}") for name in ("tp", "pp", "dp"))
         return rank // (tp * dp * pp) * dp + rank // tp % dp
 
     def _stage_layers(self) -> range:
-        """Stages are alike, where a case does not say how many layers each of them has."""
+        """Stages are equal, where a case does not say how many layers each of them has."""
         sizes = [self.case.target.layers // self.pp_size] * self.pp_size
         if self.pp_size > 1:
             sizes = [*self.case.special.stage_layers] or sizes

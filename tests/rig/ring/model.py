@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """Prefill servers (all alike), one decode server, some requests, sent to them in turns."""
+    """Equal prefill servers, one decode server, some requests, sent to them in turns."""
 
     prefill_tp: int
     decode_tp: int

@@ -174,7 +174,7 @@ class Rank(Memory):
             return Counter()
         with self.plugin._counting:
             self.plugin._count_rooms()
-            self.plugin._look()
+            self.plugin._sample()
         return totals(generate_latest(REGISTRY).decode(), without="prefill")
 
     # -- requests

@@ -13,4 +13,4 @@ TIMEOUTS = {
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "3",
     "SGLANG_MIXKV_PATIENCE": "3",
 }
-GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute
+GONE = "waiting left", "transfers left"  # a room that no request came for is known for a minute

@@ -1,4 +1,4 @@
-"""What is wrong with the books of a state machine, or of its slots, at any time."""
+"""Invariants of a state machine and of its slots: what is violated, at any time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sglang_mixkv.decode.transfer import Stage
 from sglang_mixkv.prefill.transfer import MAX_IN_FLIGHT
 
 
-def wrong_books(machine: Any) -> list[str]:
+def violations(machine: Any) -> list[str]:
     of_side = _decode if isinstance(machine, Decode) else _prefill
-    return [*wrong_slots(machine.slots), *of_side(machine)]
+    return [*slot_violations(machine.slots), *of_side(machine)]
 
 
-def wrong_slots(pool: SlotPool) -> Iterator[str]:
+def slot_violations(pool: SlotPool) -> Iterator[str]:
     """Each slot is free or held, once."""
     held, free = set(pool._owner), set(pool._free)
     if len(pool._free) != len(free) or held & free or held | free != set(range(pool.count)):
@@ -27,31 +27,32 @@ def wrong_slots(pool: SlotPool) -> Iterator[str]:
         yield "slots: the owners' counts are wrong"
     if max(pool.held.values(), default=0) > quota_of(pool.count):
         yield f"slots: one owner has {max(pool.held.values())} of {pool.count}"
-    if not set(pool._offered) <= held:
-        yield "slots: one is offered that nobody holds"
+    if not set(pool._published) <= held:
+        yield "slots: one is published that nobody holds"
 
 
 def _prefill(machine: Any) -> Iterator[str]:
-    parts = machine._parts.values()
-    packed = sum(one.packed for part in parts for one in part.packing)
-    yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.offered)
+    transfers = machine._transfers.values()
+    packed = sum(one.packed for transfer in transfers for one in transfer.packing)
+    yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.published)
     if len(machine._packing) > MAX_IN_FLIGHT:
         yield f"{len(machine._packing)} segments are packed at once"
-    rooms = [*machine._uses.values(), *machine._early.values()]
-    if {id(part) for room in rooms for part in room.parts.values()} != set(map(id, parts)):
-        yield f"{len(parts)} parts, {[len(room.parts) for room in rooms]} in rooms"
-    if dict(machine._open) != Counter(part.connection for part in parts):
+    requests = [*machine._requests.values(), *machine._early.values()]
+    found = {id(one) for request in requests for one in request.transfers.values()}
+    if found != set(map(id, transfers)):
+        yield f"{len(transfers)} transfers, {[len(one.transfers) for one in requests]} of requests"
+    if dict(machine._open) != Counter(transfer.connection for transfer in transfers):
         yield "the connections' counts are wrong"
 
 
 def _decode(machine: Any) -> Iterator[str]:
     segments = machine._segments
-    held = sum(len(room.of_stage(Stage.HELD)) for room in machine._rooms.values())
+    held = sum(len(request.of_stage(Stage.HELD)) for request in machine._requests.values())
     copying = sum(isinstance(one, Segment) for one in segments._copying)
     reading = sum(len(read.segments) for read in segments._reads)
     yield from _used(machine.slots, reading + copying + held)
     probes = set[int]().union(*(state.probes for state in machine.breaker._states.values()))
-    if not probes <= machine._rooms.keys():
+    if not probes <= machine._requests.keys():
         yield "breaker: a probe that is over holds others back"
 
 

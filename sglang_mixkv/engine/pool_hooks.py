@@ -1,5 +1,5 @@
 """Hooks around methods of SGLang's queues (HOOKS in seams.py): they hide the drafter's pool
-from SGLang's KV args and hand it to the manager, and see requests that start or resume.
+from SGLang's KV args, pass it to the manager, and see requests that start or resume.
 
 SGLang builds everything that names KV entries (pointers, layer ids, kinds of memory, staging
 slots, checksums) in `_init_kv_manager` of both queues (disaggregation/prefill.py, decode.py). While
@@ -24,9 +24,9 @@ from sglang_mixkv.guards import retraction
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
-class Handed(NamedTuple):
-    """The queue's hand-over to a manager. `pool`: the drafter's, unwrapped, None where it is not
-    hidden."""
+class DraftPoolContext(NamedTuple):
+    """The queue's context for the manager it builds. `pool`: the drafter's, unwrapped, None where
+    it is not hidden."""
 
     pool: Any
     scheduler: Any
@@ -35,19 +35,19 @@ class Handed(NamedTuple):
 _thread = threading.local()
 
 
-def take() -> Handed:
-    """Take what was handed to the manager that is being built in this thread."""
-    return getattr(_thread, "handed", Handed(None, None))
+def current() -> DraftPoolContext:
+    """Return the context of the manager that is being built in this thread."""
+    return getattr(_thread, "context", DraftPoolContext(None, None))
 
 
 def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
-    """Around `_init_kv_manager` of both queues."""
+    """Wrap `_init_kv_manager` of both queues."""
     pool = queue.draft_token_to_kv_pool
     whole = getattr(pool, "full_kv_pool", pool)
     hidden = whole if hasattr(whole, "k_buffer") else None
     if hidden is not None and isinstance(pool, SWAKVPool):
         hidden = pool  # which is refused, since the pool inside has a part of the layers
-    _thread.handed = Handed(hidden, queue.scheduler)
+    _thread.context = DraftPoolContext(hidden, queue.scheduler)
     if pool is not None:
         stock = queue.scheduler.attach_hicache_storage_wrapped
         queue.scheduler.attach_hicache_storage_wrapped = partial(storage.attach, stock)
@@ -57,11 +57,11 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
         return original(queue)
     finally:
         queue.draft_token_to_kv_pool = pool
-        del _thread.handed
+        del _thread.context
 
 
 def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) -> Any:
-    """Around DecodeTransferQueue.extend: each room learns its request."""
+    """Wrap DecodeTransferQueue.extend: each room learns its request."""
     found = original(queue, decode_reqs)
     for one in decode_reqs:
         handle = getattr(one.kv_receiver, "handle", None)  # none of SGLang's own receivers has it
@@ -71,15 +71,15 @@ def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) ->
 
 
 def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around DecodePreallocQueue.resume_retracted_reqs, which fills the target's rows of these
+    """Wrap DecodePreallocQueue.resume_retracted_reqs, which fills the target's rows of these
     requests. Where the backup has none of the drafter's, they are other requests'."""
     resumed = original(queue, *args, **kwargs)
     local: Any = getattr(queue.kv_manager, "local", None)
     for request in resumed or () if local is not None else ():
         try:
             local.reporter.retracted(request)
-            if local.handed.pool is not None:
-                retraction.clear_retracted(local.handed.pool, queue.req_to_token_pool, request)
+            if (pool := local.pool_context.pool) is not None:
+                retraction.clear_retracted(pool, queue.req_to_token_pool, request)
         except Exception:
             logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")
     return resumed
