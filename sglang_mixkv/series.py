@@ -79,7 +79,7 @@ class ColdReason(StrEnum):
     PREFILL_FULL = "prefill_full", "too many rooms without a request", "See prefill's log"
     PREFILL_RESTARTED = "prefill_restarted", "it was restarted", "Nothing: it is resolved again"
     PREFILL_OTHER = "prefill_other", "prefill refused for a reason of a later release", REPORT
-    NO_DRAFTER = "no_drafter", "one side has none", SAME_DRAFTER, False
+    NO_DRAFTER = "no_drafter", "one side runs without a drafter", SAME_DRAFTER, False
     MISMATCH = "mismatch", "the two sides' differ", SAME_DRAFTER, False
     BREAKER = ("breaker", "three requests in a row had no draft KV",
                "The other reasons say why", False)
@@ -176,12 +176,12 @@ SERIES = (
     ),
     Series("finished_requests_total", (DECODE,), "Decoded requests that have ended.", _DRAFT, ()),
     Series("verify_rounds_total", (DECODE,), "Their verify rounds.", _DRAFT, ()),
-    Series("accepted_tokens_total", (DECODE,), "Accepted drafts, and one a round.", _DRAFT, ()),
+    Series("accepted_tokens_total", (DECODE,), "Accepted drafts, plus one a round.", _DRAFT, ()),
     Series("breaker_open", (DECODE,), "1 while one to its ranks is open.", ("prefill",), ()),
     Series("breaker_opened_total", (DECODE,), "How often one opened.", ("prefill",), ()),
     Series(
         "peers_refused_total", (DECODE,),
-        "Requests that failed since their prefill server is refused.", ("reason",),
+        "Requests that failed because their prefill server is refused.", ("reason",),
         tuple((reason,) for reason in REASONS),
     ),
     Series(

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -28,7 +29,7 @@ ITEMS = [
     item for path in sorted((ROOT / "examples" / "kubernetes").iterdir())
     for item in yaml.safe_load_all(path.read_text())
 ]  # fmt: skip
-OTHERS = ("LeaderWorkerSet", "PodMonitor", "DynamoGraphDeployment")
+OTHERS = ("LeaderWorkerSet", "PodMonitor", "DynamoGraphDeployment", "HTTPRoute")
 """Kinds that are not Kubernetes' own: the pods that they make are."""
 
 
@@ -103,6 +104,38 @@ def test_the_prometheus_rule_is_the_alerts() -> None:
     assert rule["spec"] == yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text())
 
 
+def test_the_canary_is_a_service_of_each_group() -> None:
+    """The first of each group's router; they share all of the traffic."""
+    (route,) = of_kind("HTTPRoute")
+    ((first, second),) = [rule["backendRefs"] for rule in route["spec"]["rules"]]
+    service = next(s for s in of_kind("Service") if s["metadata"]["name"] == first["name"])
+    ports = [port["port"] for port in service["spec"]["ports"]]
+    assert [first["port"]] == [second["port"]] == ports
+    assert second["name"] == first["name"].replace("mixkv-a", "mixkv-b")
+    assert first["weight"] + second["weight"] == 100
+
+
+def test_an_upgrade_in_place_replaces_the_images_of_a_server() -> None:
+    """The patches of docs/operate.md: what they replace is there, and nothing keeps the old one."""
+    (block,) = [b for b in bash(ROOT / "docs" / "operate.md") if "workerTemplate" in b.text]
+    script = f"IMAGE=new:1\nkubectl() {{ printf '%s\\n' \"$@\"; }}\n{block.text}"
+    done = subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=True)
+    words = done.stdout
+    (server,) = [s for s in of_kind("LeaderWorkerSet") if s["metadata"]["name"] in words]
+    server = json.loads(json.dumps(server))
+    (patch,) = re.findall(r"(?m)^\[.*\]$", words)
+    for change in json.loads(patch):
+        *folders, last = change["path"].strip("/").split("/")
+        place: Any = server
+        for name in folders:
+            place = place[int(name) if name.isdigit() else name]
+        assert change["op"] == "replace"
+        assert last in place
+        place[last] = change["value"]
+    images = re.findall(r'"image": "([^"]*)"', json.dumps(server))
+    assert {*images} == {"new:1"}
+
+
 # ---------------------------------------------------------------- one pair of servers
 
 
@@ -114,7 +147,7 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
     return found | {pair["name"]: pair["value"] for pair in container.get("env", [])}
 
 
-def printed(server: dict[str, Any], index: int) -> str:
+def printed(server: dict[str, Any], index: int, **changed: str) -> str:
     """The command that this pod of a server runs, with the scripts of this repository."""
     template = server["spec"]["leaderWorkerTemplate"]
     (container,) = next(templates(template))["spec"]["containers"]
@@ -123,6 +156,7 @@ def printed(server: dict[str, Any], index: int) -> str:
         "LWS_GROUP_SIZE": str(template["size"]), "LWS_WORKER_INDEX": str(index),
         "LWS_LEADER_ADDRESS": "first.node",
         "MODEL": str(PAIR / "target"), "DRAFT": str(PAIR / "drafter"), "LAUNCHER": "printf %s\\n",
+        **changed,
     }  # fmt: skip
     done = subprocess.run(
         container["command"], env=environ, text=True, capture_output=True, check=True
@@ -143,6 +177,31 @@ def test_the_commands_of_all_pods_are_one_pair() -> None:
         first[role] = plan_server.read(role, lines[0])
         assert first[role].enabled
     assert make_plan(first["prefill"], first["decode"]).findings == ()
+
+
+def test_a_stock_group_is_not_checked_by_the_doctor(tmp_path: Path) -> None:
+    """The `sed` of docs/deploy.md sets both variables."""
+    (said,) = re.findall(r"`(s/MIXKV[^`]*)`", (ROOT / "docs" / "deploy.md").read_text())
+    (settings,) = of_kind("ConfigMap")
+    pair = ROOT / "examples" / "kubernetes" / "pair.yaml"
+    done = subprocess.run(["sed", said, pair], text=True, capture_output=True, check=True)
+    stock = next(yaml.safe_load_all(done.stdout))["data"]
+    changed = {key: value for key, value in stock.items() if value != settings["data"][key]}
+    assert changed == {"SGLANG_ENABLE_MIXKV": "0", "MIXKV": "0"}
+    (tmp_path / "python3").write_text("#!/bin/sh\necho $*\n")
+    (tmp_path / "python3").chmod(0o755)
+    for server in of_kind("LeaderWorkerSet"):
+        assert "--enable-mixkv" in printed(server, 0)
+        assert "--enable-mixkv" not in printed(server, 0, **changed)
+        (init,) = next(templates(server["spec"]))["spec"]["initContainers"]
+        for variables, ran in (({}, "doctor --enable-mixkv"), (changed, "")):
+            environ = {**environment(init), **variables}
+            environ["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+            asked = subprocess.run(
+                init["command"], env=environ, text=True, capture_output=True, check=True
+            )
+            assert ran in asked.stdout
+            assert bool(asked.stdout) == bool(ran)
 
 
 def test_the_workers_of_dynamo_are_one_pair() -> None:

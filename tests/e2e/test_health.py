@@ -33,7 +33,7 @@ SUSPECT = "MixKVDraftSuspect"
 HURRIED = {
     "2h": "1m", "[1d]": "[10m]", "for: 10m": "for: 10s", "for: 5m": "for: 1s"
 }  # fmt: skip
-"""Times of the rules -> those here."""
+"""Times of the rules -> those here. MixKVColdDrafters' hour stays: it sees all of the test."""
 
 
 def crowd(seed: int) -> Iterator[list[int]]:

@@ -1,0 +1,58 @@
+"""The pictures of docs/metrics.md show what `status` prints and what the dashboard has today. One
+that does not has to be drawn again: figures.py."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from itertools import pairwise
+
+import pytest
+
+from sglang_mixkv.tools.status import Pages, Status, read, status
+
+from .figures import DASHBOARD, FIGURES, SHOWN, axis, panels
+
+
+def shown(name: str) -> list[str]:
+    """The texts of a picture."""
+    return [
+        unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)<", (FIGURES / name).read_text())
+    ]
+
+
+def columns(lines: list[str]) -> list[list[str]]:
+    """The heads of tables: what stands above dashes."""
+    return [
+        re.split("  +", above.strip())
+        for above, line in pairwise(lines) if line.startswith("---")
+    ]  # fmt: skip
+
+
+def a_status() -> Status:
+    """Of a decode server that has served one request, without a drafter on prefill."""
+    at = 'prefill="p:1",state="cold",reason="no_drafter"'
+    counted = f"sglang:mixkv_prefill_rooms_total{{{at}}} 1\n"
+    return status(Pages(read("http://d:1", counted)), {})
+
+
+def test_the_screen_of_status_has_its_columns_and_words() -> None:
+    lines, now = shown("status.svg"), a_status()
+    assert columns(lines) == columns(now.text().splitlines())
+    (wrong,) = now.wrong
+    said = f"{wrong.what.partition('1 of 1')[2]}. {wrong.remedy}"
+    assert "(no_drafter)" in said
+    assert said in " ".join(" ".join(lines).split())
+
+
+def test_the_panels_are_the_dashboards() -> None:
+    texts = shown("dashboard.svg")
+    assert {*SHOWN} <= {*texts}
+    assert {axis(panels()[name])[0] for name in SHOWN} <= {*texts}
+
+
+@pytest.mark.parametrize("name", panels())
+def test_every_axis_of_the_dashboard_says_what_it_counts(name: str) -> None:
+    label, unit = axis(panels()[name])
+    assert label, DASHBOARD
+    assert unit
