@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -17,19 +16,20 @@ from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.layout import Pages
 
 MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens [first, first + count) of the prompt. `pages`: where they are (Pages in
-    draft/layout.py); opaque here. `pending`: their KV may not be written yet."""
+    """Tokens [first, first + count) of the prompt, in `pages`. `pending`: their KV may
+    not be written yet."""
 
     handle: Hashable
     first: int
     count: int
     last: bool
-    pages: Any
+    pages: Pages
     pending: bool
 
 

@@ -155,6 +155,7 @@ class PrefillWorker(Worker):
     def _do(self, action: act.Action) -> None:
         match action:
             case act.Pack(segments):
+                assert self._copies is not None
                 self._copies.start(list(map(_copy_of, segments)))
             case act.Send():
                 self._send(action)
