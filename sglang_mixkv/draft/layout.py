@@ -142,9 +142,8 @@ class Pages:
     """The places of the tokens of a chunk or a request: `pages` of `page_size` tokens, by the draft
     pool's page numbers.
 
-    `events`: objects with `query() -> bool`. Once all are true, the pages can be read and the KV is
-    in them; for a chunk that was `written`, by time.monotonic(). `error`: why it is unknown whether
-    it is; nothing can be read then.
+    `events`: objects with `query() -> bool`. Once all are true, the KV is in the pages. `written`:
+    when a chunk's was, by time.monotonic(). `error`: an event failed; the pages must not be read.
     """
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:

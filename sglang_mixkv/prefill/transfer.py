@@ -34,9 +34,10 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Request:
-    """One request, or OPENs that came before it; `handle` is None then. `readers`: their number by
-    these OPENs, 1 before the first. `written`: how many chunks are. `sent`: when SGLang's own
-    transfer succeeded. `progress`: when the request began, a reader opened it, or packing advanced.
+    """One request, or OPENs that came before it; `handle` is None then. `readers`: their number, as
+    its OPENs say; 1 before the first. `written`: how many leading chunks are. `sent`: when SGLang's
+    own transfer succeeded. `progress`: when the request began, a reader opened it, or packing
+    advanced.
     """
 
     def __init__(self, number: int, now: float) -> None:
@@ -92,10 +93,10 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 class ReaderTransfer:
     """The transfer of a request to one reader. `limit`: tokens of a segment at most.
 
-    `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
-    which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
-    the prompt; `announced`: how many were; `all_cut`: no more follow. It is `complete` once the
-    last READY has left, and `over` once it failed.
+    `token` is the next to be cut into a segment, `at` its chunk, and `chunk` that one's number.
+    `packing`: segments that were cut and not announced, in the order of the prompt; `announced`:
+    how many were; `all_cut`: no more follow. It is `complete` once the last READY has left, and
+    `over` once it failed.
     """
 
     def __init__(self, request: Request, opened: Open, connection: bytes, limit: int) -> None:
