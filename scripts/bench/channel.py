@@ -1,13 +1,12 @@
 """What the draft channel itself costs, without a GPU and without a NIC.
 
-Both sides' threads, sockets, slots and machines are the real ones. Copies end at once and copy
-nothing. Reads end at once (`control plane`), or at the pace of a NIC of 400 Gb/s on prefill
-(`paced`): each after the one before, at 50 GB/s. Slots are those of the default staging buffer;
-tokens have 4 KiB, as on one rank of TP 8 with Kimi-K2's EAGLE3 drafter.
+Both sides' threads, sockets, slots and machines are the real ones. Copies copy nothing and end at
+once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or at the pace of a
+400 Gb/s NIC on prefill: each after the one before, at 50 GB/s. Slots are of 4 MiB, as by default:
+1,024 tokens of Kimi-K2's EAGLE3 drafter on one rank of TP 8.
 
-`us per slot`: CPU time of each side's channel thread, and its messages. `wait`: from a request's
-only chunk, with which its target arrives, to the verdict. Readers and times of requests are drawn.
-All ranks share one interpreter, and where it is `busy`, a thread of pure Python shares it.
+`us per slot`: CPU time of each side's channel thread. `ms`: from a request's only chunk to the
+verdict. `readers`: of drawn decode ranks, at drawn times; `busy`: beside a thread of pure Python.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ from typing import Any
 import numpy as np
 from common import Record, options, show
 
-from sglang_mixkv.channel import loop, messages
+from sglang_mixkv.channel import loop
 from sglang_mixkv.channel.data_plane import Extent, Read
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import slots_of
@@ -42,14 +40,15 @@ from sglang_mixkv.draft.layout import Pages
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 rig = importlib.import_module("rig.channel.threads")
+Quick = importlib.import_module("rig.channel.on_device").Quick
 
-HEADS, TIMES = range(8), Times(100)
+HEADS, TIMES = range(64), Times(100)
 SLOTS, SLOT = slots_of(256)
-TOKEN = 4 << 10  # bytes of all heads
+TOKEN = 16 << 10  # bytes of all heads
 TOKENS = (SLOT - 4096) // TOKEN  # of a slot
 NIC = 50e9  # bytes per second
 REQUESTS = ((1, 1), (16, 1), (1024, 1), (1, 64), (16, 64))  # slots of each; how many at once
-READERS, PROMPTS, RATES = (8, 72, 128), (8 << 10, 32 << 10), (5, 20)
+READERS, PROMPTS, RATES = (8, 72, 128), (8, 32), (5, 20)  # slots; requests a second
 DRAWN = 40  # requests of a row in a turn
 SETTLE_S = 0.02  # in which what was said last is done
 
@@ -71,6 +70,7 @@ class AtOnce(Copier):
 class NoRows:
     """Sizes, and no bytes."""
 
+    pack = unpack = clear = staticmethod(lambda *_: None)
     heads, bytes_per_head, device = HEADS, TOKEN // len(HEADS), SimpleNamespace(index=None)
 
     def use_device(self) -> None: ...
@@ -108,22 +108,20 @@ class Fleet:
         prefill = rig.Prefill(TIMES, plane=Plane(pace), **given)
         decode = [rig.Decode(TIMES, plane=Plane(pace), **given) for _ in range(readers)]
         self._sides, self._prefill = (prefill, *decode), prefill.channel
-        for worker in (side.channel for side in self._sides):
+        for worker in () if rig._Side.device else [side.channel for side in self._sides]:
             worker._copies._work.put(None)
             worker._copies = AtOnce(worker._store, worker._reporter.moved)
         self._readers = [
             (side, Source(side.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)) for side in decode
         ]
-        while not all(side.channel.knows(source.peer) for side, source in self._readers):
-            time.sleep(1e-3)
+        rig.wait_for(lambda: all(side.channel.knows(of.peer) for side, of in self._readers))
         self._rooms, self._draw = itertools.count(1), random.Random(readers)
 
     def run(
         self, slots: int, starts: Sequence[float] = (0,), readers: int = 1
     ) -> tuple[list[float], list[float]]:
-        """Requests of so many full slots, at these seconds, of as many readers: seconds from each
-        chunk to its verdict, and CPU seconds of the channel threads of prefill and the first
-        decode rank, from the first chunk to the last ACK."""
+        """Requests of so many full slots at these seconds, by drawn ranks of so many: the seconds
+        from each chunk to its verdict, and of prefill's and the first reader's channel threads."""
         pages, made = np.arange(slots * TOKENS), []
         for room, _ in zip(self._rooms, starts, strict=False):
             side, source = self._draw.choice(self._readers[:readers])
@@ -158,23 +156,30 @@ class Fleet:
 
 def control_plane(slots: int, requests: int, repeats: int) -> Record:
     """CPU time per slot of each thread, for so many requests at once, of so many slots."""
-    pair, found, sent, encode = Fleet(math.inf), [], Counter[str](), messages.encode
+    pair, found = Fleet(math.inf), []
     pair.run(slots, [0] * requests)
     for _ in range(repeats):
         spent = pair.run(slots, [0] * requests)[1]
         found.append([cpu / (slots * requests) * 1e6 for cpu in spent])
-    messages.encode = lambda one: sent.update([type(one).__name__]) or encode(one)  # type: ignore
-    pair.run(slots, [0] * requests)
-    messages.encode = encode
     pair.close()
     prefill, decode = (statistics.median(side) for side in zip(*found, strict=True))
     return {
-        "slots": slots, "requests": requests, "READY": sent["Ready"], "ACK": sent["Ack"],
+        "slots": slots, "requests": requests,
         "prefill us per slot": prefill, "decode us per slot": decode,
     }  # fmt: skip
 
 
-def paced(repeats: int, drawn: int) -> list[Record]:
+def paced(slots: int, repeats: int, device: Any = None) -> Record:
+    rig._Side.device = device
+    pair = Fleet(NIC)
+    pair.run(slots)
+    found = [pair.run(slots)[0][0] * 1e3 for _ in range(repeats)]
+    pair.close()
+    wire = slots * (64 + TOKENS * TOKEN) / NIC * 1e3
+    return {"slots": slots, "ms": statistics.median(found), "ms on the wire": wire}
+
+
+def readers(repeats: int, drawn: int) -> list[Record]:
     """Rows take turns, in an order that is drawn for each."""
     rows = [*itertools.product(RATES, PROMPTS, ("", "busy"), READERS)]
     found: dict[Any, list[float]] = {row: [] for row in rows}
@@ -182,13 +187,13 @@ def paced(repeats: int, drawn: int) -> list[Record]:
     ranks, draw, busy = Fleet(NIC, max(READERS)), random.Random(drawn), threading.Event()
     threading.Thread(target=spin, args=(busy,), daemon=True).start()
     for row in [one for _ in range(repeats) for one in draw.sample(rows, len(rows))]:
-        rate, tokens, is_busy, readers = row
+        rate, slots, is_busy, count = row
         starts = itertools.accumulate(draw.expovariate(1) / rate for _ in range(drawn))
         (busy.set if is_busy else busy.clear)()
-        found[row] += ranks.run(tokens // TOKENS, [*starts], readers)[0]
+        found[row] += ranks.run(slots, [*starts], count)[0]
     busy.clear()
     ranks.close()
-    names = "requests a second", "tokens", "GIL", "readers", "wait: p50 ms", "p99 ms"
+    names = "requests a second", "slots", "GIL", "readers", "p50 ms", "p99 ms"
     return [
         dict(zip(names, (*row, *np.quantile(one, (0.5, 0.99)) * 1e3), strict=True))
         for row, one in found.items()
@@ -206,7 +211,9 @@ def main() -> None:
     repeats = arguments.repeats or (1 if arguments.quick else 15)
     parts = {
         "control plane": [control_plane(*one, repeats) for one in REQUESTS],
-        "paced": paced(-(-repeats // 3), 3 if arguments.quick else DRAWN),
+        "paced": [paced(slots, repeats) for slots in (1, 16, 64)],
+        "readers": readers(-(-repeats // 3), 3 if arguments.quick else DRAWN),
+        "device": [paced(slots, repeats, Quick) for slots in (1, 16, 64)],
     }
     show(arguments, parts)
 

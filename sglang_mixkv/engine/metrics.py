@@ -102,8 +102,8 @@ class MetricsReporter(Reporter):
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
-        """Note it only, since the scheduler waits: the channel's thread counts it, unless that did
-        not decide the request, and may have ended."""
+        """Only queue it, as SGLang's scheduler waits. The channel thread counts it in `ticked`; if
+        the reason is BROKEN, that thread may have ended, and it is counted here."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began, handle.waited))
@@ -139,7 +139,7 @@ class MetricsReporter(Reporter):
             self._record("slots_used", amount=self.slots.count - self.slots.free_slots)
         if self.breaker is not None:
             names = map(self.name_of, self.breaker.open_peers())
-            is_open = {self._known(name) for name in names if name}  # "": it was restarted
+            is_open = {self._known(name) for name in names if name}
             for prefill in list(self._prefills):
                 self._record("breaker_open", prefill, amount=prefill in is_open)
 

@@ -23,8 +23,8 @@ class _Manager(RankManager):
 
 
 class DraftReceiver(RoomUse):
-    """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that is
-    not opened.
+    """Mixed into CommonKVReceiver (manager.mixed). `handle`: None before send_metadata, and for a
+    request that is not opened.
 
     SGLang's Success becomes Transferring while draft KV is awaited, and Failed if rows could not
     even be cleared. `init` fails requests to a refused server.
@@ -45,7 +45,7 @@ class DraftReceiver(RoomUse):
         super().init(prefill_dp_rank)  # type: ignore[misc]
         if self.conclude_state is None and self.bootstrap_infos:
             try:
-                self.plan = servers.plan(self.bootstrap_addr, self.bootstrap_infos)
+                self.plan = servers.plan(self.bootstrap_addr, self.bootstrap_infos, self)
             except MixKVError as error:
                 self._fail(str(error))
 

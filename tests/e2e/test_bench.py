@@ -40,5 +40,5 @@ def test_the_ring_is_timed(tmp_path: Path) -> None:
 
 def test_the_channel_is_timed(tmp_path: Path) -> None:
     parts = quick("channel", tmp_path)
-    assert [one["READY"] for one in parts["control plane"] if one["slots"] == 16] == [2, 128]
-    assert all(one["wait: p50 ms"] > 0 for one in parts["paced"])
+    assert all(one["decode us per slot"] > 0 for one in parts["control plane"])
+    assert all(one["p50 ms"] > 0 for one in parts["readers"])
