@@ -97,7 +97,7 @@ def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list
                 size = one * rings.TOKEN_BYTES
                 ring.check(one, layout)
                 methods: dict[str, Callable[[], float]] = {
-                    "channel": partial(transfer, ring, one, layout),
+                    "channel": partial(ring.transfer, one, layout),
                     "bare": partial(bare.seconds, size),
                 }
                 interleave(methods, 2)
@@ -110,12 +110,6 @@ def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list
             )  # fmt: skip
     bare.end()
     return found
-
-
-def transfer(ring: rings.Ring, tokens: int, layout: str) -> float:
-    seconds = ring.transfer(tokens, layout)
-    ring.clear()
-    return seconds
 
 
 def line(seconds: dict[int, list[float]]) -> tuple[float, float]:

@@ -270,9 +270,7 @@ class Ring:
     def clear(self) -> dict[str, float]:
         """End the request: the seconds that its calls took of the first ranks' threads, by side."""
         self.ask("prefill", "conclude")
-        decode, *_ = self.ask("decode", "clear")
-        prefill, *_ = self.ask("prefill", "clear")
-        return {"prefill": prefill, "decode": decode}
+        return {side: self.ask(side, "clear")[0] for side in reversed(SIDES)}
 
     def request(self, tokens: int) -> dict[str, float]:
         """One, and the seconds of its calls."""
@@ -287,20 +285,20 @@ class Ring:
         self.open(tokens, layout)
         self.tell("decode", "finish")
         self.tell("prefill", "send")
-        return max(self.hear("decode")) - min(self.hear("prefill"))
+        seconds: float = max(self.hear("decode")) - min(self.hear("prefill"))
+        self.clear()
+        return seconds
 
     def check(self, tokens: int, layout: str) -> None:
         """A request of which every byte is compared. RuntimeError at a wrong one."""
         self.ask("decode", "empty")
         self.transfer(tokens, layout)
-        self.clear()
         if wrong := sum(self.ask("decode", "wrong")):
             raise RuntimeError(f"{wrong} wrong bytes")
 
     def end(self) -> None:
         for process in self._processes:
             process.kill()
-        for process in self._processes:
             process.join()
 
 
