@@ -4,9 +4,8 @@
     read    asks a listener, reads its slots, compares each byte, and tells it what was wrong
 
 Each takes the data plane and the staging memory that a rank of a server with these flags and
-variables would take, and is a process of its own, since a transport may end it. The address is the
-one at which the reader reaches the listener. The port is a ZMQ socket, as the channel's, so port
-scanners and health checks do not disturb it.
+variables would take, and is a process of its own, since a transport may end it. The port is a ZMQ
+socket, as the channel's, so port scanners and health checks do not disturb it.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """The result of one side. `used`: the RDMA devices that it had open. `wrong`: the first wrong
-    byte of each slot that has one. A listener gets these, and neither bytes nor seconds."""
+    """`used`: the RDMA devices that one side had open. `wrong`: the first wrong byte of each slot
+    that has one. A listener gets these, and neither bytes nor seconds."""
 
     memory: str
     used: list[str]
@@ -72,10 +71,10 @@ class Result(msgspec.Struct):
     seconds: float = 0.0
 
 
-# A release with other messages has other tags. `host`: the listener's address, from the reader.
+# A release with other messages has other tags.
 class Ask(msgspec.Struct, tag="ask 4"):
     plane: str
-    host: str
+    host: str  # the listener's address, as the reader reaches it
     wrong: list[str] | None = None  # at the reader's end
 
 
@@ -119,19 +118,19 @@ class Side:
         gpu = 0 if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
-        self._from_numpy, self.slot_bytes = torch.from_numpy, slot_bytes(wire.config.staging_mb)
-        staging = Staging(SLOTS, self.slot_bytes, device)
+        self._torch, self.slot_bytes = torch, slot_bytes(wire.config.staging_mb)
+        where = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
+        staging = Staging(SLOTS, self.slot_bytes, where)
         self.slot = staging.slot
         self.plane = planes.make(wire.plane.name, host, wire.devices, wire.config.nixl_params)
         memory = Memory(staging.address, staging.size, gpu)
         self.plane.register(memory, staging.address + PROBE_OFFSET)
-        where = "host" if gpu is None else "GPU"
-        self.memory = f"{where}, {SLOTS} slots of {self.slot_bytes >> 10:,} KiB"
+        kind = "host" if gpu is None else "GPU"
+        self.memory = f"{kind}, {SLOTS} slots of {self.slot_bytes >> 10:,} KiB"
 
     def fill(self) -> None:
         for number in range(READ):
-            self.slot(number).copy_(self._from_numpy(pattern(number, self.slot_bytes)))
+            self.slot(number).copy_(self._torch.from_numpy(pattern(number, self.slot_bytes)))
 
 
 @contextmanager
@@ -217,9 +216,6 @@ def _read_slots(side: Side, peer: Peer, offer: Offer) -> Result:
             differs = np.flatnonzero(found != pattern(n, size))
             wrong |= {n: f"byte {differs[0]} of slot {n}"} if differs.size else {}
     return Result(side.memory, devices_in_use(), [*wrong.values()], READ * size, min(seconds))
-
-
-# ---------------------------------------------------------------- processes
 
 
 def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None = None) -> Result:
