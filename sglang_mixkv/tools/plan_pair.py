@@ -237,9 +237,8 @@ _TCP = "over Mooncake's TCP, chunks of this target from some 2,048 tokens fail a
 def _is_cut(prefill: Server, decode: Server) -> bool:
     """True if SGLang's Mooncake sends the target's heads one by one."""
     is_mooncake = prefill.disaggregation_transfer_backend == "mooncake"
-    return is_mooncake and prefill.target.kv_heads > 0 < abs(
-        prefill.attention_tp - decode.attention_tp
-    )
+    is_unequal = prefill.attention_tp != decode.attention_tp
+    return bool(is_mooncake and is_unequal and prefill.target.kv_heads)
 
 
 def _differences(prefill: Server, decode: Server) -> list[Difference]:

@@ -208,12 +208,15 @@ class Wrong:
 
 
 def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> Status:
-    """`first`: what message since is counted; without it, since servers started. A server that is
+    """`first`: what happened since is counted; without it, since servers started. A server that is
     new counts from its start."""
     before = first or Pages()
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
     found, rows = [_server(*one) for one in since.items()], [*_pairs(since)]
-    return Status(found, rows, [*_of_servers(found), *_of_counts(since), *_of_pairs(rows)], unread)
+    wrong = [Wrong(one.name, *what) for one in found for what in _of_server(one, since[one.name])]
+    wrong += [Wrong(f"{one.decode}, prefill {one.prefill}", *what)
+              for one in rows for what in _of_pair(one)]  # fmt: skip
+    return Status(found, rows, wrong, unread)
 
 
 def _server(name: str, page: Page) -> Server:
@@ -239,44 +242,37 @@ def _pairs(since: Pages) -> Iterator[Pair]:
             yield Pair(name, prefill, rooms, lengths)
 
 
-def _of_servers(found: Iterable[Server]) -> Iterator[Wrong]:
-    for server in found:
-        if not server.ranks:
-            what = "its page, which should be a server's own, has no series of the plugin"
-            remedy = "Start it with --enable-mixkv; with it, search its log for MIXKV-"
-            yield Wrong(server.name, what, remedy)
-        elif 0 < server.slots <= server.slots_used:
-            remedy = MEMORY + " if it stays so"
-            yield Wrong(server.name, "all slots of a rank are in use", remedy)
+def _of_server(server: Server, page: Page) -> Iterator[tuple[str, str]]:
+    """What is wrong, and what to do."""
+    if not server.ranks:
+        yield (
+            "its page, which should be a server's own, has no series of the plugin",
+            "Start it with --enable-mixkv; with it, search its log for MIXKV-",
+        )
+    elif 0 < server.slots <= server.slots_used:
+        yield "all slots of a rank are in use", f"{MEMORY} if it stays so"
+    if not all(one.total() for one in page.ranks("gpu_kernels")):
+        what = "torch copies draft KV on a GPU, 13 to 30 times slower than kernels"
+        yield what, "Search its log for MIXKV-START-07"
+    for reason, number in page.counts("peers_refused_total", "reason").items():
+        what = f"{number} requests failed since a prefill server is refused ({reason})"
+        yield what, "Search decode's log for MIXKV-"
+    if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
+        spec = NOTES["not_cleared"]
+        yield f"{failed} requests failed: {spec.message}", f"Search decode's log for {spec.code}"
+    for spec in (NOTES["unopened"], NOTES["expired"]):
+        if number := page.counts(spec.series).total():
+            yield f"{number} times {spec.message}", spec.remedy
 
 
-def _of_counts(since: Pages) -> Iterator[Wrong]:
-    for name, page in since.items():
-        if not all(one.total() for one in page.ranks("gpu_kernels")):
-            what = "torch copies draft KV on a GPU, 13 to 30 times slower than kernels"
-            yield Wrong(name, what, "Search its log for MIXKV-START-07")
-        for reason, number in page.counts("peers_refused_total", "reason").items():
-            what = f"{number} requests failed since a prefill server is refused ({reason})"
-            yield Wrong(name, what, "Search decode's log for MIXKV-")
-        if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
-            spec = NOTES["not_cleared"]
-            what = f"{failed} requests failed: {spec.message}"
-            yield Wrong(name, what, f"Search decode's log for {spec.code}")
-        for spec in (NOTES["unopened"], NOTES["expired"]):
-            if number := page.counts(spec.series).total():
-                yield Wrong(name, f"{number} times {spec.message}", spec.remedy)
-
-
-def _of_pairs(found: Iterable[Pair]) -> Iterator[Wrong]:
-    for pair in found:
-        if pair.warm_share is None or 1 - pair.warm_share <= COLD_SHARE:
-            continue
-        for reason, number in pair.rooms.most_common():
-            if reason != "warm":
-                spec = ColdReason(reason).spec
-                what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
-                what += f": {spec.message}" * bool(spec.message)
-                yield Wrong(f"{pair.decode}, prefill {pair.prefill}", what, spec.remedy)
+def _of_pair(pair: Pair) -> Iterator[tuple[str, str]]:
+    if pair.warm_share is None or 1 - pair.warm_share <= COLD_SHARE:
+        return
+    for reason, number in pair.rooms.most_common():
+        if reason != "warm":
+            spec = ColdReason(reason).spec
+            what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
+            yield what + f": {spec.message}" * bool(spec.message), spec.remedy
 
 
 def main(argv: list[str]) -> int:
