@@ -49,7 +49,7 @@ class Background:
     def _ended(self, future: Future[Any]) -> None:
         self.running.discard(future)
         if error := future.exception():
-            text = "[MIXKV-SELF-01] sglang-mixkv: the other side is not notified, and waits"
+            text = "[MIXKV-SELF-01] sglang-mixkv: work in the background has failed"
             logger.error(text, exc_info=error)
 
     async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:

@@ -13,7 +13,6 @@ REASON_OF = {
     "MIXKV-PAIR-02": "protocol",
     "MIXKV-PAIR-03": "facts",
     "MIXKV-PAIR-04": "topology",  # sizes or routes that do not fit
-    "MIXKV-MSG-01": "malformed",
 }
 """The reason under which a refused peer is counted, by code; `other` for all others."""
 REASONS = (*REASON_OF.values(), "other")

@@ -113,7 +113,7 @@ NOTES: dict[str, NoteSpec] = {
     "aborted": NoteSpec("", "", _FAIL, ("aborted",)),
     "pack": NoteSpec("draft KV could not be packed", TRACEBACK, _FAIL, ("pack",)),
     "slow": NoteSpec(
-        "packing made no progress for 1 s", MEMORY + ", or lower the load", _FAIL, ("slow",)
+        "packing made no progress in time", MEMORY + ", or lower the load", _FAIL, ("slow",)
     ),
     "heads": NoteSpec("heads that cannot be served", MEMORY, _FAIL, ("heads",)),
     "full": NoteSpec("a decode rank has too many unrequested rooms", REPORT, _FAIL, ("full",)),
@@ -127,7 +127,7 @@ NOTES: dict[str, NoteSpec] = {
     "early": NoteSpec(series="unrequested_rooms_total"),
     "expired": NoteSpec(
         "a slot that nobody acknowledged", NETWORK, "expired_slots_total",
-        code="MIXKV-MSG-02", consequence="it was set aside for 60 s",
+        code="MIXKV-MSG-02", consequence="it was set aside",
     ),
     "unknown_ack": NoteSpec(series=_DROPPED),
     # on both
@@ -138,7 +138,11 @@ NOTES: dict[str, NoteSpec] = {
 }  # fmt: skip
 """By the note's `what`."""
 
-FAILS = {w: ColdReason(f"prefill_{w}") for w, spec in NOTES.items() if spec.series == _FAIL}
+FAILS = {
+    "aborted": ColdReason.PREFILL_ABORTED, "pack": ColdReason.PREFILL_PACK,
+    "slow": ColdReason.PREFILL_SLOW, "heads": ColdReason.PREFILL_HEADS,
+    "full": ColdReason.PREFILL_FULL, "restarted": ColdReason.PREFILL_RESTARTED,
+}  # fmt: skip
 """Codes of the FAIL messages that a prefill rank sends, and what they make a room on decode."""
 
 
@@ -196,7 +200,7 @@ SERIES = (
         "Rooms refused or given up, which go cold on decode.", ("code",),
         tuple((code,) for code in FAILS),
     ),
-    Series("expired_slots_total", (PREFILL,), "Slots set aside for 60 s, as no ACK came."),
+    Series("expired_slots_total", (PREFILL,), "Slots set aside, since no ACK came."),
     Series("copy_seconds_total", _BOTH, "Seconds spent packing or unpacking."),
     Series("gpu_kernels", _BOTH, "On a GPU: 1 where kernels copy, 0 where torch does.", (), ()),
     Series("slots", _BOTH, "Slots of the staging buffer."),

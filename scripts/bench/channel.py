@@ -1,8 +1,8 @@
 """What the draft channel itself costs, without a GPU and without a NIC.
 
-Both sides' threads, sockets, slots and machines are the real ones. Copies end at once and copy
-nothing. Reads end at once (`control plane`), or at the pace of a 400 Gb/s NIC (`paced`): each
-after the one before, at 50 GB/s. Slots are of 4 MiB, as by default.
+Both sides' threads, sockets, slots and machines are the real ones. Copies copy nothing and end at
+once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or at the pace of a
+400 Gb/s NIC: each after the one before, at 50 GB/s. Slots are of 4 MiB, as by default.
 
 `us per slot`: CPU time of each side's channel thread. `calls`: Python functions of the package
 that both threads enter. `ms`: from the chunk's hand-over to the verdict.
@@ -36,6 +36,7 @@ from sglang_mixkv.draft.layout import Pages
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 rig = importlib.import_module("rig.channel.threads")
+Quick = importlib.import_module("rig.channel.on_device").Quick
 
 HEADS, TIMES = range(64), Times(100)
 SLOT = slot_bytes(256)
@@ -63,6 +64,7 @@ class AtOnce(Copier):
 class NoRows:
     """Sizes, and no bytes."""
 
+    pack = unpack = clear = staticmethod(lambda *_: None)
     heads, bytes_per_head, device = HEADS, TOKEN // len(HEADS), SimpleNamespace(index=None)
 
     def use_device(self) -> None: ...
@@ -101,13 +103,12 @@ class Pair:
             rig.Decode(TIMES, plane=Plane(pace), **given),
         )
         self.prefill, self.decode = (side.channel for side in self._sides)
-        for worker in (self.prefill, self.decode):
+        for worker in () if rig._Side.device else (self.prefill, self.decode):
             worker._copies._work.put(None)
             worker._copies = AtOnce(worker._store, worker._reporter.moved)
         prefill, decode = self._sides
         self.source = Source(decode.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)
-        while not self.decode.knows(self.source.peer):
-            time.sleep(1e-3)
+        rig.wait_for(lambda: self.decode.knows(self.source.peer))
         self._room = 0
 
     def run(self, slots: int, requests: int = 1) -> tuple[float, list[float]]:
@@ -137,14 +138,10 @@ class Pair:
         time.sleep(SETTLE_S)
         return seconds, cpu
 
-    def _cpu(self) -> tuple[float, float]:
+    def _cpu(self) -> list[float]:
         """Seconds of both channel threads."""
-        clocks = (
-            time.pthread_getcpuclockid(worker._thread.ident or 0)
-            for worker in (self.prefill, self.decode)
-        )
-        first, second = map(time.clock_gettime, clocks)
-        return first, second
+        threads = self.prefill._thread, self.decode._thread
+        return [time.clock_gettime(time.pthread_getcpuclockid(one.ident or 0)) for one in threads]
 
     def close(self) -> None:
         for side in self._sides:
@@ -191,7 +188,8 @@ def traffic(slots: int) -> Record:
     return found
 
 
-def paced(slots: int, repeats: int) -> Record:
+def paced(slots: int, repeats: int, device: Any = None) -> Record:
+    rig._Side.device = device
     pair = Pair(NIC)
     pair.run(slots)
     found = [pair.run(slots)[0] * 1e3 for _ in range(repeats)]
@@ -207,6 +205,7 @@ def main() -> None:
         "control plane": [control_plane(*one, repeats) for one in REQUESTS],
         "traffic": [traffic(slots) for slots in (1, 16)],
         "paced": [paced(slots, repeats) for slots in (1, 16, 64)],
+        "device": [paced(slots, repeats, Quick) for slots in (1, 16, 64)],
     }
     show(arguments, parts)
 

@@ -25,6 +25,7 @@ from sglang_mixkv.channel.times import Times
 logger = logging.getLogger(f"sglang.{__name__}")
 
 TICK = 0.1  # seconds
+ASKED = 30e-6  # seconds; a batch on a device takes 10 to 20 us
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 """What the channel thread calls, and with what: as a rule a method of its machine."""
@@ -129,7 +130,8 @@ class Worker(ABC):
                 time.sleep(TICK)  # a fault that repeats takes no core and does not fill the log
 
     def _act(self) -> None:
-        """Carry out actions. Small copies are made at once, and so is what follows from them."""
+        """Carry out actions. Small copies are made at once, and so is what follows from them. What
+        a device copies is waited for, as long as that is shorter than to sleep."""
         while True:
             for action in self._machine.actions():
                 try:
@@ -138,6 +140,8 @@ class Worker(ABC):
                     name = type(action).__name__
                     logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
                     self._call(self._machine.on_action_failed, action, error)
-            if self._copies is None or not self._copies.done:
-                return
+                self._poller.came = time.monotonic()
+            while not ((copies := self._copies) and copies.done):
+                if not (copies and copies.polled and time.monotonic() < copies.launched + ASKED):
+                    return
             self._take(self._copied())

@@ -90,15 +90,14 @@ class Mooncake(DataPlane):
             read.handle.append(number)
 
     def _check(self, read: Read) -> str | None:
-        running = []
-        for number in read.handle:
-            state = self._engine.transfer_check_status(number)
+        while read.handle:  # one behind the other, since each question gives up the GIL
+            state = self._engine.transfer_check_status(read.handle[-1])
+            if state not in (1, -1):  # -2: longer than MC_SLICE_TIMEOUT, and still in flight
+                return None
             if state == -1:
                 read.failed = "Mooncake reports a failure"
-            elif state != 1:  # -2: longer than MC_SLICE_TIMEOUT, and still in flight
-                running.append(number)
-        read.handle = running
-        return None if running else ""
+            read.handle.pop()
+        return ""
 
     def _drop(self, peer: Peer) -> None:
         peer.link = None  # Mooncake keeps its entry, some hundred bytes

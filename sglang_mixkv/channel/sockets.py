@@ -1,11 +1,12 @@
 """A channel thread waits for its EventQueue and its ZMQ sockets, which deliver a message within a
-known time or lose it."""
+known time or lose it. What does not sleep keeps the GIL where it can (draft/cuda.py): os, select
+and pyzmq's `send` and `recv` would give it up; `getsockopt` and ctypes.PyDLL do not."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
+import platform
 import queue
 import select
 import struct
@@ -23,7 +24,11 @@ EAGER_MS, IDLE_MS = 0.2, 1
 # pyzmq makes enums of both at each use, which takes as long as asking a socket
 IN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
 KEEPALIVE = 2  # seconds without a message, after which the kernel probes the peer
-_LIBC = ctypes.CDLL(None)
+_SLEEPS, _KEEPS = ctypes.CDLL(None), ctypes.PyDLL(None)
+_COUNT = ctypes.c_uint64(1)  # an eventfd's
+# a file descriptor of epoll_wait; Linux packs the structure on this processor alone
+_READY = struct.Struct("4xi4x" if platform.machine() == "x86_64" else "8xi4x")
+_MOST = 64  # file descriptors of one poll; the others are those of the next one
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
@@ -42,8 +47,7 @@ class EventQueue(Generic[T]):
             self.wake()
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # woken 2^64 times
-            os.eventfd_write(self._wake, 1)
+        _KEEPS.eventfd_write(self._wake, _COUNT)
 
     def fileno(self) -> int:
         return self._wake
@@ -51,8 +55,7 @@ class EventQueue(Generic[T]):
     def take(self, ready: list[Any]) -> list[T]:
         """Return all events that are here, without waiting. `ready`: what a poll has found."""
         if self._wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+            _KEEPS.eventfd_read(self._wake, ctypes.byref(ctypes.c_uint64()))
         found: list[T] = []
         while not self._events.empty():  # nobody else takes from it
             found.append(self._events.get_nowait())
@@ -73,20 +76,19 @@ class Poller:
             struct.pack("ihh", self._epoll.fileno(), select.POLLIN, 0)
         )
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._found = ctypes.create_string_buffer(_READY.size * _MOST)
         self._used: set[zmq.Socket[bytes]] = set()
-        self._came = 0.0  # when something was ready last
+        self.came = 0.0  # when something was ready, or was done, last
 
     def register(self, at: zmq.Socket[bytes] | int) -> None:
         """Add a socket, or a file descriptor."""
-        if isinstance(at, int):
-            self._epoll.register(at, select.EPOLLIN)
-        else:
-            self._epoll.register(at.fileno(), select.EPOLLIN)
+        self._epoll.register(at, select.EPOLLIN)
+        if not isinstance(at, int):
             self._sockets[at.fileno()] = at
             self.used(at)
 
     def unregister(self, socket: zmq.Socket[bytes]) -> None:
-        self._epoll.unregister(socket.fileno())
+        self._epoll.unregister(socket)
         del self._sockets[socket.fileno()]
         self._used.discard(socket)
 
@@ -96,43 +98,43 @@ class Poller:
 
     def wait(self, tick: float, outstanding: bool) -> list[Any]:
         """Sleep up to `tick` seconds, and return what is ready. No file becomes readable when a
-        read or a CUDA event ends, so while one is `outstanding` the thread polls:
-        every 0.2 ms, and every 1 ms once nothing has come for 8 ms, since each poll may take the
-        GIL from SGLang's scheduler. What makes a file readable wakes it at once."""
+        read or a CUDA event ends, so while one is `outstanding` the thread polls: every 0.2 ms, and
+        every 1 ms once nothing has come or begun for 8 ms, since each poll may take the GIL from
+        SGLang's scheduler. What makes a file readable wakes it at once."""
         timeout_ms = tick * 1000
         if outstanding:
-            timeout_ms = EAGER_MS if time.monotonic() - self._came < EAGER else IDLE_MS
+            timeout_ms = EAGER_MS if time.monotonic() - self.came < EAGER else IDLE_MS
         if ready := self.poll(timeout_ms):
-            self._came = time.monotonic()
+            self.came = time.monotonic()
         return ready
 
     def poll(self, timeout_ms: float) -> list[Any]:
         """Return what is ready: sockets with messages, and file descriptors. It may return early
-        with nothing."""
+        with nothing. It gives up the GIL to sleep alone, in ppoll: epoll_wait knows no us."""
         asked, ready = self._used, list[Any]()
         self._used = set()
         for socket in asked:
-            if socket.getsockopt(EVENTS) & IN:  # type: ignore[operator]
+            if has_message(socket):
                 ready.append(socket)
                 self._used.add(socket)
-        if ready:
-            timeout_ms = 0
-        elif 0 < timeout_ms < 1:
-            self._doze(timeout_ms)
-            timeout_ms = 0
-        for fd, _ in self._epoll.poll(timeout_ms / 1000):
+        if timeout_ms and not ready:
+            seconds, rest = divmod(timeout_ms, 1000)
+            timeout = struct.pack("qq", int(seconds), int(rest * 1e6))
+            _SLEEPS.ppoll(self._ppoll, 1, timeout, None)
+        count = _KEEPS.epoll_wait(self._epoll.fileno(), self._found, _MOST, 0)
+        for (fd,) in _READY.iter_unpack(memoryview(self._found)[: max(count, 0) * _READY.size]):
             named = self._sockets.get(fd)
             if named is None:
                 ready.append(fd)
-            elif named not in self._used and named.getsockopt(EVENTS) & IN:  # type: ignore[operator]
+            elif named not in self._used and has_message(named):
                 ready.append(named)
                 self._used.add(named)
         return ready
 
-    def _doze(self, timeout_ms: float) -> None:
-        """Sleep until something is ready. epoll_wait sleeps for a millisecond at least."""
-        seconds, rest = divmod(timeout_ms, 1000)
-        _LIBC.ppoll(self._ppoll, 1, struct.pack("qq", int(seconds), int(rest * 1e6)), None)
+
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """True if `recv` would return one."""
+    return bool(socket.getsockopt(EVENTS) & IN)  # type: ignore[operator]
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:

@@ -14,7 +14,7 @@ import zmq
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import Message
-from sglang_mixkv.channel.sockets import Poller, new_context, new_socket
+from sglang_mixkv.channel.sockets import Poller, has_message, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Peer, peer_of
@@ -109,11 +109,11 @@ class Links:
         for dealer in ready:
             for _ in range(BATCH):
                 link = self._of_dealer.get(dealer)
-                if link is None:
+                if link is None or not has_message(dealer):
                     break
                 try:
                     yield link.peer, messages.decode(dealer.recv(NOBLOCK))
-                except zmq.Again:
+                except zmq.Again:  # its connection has broken since
                     break
                 except ValueError as error:
                     yield link.peer, error

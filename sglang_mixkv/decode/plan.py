@@ -42,6 +42,8 @@ def judge(
     """Return why requests to a server with these rows are cold, "" for warm, and which differences
     are served. MixKVError if it is refused. `serve_mismatch`: other drafters are cold."""
     _check_instances(rows)
+    for row in rows:
+        readers_of(row.attn_tp, own.attn_tp)
     known = {str(d): d for row in rows for d in differences(row, own)}
     if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
         known = {k: d for k, d in known.items() if d.what != NO_DRAFTER}

@@ -1,7 +1,7 @@
 """Copies between the draft pool and slots, each through the gate of its request.
 
 `start` begins them, `ended` reports those that have ended. `done`: true if one has. `polled`: true
-if one is in flight whose end wakes nobody.
+if one is in flight whose end wakes nobody; `launched`: when the last such one was started.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ Ended = tuple[Copy, Outcome, float]
 
 class Copier(ABC):
     """`moved`: called with the bytes of draft KV that were copied, and seconds."""
+
+    launched = float("-inf")
 
     def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
         self._store, self._moved = store, moved
@@ -174,11 +176,8 @@ class GpuCopier(Copier):
 
     def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
         super().__init__(store, moved)
-        self._device = device = store.device
-        self._starts = {
-            Kind.PACK: device.start_pack, Kind.UNPACK: device.start_unpack,
-            Kind.CLEAR: device.start_clear,
-        }  # fmt: skip
+        self._device = store.device
+        self._starts = {kind: getattr(store.device, f"start_{kind.value}") for kind in Kind}
         self._waiting: deque[tuple[Copy, Any]] = deque()  # and as the device takes it
         self._flying: deque[tuple[Any, list[Copy], float]] = deque()
         self._over: list[Ended] = []
@@ -217,12 +216,11 @@ class GpuCopier(Copier):
 
     def _launch(self) -> None:
         """Start batches of one kind each, as long as the device takes some."""
-        while self._waiting and self._device.can_start:
-            kind, batch = self._waiting[0][0].kind, list[tuple[Copy, Any]]()
-            while self._waiting and len(batch) < self._device.max_batch:
-                if self._waiting[0][0].kind is not kind:
-                    break
-                batch.append(self._waiting.popleft())
+        waiting, device = self._waiting, self._device
+        while waiting and device.can_start:
+            kind, batch = waiting[0][0].kind, list[tuple[Copy, Any]]()
+            while waiting and waiting[0][0].kind is kind and len(batch) < device.max_batch:
+                batch.append(waiting.popleft())
             self._start(kind, batch)
 
     def _start(self, kind: Kind, batch: list[tuple[Copy, Any]]) -> None:
@@ -246,3 +244,4 @@ class GpuCopier(Copier):
             return
         if ticket is not None:
             self._flying.append((ticket, started, began))
+            self.launched = time.monotonic()

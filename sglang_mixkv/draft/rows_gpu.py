@@ -11,8 +11,10 @@ and their page numbers, one or two launches (kernels.py) and one event:
     clear     _move writes zeros
 
 So a slot is read once, the sum is of what was stored, and after the batch the rows of a wrong slot
-are zeros. Nothing reads them in between: the request has not begun. If the second launch fails it
-is tried once more; a device that fails twice runs no kernel of SGLang's.
+are zeros. Nothing reads them in between: the request has not begun. If a batch fails, as in its
+second launch, it may leave rows that were not checked. Its rooms go cold, and a cold room's rows
+that are not in place are zeroed before its request begins, or the request fails. To compare before
+anything is stored would be no safer: until then these rows hold another request's KV.
 
 All kernels are compiled, loaded and run once by the constructor. Nothing in a batch can make it
 compile later: cuda.py launches the loaded functions, with grids that depend on the batch and
@@ -34,7 +36,6 @@ Starting a batch takes six calls of the driver, and polling it one; none gives u
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
 import time
@@ -221,7 +222,7 @@ class GpuRows:
     def _start(self, jobs: Sequence[Job], *names: str) -> Ticket:
         if not self._free or not 0 < len(jobs) <= MAX_BATCH:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
-        buffers, driver, name = self._free.pop(), self.driver, ""
+        buffers, driver = self._free.pop(), self.driver
         try:
             size, grids = buffers.write(jobs), self._grids(jobs)
             driver.bind()
@@ -230,13 +231,9 @@ class GpuRows:
             driver.upload(buffers.device, buffers.source, size)
             for name in names:
                 function, shared = self._kernels[name]
-                launch = function, grids[name], 32 * WARPS, shared, buffers.parameters
-                driver.launch(*launch)
+                driver.launch(function, grids[name], 32 * WARPS, shared, buffers.parameters)
             return Ticket(driver, buffers, len(jobs), self._free)
         except Exception:
-            if name == "settle":  # no row may stay that was not checked
-                with contextlib.suppress(CudaError):
-                    driver.launch(*launch)
             driver.drain()
             self._free.append(buffers)
             raise

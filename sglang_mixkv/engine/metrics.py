@@ -139,7 +139,7 @@ class MetricsReporter(Reporter):
             self._record("slots_used", amount=self.slots.count - self.slots.free_slots)
         if self.breaker is not None:
             names = map(self.name_of, self.breaker.open_peers())
-            is_open = {self._known(name) for name in names if name}  # "": it was restarted
+            is_open = {self._known(name) for name in names if name}
             for prefill in list(self._prefills):
                 self._record("breaker_open", prefill, amount=prefill in is_open)
 

@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
@@ -34,6 +34,9 @@ from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.series import Cold
+
+if TYPE_CHECKING:
+    from sglang_mixkv.engine.manager import DraftManager
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -74,16 +77,17 @@ class _Refusal(NamedTuple):
 
 
 class PrefillServers:
-    """`manager`: a DraftManager with its `decode_channel`. `own`: this rank's row.
+    """`manager`: one that has its `decode_channel`. `own`: this rank's row.
 
     The scheduler's thread calls `ensure`, `refuse` and `plan`. `forget` and `check` may be called
     in any thread; they do not block. A server that SGLang removes from its table, as its heartbeats
     do, is asked and connected to again.
     """
 
-    def __init__(self, manager: Any, own: Row) -> None:
+    def __init__(self, manager: DraftManager, own: Row) -> None:
         self._manager, self._own = manager, own
         self._table: dict[str, Any] = manager.prefill_info_table
+        assert manager.decode_channel is not None
         self._channel: DecodeWorker = manager.decode_channel
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
@@ -96,7 +100,7 @@ class PrefillServers:
     # -- the scheduler's thread
 
     def ensure(self, address: str) -> bool:
-        """True if it is ready; or refused, and requests fail in `receiver.init` with the reason."""
+        """True if it is ready; or refused: requests fail in DraftReceiver.init, with the reason."""
         if address in self._table:
             return True
         now = time.monotonic()
@@ -128,8 +132,9 @@ class PrefillServers:
             self._aborts.add(refusal.ranks, receiver)
         return f"prefill server {address} is refused: {refusal.error}"
 
-    def plan(self, address: str, infos: Sequence[Any]) -> Plan:
-        """Return the plan for these `bootstrap_infos`. MixKVError if their ranks do not fit."""
+    def plan(self, address: str, infos: Sequence[Any], receiver: Any) -> Plan:
+        """Return the plan for these `bootstrap_infos`. MixKVError if their ranks do not fit, which is
+        counted and sent as by `refuse`."""
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")
@@ -137,7 +142,9 @@ class PrefillServers:
         if key not in server.plans:
             try:
                 plan = make_plan(infos, server.rows, self._own, server.cold, address)
-            except MixKVError:
+            except MixKVError as error:
+                self._manager.local.reporter.refused(error)
+                self._aborts.add(list(infos), receiver)
                 server.doubted = True  # its facts may be older than the rank
                 raise
             server.plans[key] = plan
@@ -174,7 +181,7 @@ class PrefillServers:
                     await self._open(server)
                 elif server.doubted:
                     server.doubted = False
-                    await self._compare(server)
+                    await self._recheck(server)
             except MixKVError as error:
                 return await self._refuse(server, error)
             except Exception as error:  # it does not answer, or cannot yet
@@ -202,7 +209,7 @@ class PrefillServers:
                 self._refusals.pop(server.address, None)
                 server.ready, self._table[server.address] = True, info
 
-    async def _compare(self, server: _Server) -> None:
+    async def _recheck(self, server: _Server) -> None:
         try:
             same = await fetch(server.address, self._names) == server.rows
         except MixKVError:
@@ -226,7 +233,7 @@ class PrefillServers:
                 del self._refusals[address]
                 self._table.pop(address, None)
 
-    def _connect(self, server: _Server) -> Any:
+    def _connect(self, server: _Server) -> PrefillServerInfo:
         """Return SGLang's entry for it, once every rank that requests can contact is connected."""
         is_cold = self._manager.local.config.on_draft_mismatch == "cold"
         server.cold, served = judge(server.rows.values(), self._own, serve_mismatch=is_cold)

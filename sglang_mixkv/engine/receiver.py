@@ -45,7 +45,7 @@ class DraftReceiver(RoomUse):
         super().init(prefill_dp_rank)  # type: ignore[misc]
         if self.conclude_state is None and self.bootstrap_infos:
             try:
-                self.plan = servers.plan(self.bootstrap_addr, self.bootstrap_infos)
+                self.plan = servers.plan(self.bootstrap_addr, self.bootstrap_infos, self)
             except MixKVError as error:
                 self._fail(str(error))
 

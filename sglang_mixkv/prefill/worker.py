@@ -20,7 +20,7 @@ from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Worker
 from sglang_mixkv.channel.messages import Ack, Fail, Open
 from sglang_mixkv.channel.reporter import Reporter
-from sglang_mixkv.channel.sockets import Poller, endpoint, new_context, new_socket
+from sglang_mixkv.channel.sockets import Poller, endpoint, has_message, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
@@ -62,19 +62,14 @@ class PrefillWorker(Worker):
         self._context = new_context()
         self._socket = new_socket(self._context, zmq.ROUTER, host, times)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.address = endpoint(host, self._bind(host, port))
+        self._socket.bind(endpoint(host, port))
+        self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
         poller = Poller()
         poller.register(self._socket)
         super().__init__(machine, poller, reporter, times, store)
         self._pending: deque[tuple[SendHandle, Pages]] = deque()  # chunks that may not be written
         self._lost: set[bytes] = set()
         self._thread.start()
-
-    def _bind(self, host: str, port: int) -> int:
-        if not port:
-            return int(self._socket.bind_to_random_port(endpoint(host, 0).rpartition(":")[0]))
-        self._socket.bind(endpoint(host, port))
-        return port
 
     # -- the scheduler's thread
 
@@ -144,13 +139,13 @@ class PrefillWorker(Worker):
 
     def _received(self) -> Iterator[Call]:
         for _ in range(BATCH):
-            try:
-                connection, frame = self._socket.recv(NOBLOCK), self._socket.recv(NOBLOCK)
-                while self._socket.getsockopt(RCVMORE):
-                    frame = self._socket.recv(NOBLOCK) and b""  # ours have one
-                message = messages.decode(frame)
-            except zmq.Again:
+            if not has_message(self._socket):
                 return
+            connection, frame = self._socket.recv(NOBLOCK), self._socket.recv(NOBLOCK)
+            while self._socket.getsockopt(RCVMORE):
+                frame = self._socket.recv(NOBLOCK) and b""  # ours have one
+            try:
+                message = messages.decode(frame)
             except ValueError as error:
                 self._reporter(act.Note("unreadable", b"", str(error)))
                 continue

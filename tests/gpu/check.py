@@ -5,7 +5,7 @@ A line each: the machine; the kernels, which are built and run; packing, unpacki
 each layout of a pool, of which every byte and verdict is compared; and microseconds a slot:
 
     alone/N     batches of N slots, asked for their end all the time
-    channel/8   asked as the draft channel's thread does, which sleeps in between
+    channel/8   asked as the draft channel's thread does, for 30 us, and then between two sleeps
     launches    the same beside a thread that launches kernels, as SGLang's scheduler does
     python      the same beside a thread that computes in Python, which holds the GIL
     device      what the GPU is busy with; share: of it, what a copy of as many bytes takes
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import triton
 
+from sglang_mixkv.channel.loop import ASKED
 from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.sockets import Poller
 from sglang_mixkv.draft import cuda
@@ -255,8 +256,10 @@ def as_the_channel() -> Callable[[Any], None]:
     poller = Poller()
 
     def wait(ticket: Any) -> None:
+        poller.came = time.monotonic()
         while not ticket.done():
-            poller.wait(0.1, True)
+            if time.monotonic() > poller.came + ASKED:
+                poller.wait(0.1, True)
 
     return wait
 

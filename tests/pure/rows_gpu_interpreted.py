@@ -422,27 +422,6 @@ def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
     assert torch.equal(side.pool[0], side.wanted[0])
 
 
-@pytest.mark.parametrize("failures", [1, 2])
-def test_rows_that_nobody_has_judged_do_not_stay(failures: int) -> None:
-    """Where the second launch fails it is tried again, and the batch still fails; if it
-    fails again, so has the device."""
-    side, launches = small(FakeCuda(captures=0)), []
-    ended(side.rows.start_pack(eight(side)))
-    real, wrong = side.cuda._cuLaunchKernel, [entry[18:20] for entry in side.pool]
-    side.staging.slot(1)[HEADER] ^= 1
-
-    def launch(*what: Any) -> int:
-        launches.append(what)
-        return LAUNCH_FAILED if 1 < len(launches) <= 1 + failures else real(*what) or 0
-
-    side.cuda._cuLaunchKernel = launch
-    with pytest.raises(CudaError, match="cuLaunchKernel"):
-        side.rows.start_unpack(eight(side))
-    assert (len(launches), len(side.cuda._queue)) == (3, 0)
-    assert any(entry.any() for entry in wrong) == (failures == 2)
-    assert side.rows.can_start
-
-
 def test_a_kernel_that_wrote_no_result_is_an_error() -> None:
     """And nothing starts with kernels that do nothing."""
     side = small()
@@ -631,6 +610,32 @@ def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
     for side in channel.prefill, channel.decode:
         side.channel._queue.wake()  # the end of a request waits for the next event
     assert channel.at_rest()
+
+
+@pytest.mark.parametrize(("failing", "found"), [("settle", "cold"), ("settle clear", "failed")])
+def test_rows_that_nobody_has_judged_are_zeroed_before_the_request_begins(
+    channel: Any, failing: str, found: str
+) -> None:
+    """Where the second launch fails, the first has stored what may be wrong. Where it cannot be
+    zeroed either, the request fails."""
+    device, decode, stored = channel.decode.store.device, channel.decode, list[bool]()
+    fake, real = device.driver.library, device.driver.library._cuLaunchKernel
+    fails = [device._kernels[name][0] for name in failing.split()]
+
+    def launch(function: int, *given: Any) -> int:
+        if function == device._kernels["clear"][0]:
+            stored.append(bool((decode.rows_of(handle) != threads.CANARY).any()))
+        return LAUNCH_FAILED if function in fails else real(function, *given) or 0
+
+    fake._cuLaunchKernel, decode.plane.damage = launch, [64]
+    sent, handle = channel.prefill.send(1, threads.SEGMENT), channel.open(1, threads.SEGMENT)
+    state, reason = channel.state(handle)
+    assert (state, stored) == (found, [True])
+    assert (reason == "unpack") == (found == "cold")
+    assert decode.rows_of(handle).any() == (found == "failed")
+    fake._cuLaunchKernel, decode.plane.damage = real, []
+    channel.end(sent, handle)
+    assert channel.request(2) == ("warm", "")
 
 
 def test_requests_that_end_while_kernels_run_lose_no_slot(channel: Any) -> None:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,35 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
     assert "rejected" in error or "no batch" in error
     assert not peer.reads
     assert bool(plane._names) is ("no batch" in error), "a name that may not be open is used again"
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1, 2])
+def test_a_read_over_mooncake_has_ended_once_all_its_transfers_have(failing: int | None) -> None:
+    """In whatever order they end. None is asked for after its end, when Mooncake has forgotten it,
+    and one alone at each look that finds none ended."""
+    for order in permutations(range(3)):
+        plane, asked, ended = object.__new__(Mooncake), list[int](), list[int]()
+        DataPlane.__init__(plane)
+        plane._memory, numbers = Memory(0, 100), iter(range(1, 4))
+
+        def check(number: int, asked: list[int] = asked, ended: list[int] = ended) -> int:
+            asked.append(number - 1)
+            return 0 if number - 1 not in ended else -1 if number - 1 == failing else 1
+
+        plane._engine = SimpleNamespace(
+            batch_transfer_async_read=lambda *_, numbers=numbers: next(numbers),
+            transfer_check_status=check,
+        )
+        peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
+        plane.start("it", peer, [(0, 0, 10), (20, 20, 10), (40, 40, 10)])
+        assert (plane.ended(), plane.ended(), len(asked)) == ([], [], 2)
+        for number in order:
+            assert plane.busy
+            ended.append(number)
+            found = plane.ended()
+        assert found == [("it", "" if failing is None else "Mooncake reports a failure")]
+        assert len(asked) <= 2 + 3 + 2, "three ends, and two looks that found no other"
+        assert (plane.busy, peer.reads) == (False, 0)
 
 
 HEAD = struct.pack("<QB", 400, mooncake.METADATA)

@@ -51,7 +51,7 @@ def channel(slow_tick: None) -> Iterator[Channel]:
 
 def test_looks_are_as_often_and_as_long_as_was_measured() -> None:
     """The machines need the first ten times a second."""
-    assert (loop.TICK, copier.AT_ONCE) == (0.1, 256 << 10)
+    assert (loop.TICK, loop.ASKED, copier.AT_ONCE) == (0.1, 30e-6, 256 << 10)
     assert (prefill_worker.BATCH, links.BATCH, links.CONNECT_S) == (64, 64, 5.0)
     assert (data_plane.CONNECT_S, data_plane.POLL_S, data_plane.RETRY_S) == (10.0, 1e-3, 1e-2)
 

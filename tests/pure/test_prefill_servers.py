@@ -386,7 +386,7 @@ def test_a_server_of_another_drafter_is_refused_unless_an_operator_wants_its_req
         else:
             assert site.servers.refuse(address, None) is None
             infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT}]
-            assert site.servers.plan(address, infos).cold
+            assert site.servers.plan(address, infos, None).cold
             assert wait_for(lambda: site.held()["sockets"] == 1)  # the channel thread adds it
 
 
@@ -663,10 +663,11 @@ def test_a_server_that_is_doubted_is_given_up_for_what_it_says_alone(
 
 
 def test_a_rank_that_registers_late_is_found(
-    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+    site: Site, prefill: Prefill, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server of an earlier build says too early that all are there. What decode has of it is
-    asked for again when a request needs a rank that is in no row, and not before."""
+    asked for again when a request needs a rank that is in no row, and not before. That request is
+    counted as refused, and prefill is notified of it."""
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     asked, rows = list[str](), [row_of(prefill)]
     late = row_of(prefill, rank_port=PORT + 1, instance=draw_instance(), address="")
@@ -679,7 +680,7 @@ def test_a_rank_that_registers_late_is_found(
     def is_planned(of: list[Any]) -> bool:
         site.servers.ensure(address)
         try:
-            return bool(site.servers.plan(address, of).sources)
+            return bool(site.servers.plan(address, of, receiver).sources)
         except MixKVError:
             return False
 
@@ -690,6 +691,8 @@ def test_a_rank_that_registers_late_is_found(
             time.sleep(0.05)
         assert len(asked) == 1
         assert not is_planned(infos)
+        assert [error.reason for error in site.reasons] == ["no_plugin"]
+        assert wait_for(lambda: receiver.told == [[PORT, PORT + 1]] * 3)
         assert wait_for(lambda: len(asked) == 2)
         assert is_planned(infos[:1]), "its facts are what they were"
         rows.append(late)
@@ -836,7 +839,7 @@ def test_plans_are_those_of_the_ranks_that_a_request_has(site: Site, prefill: Pr
         assert site.is_ready(address)
         for number in range(400):
             infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT + number % 7 % len(rows)}]
-            (source,) = site.servers.plan(address, infos).sources
+            (source,) = site.servers.plan(address, infos, None).sources
             assert source.peer[: len(rows[0].instance)] == rows[number % 7].instance
             del infos
 

@@ -6,11 +6,13 @@ import multiprocessing as mp
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -46,15 +48,12 @@ def test_what_wakes_nobody_comes_with_the_next_event_in_order(queue: EventQueue[
     assert queue.take([]) == [3]
 
 
-@pytest.mark.parametrize("sleep", ["poll", "_doze"])
-def test_what_comes_ends_the_sleep(queue: EventQueue[int], sleep: str) -> None:
-    """Also the one between two looks at reads."""
+def test_what_comes_ends_the_sleep(queue: EventQueue[int]) -> None:
     poller = Poller()
     poller.register(queue.fileno())
     began, timer = time.monotonic(), threading.Timer(0.05, queue.put, [1])
     timer.start()
-    getattr(poller, sleep)(60_000)
-    assert poller.poll(0) == [queue.fileno()]
+    assert poller.poll(60_000) == [queue.fileno()]
     assert time.monotonic() - began < 60
     timer.join()
 
@@ -79,20 +78,39 @@ def test_it_looks_less_often_when_nothing_comes(
     assert (sockets.EAGER, sockets.EAGER_MS, sockets.IDLE_MS) == (0.008, 0.2, 1)
 
 
-@pytest.mark.parametrize(
-    ("timeout_ms", "is_dozed"), [(0, False), (0.2, True), (0.999, True), (1, False), (2, False)]
-)
-def test_it_sleeps_for_less_than_a_millisecond_by_ppoll_alone(
-    timeout_ms: float, is_dozed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("timeout_ms", [0, 0.2, 0.999, 1, 30, 1500.5])
+def test_it_sleeps_as_long_as_it_is_told(
+    timeout_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """epoll_wait would sleep for a whole one; it does the rest, and only that."""
-    poller, dozed, slept = Poller(), list[float](), list[float]()
-    monkeypatch.setattr(poller, "_doze", dozed.append)
-    epoll = SimpleNamespace(poll=lambda seconds: slept.append(seconds) or [])
-    monkeypatch.setattr(poller, "_epoll", epoll)
-    assert poller.poll(timeout_ms) == []
-    assert dozed == [timeout_ms] * is_dozed
-    assert slept == [0 if is_dozed else timeout_ms / 1000]
+    """Once, also for less than the millisecond that epoll_wait knows; not at all for 0."""
+    slept = list[float]()
+
+    def ppoll(files: Any, count: int, timeout: bytes, mask: None) -> int:
+        seconds, nanoseconds = struct.unpack("qq", timeout)
+        slept.append(seconds * 1e3 + nanoseconds / 1e6)
+        return 0
+
+    monkeypatch.setattr(sockets, "_SLEEPS", SimpleNamespace(ppoll=ppoll))
+    assert Poller().poll(timeout_ms) == []
+    assert slept == [pytest.approx(timeout_ms)] * bool(timeout_ms)
+
+
+def test_more_files_than_one_look_takes_are_found_by_the_next_ones() -> None:
+    queues, poller = [EventQueue[int]() for _ in range(2 * sockets._MOST + 1)], Poller()
+    for one in queues:
+        poller.register(one.fileno())
+        one.put(1)
+    found = list[int]()
+    for most in (sockets._MOST, sockets._MOST, 1):
+        ready = poller.poll(1000)
+        assert len(ready) == most
+        found += ready
+        for one in queues:
+            one.take(ready)
+    assert sorted(found) == sorted(one.fileno() for one in queues)
+    assert poller.poll(0) == []
+    for one in queues:
+        os.close(one.fileno())
 
 
 HOST, FORK = "127.0.0.1", mp.get_context("fork")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from rig.channel.on_device import OnDevice
 from rig.channel.threads import (
     CANARY,
     HEADS,
@@ -34,7 +35,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.rows import DraftRows
 
 TOKENS = 20  # three segments
 PATIENCE = 3  # a busy machine of two cores
@@ -112,38 +113,6 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
 
 
 # ---------------------------------------------------------------- copies on a device
-
-
-class OnDevice:
-    """GpuRows, as far as the channel uses them: numpy copies at once, two jobs a batch."""
-
-    max_batch, can_start = 2, True
-
-    def __init__(self, rows: DraftRows, staging: Staging) -> None:
-        self.rows, self.staging = rows, staging
-
-    def pages(self, numbers: Any) -> Pages:
-        return Pages(np.asarray(numbers), PAGE)
-
-    def job(
-        self, pages: Pages, first: int, tokens: int, heads: range | None = None, slot: int = 0,
-        stamp: int = 0,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        rows = pages.rows(first, tokens)
-        return (rows,) if heads is None else (rows, heads, self.staging.slot(slot), stamp)
-
-    def _start(self, copy: Callable[..., SlotCheck | None], jobs: Sequence[Any]) -> Any:
-        results = [copy(*job) or SlotCheck.OK for job in jobs]
-        return type("Ticket", (), {"results": results, "done": lambda: True, "over": lambda: True})
-
-    def start_pack(self, jobs: Sequence[Any]) -> Any:
-        return self._start(self.rows.pack, jobs)
-
-    def start_unpack(self, jobs: Sequence[Any]) -> Any:
-        return self._start(self.rows.unpack, jobs)
-
-    def start_clear(self, jobs: Sequence[Any]) -> Any:
-        return self._start(self.rows.clear, jobs)
 
 
 def test_a_device_copies_what_threads_would(monkeypatch: pytest.MonkeyPatch) -> None:

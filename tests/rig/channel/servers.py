@@ -74,7 +74,7 @@ class Site:
     def peer(self, address: str) -> bytes:
         """The one rank of a server that is ready."""
         infos = [{"rank_ip": HOST, "rank_port": PORT}]
-        (source,) = self.servers.plan(address, infos).sources
+        (source,) = self.servers.plan(address, infos, None).sources
         return source.peer
 
     def request(self, address: str, prefill: Prefill) -> str:
