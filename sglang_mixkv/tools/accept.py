@@ -40,9 +40,8 @@ NOT_JUDGED, INTERRUPTED = 2, 130
 EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UNDECIDED: NOT_JUDGED}
 
 SIMULATED_TOKEN, SIMULATED_TOKENS = 100, 16
-"""What SGLang answers with SGLANG_SIMULATE_ACC_LEN, a knob for benchmarks that accepts so many
-drafts a round whatever they are (speculative/spec_utils.py): each verified token is the same. Fewer
-in a row can be an answer."""
+"""What SGLang answers with SGLANG_SIMULATE_ACC_LEN, with which it accepts so many drafts a round
+whatever they are (speculative/spec_utils.py). Fewer of this token in a row can be an answer."""
 
 
 class Prompt(msgspec.Struct):
@@ -117,10 +116,8 @@ def read_baseline(path: Path) -> Baseline:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except ValueError as error:
-        raise ValueError(
-            f"{path}: expected what accept wrote with --json, got something else ({error}). "
-            "Record it again with this release: --single, --pair, --prompts, --json"
-        ) from None
+        text = f"{path} is not what accept wrote with --json ({error}). Record it again"
+        raise ValueError(text) from None
     if not found.each:
         raise ValueError(f"{path} has no prompts: its run failed. Record it again")
     return found
@@ -196,30 +193,22 @@ def why_invalid(names: list[str], asked: list[Asked], compared: Comparison) -> I
     for name, answers in zip(names, sides, strict=True):
         outputs = [answer.tokens for answer in answers]
         if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
-            yield (
-                f"{name} makes its accept length up: an output is token {SIMULATED_TOKEN} and "
-                "nothing else. SGLANG_SIMULATE_ACC_LEN accepts drafts whatever they are, so a "
-                "broken drafter would look right. Restart its servers without the variable."
-            )
+            text = "makes its accept length up: restart its servers without SGLANG_SIMULATE_ACC_LEN"
+            yield f"{name} {text}"
         drafting = sum(answer.verify_rounds > 0 for answer in answers)
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
         if silent or not drafting:
-            yield (
-                f"{name} reports no speculative decoding (meta_info's spec_verify_ct) for "
-                f"{len(answers) - drafting} of {len(answers)} answers. Start all its servers with "
-                "the same speculative flags"
-            )
+            text = f"for {len(answers) - drafting} of {len(answers)} answers"
+            yield f"{name} reports no speculative decoding {text}: start its servers with it"
     if 0 < compared.single.accept_length < LEAST:
-        yield (
-            f"{names[0]} accepts {compared.single.accept_length:.3f} tokens a round: its own "
-            "drafter drafts nothing that a pair could lose. Give it the right drafter"
+        text = (
+            f"its own drafter drafts nothing ({compared.single.accept_length:.3f} tokens a round)"
         )
+        yield f"{names[0]}: {text}. Give it the right one"
     drafted = [{a.drafted for a in answers} - {0} for answers in sides]
     if all(drafted) and drafted[0] != drafted[1]:
-        yield (
-            f"{' and '.join(names)} draft {drafted[0]} and {drafted[1]} tokens a round. Give both "
-            "the same speculative flags"
-        )
+        text = f"draft {drafted[0]} and {drafted[1]} tokens a round: give both the same flags"
+        yield f"{' and '.join(names)} {text}"
 
 
 _URL: dict[str, Any] = {"metavar": "URL", "type": lambda url: url.rstrip("/")}
@@ -230,10 +219,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     made = parser("accept", __doc__)
     add, one = made.add_argument, made.add_mutually_exclusive_group(required=True)
     one.add_argument("--single", **_URL, help="a single server with the same models")
-    one.add_argument(
-        "--baseline", type=Path, metavar="FIGURES",
-        help="an earlier run's --json file in place of --single and --prompts",
-    )  # fmt: skip
+    earlier = "an earlier run's --json file in place of --single and --prompts"
+    one.add_argument("--baseline", type=Path, metavar="FIGURES", help=earlier)
     add("--pair", **_URL, required=True, help="the router before the pair")
     add("--prompts", type=Path, help="one prompt a line, text or JSON; with --single")
     of_answer = f"of an answer (default {MAX_NEW_TOKENS}); of a baseline its own"

@@ -57,9 +57,8 @@ class Side(msgspec.Struct, frozen=True):
 
     def row(self, name: str) -> str:
         shares = "  ".join(f"{share:6.1%}" for share in self.by_position)
-        return (
-            f"{name:>8}  {self.accept_length:13.3f}  {self.first_token_s * 1e3:8.0f} ms  {shares}"
-        )
+        first = 1e3 * self.first_token_s
+        return f"{name:>8}  {self.accept_length:13.3f}  {first:8.0f} ms  {shares}"
 
 
 class Comparison(msgspec.Struct, frozen=True):

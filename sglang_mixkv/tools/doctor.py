@@ -73,10 +73,7 @@ def versions() -> Iterator[Finding]:
     sglang, newest, advice, missing = version_of("sglang"), SUPPORTED_SGLANG[-1], "", ""
     engines = [f"{version_of(name)} ({name})" for name in MOONCAKE if version_of(name) != "none"]
     if sglang == "none":
-        advice = (
-            "SGLang is not installed, and nothing else was checked: run the doctor in the "
-            f"servers' image, or pip install sglang=={newest}"
-        )
+        advice = "SGLang is not installed, and nothing else was checked: use the servers' image"
     elif sglang not in SUPPORTED_SGLANG:
         advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=={newest}"
     elif not engines and version_of("nixl") == "none":
@@ -203,10 +200,8 @@ def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.e
         value = "TCP: MC_FORCE_TCP is set"
     elif here or (mooncake and environ.get("MOONCAKE_PROTOCOL") == "rdma"):
         otherwise = "MC_FORCE_TCP=1 if TCP is meant" if mooncake else f"{config.PLANE_ENV}=mooncake"
-        problem = (
-            "expected RDMA: load the device's driver, bring a port up, give this container "
-            f"/dev/infiniband and ibverbs-providers (Debian's name), or set {otherwise}"
-        )
+        problem = "expected RDMA: load the device's driver, bring a port up, give this container "
+        problem += f"/dev/infiniband and ibverbs-providers (Debian's name), or set {otherwise}"
     return Finding("data plane", "transport", value, problem)
 
 

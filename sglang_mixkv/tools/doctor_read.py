@@ -148,8 +148,7 @@ def serve(host: str, port: int, wire: Wire) -> Result:
         try:
             listener.bind(endpoint(host, port))
         except zmq.ZMQError as error:
-            text = f"cannot listen on port {port}: {error.strerror}. Choose another port"
-            raise ReadFailed(text) from None
+            raise ReadFailed(f"cannot listen on port {port}: {error.strerror}") from None
         if host == "*":
             print(f"listening on port {port} for one --peer", file=sys.stderr, flush=True)
         while True:
@@ -183,8 +182,8 @@ def read(host: str, port: int, wire: Wire) -> Result:
         asking.send(msgspec.msgpack.encode(ask))
         side = Side(wire, here)
         if not asking.poll(ANSWER_S * 1000):
-            text = f"no doctor --listen answers at {host}:{port} within {ANSWER_S} s"
-            raise ReadFailed(f"{text}: start it, and open its port")
+            text = f"no doctor --listen answers at {host}:{port}: start it, and open its port"
+            raise ReadFailed(text)
         offer = msgspec.msgpack.decode(asking.recv(), type=Offer)
         if offer.failed:
             raise ReadFailed(f"on the other side: {offer.failed}")

@@ -36,8 +36,7 @@ SCHEMA = 6
 
 
 class Need(msgspec.Struct, frozen=True):
-    """`wrong_share`: of a prompt's draft KV on decode, without the plugin. None where requests
-    fail, or where it depends on the rows."""
+    """`wrong_share`: of draft KV on decode, without the plugin; None: requests fail, or it depends."""
 
     needed: bool
     reason: str
@@ -214,10 +213,8 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
     if prefill.enabled != decode.enabled:
         yield "[MIXKV-PAIR-01] --enable-mixkv: on one side only. Set it on both, or on neither."
     if prefill.dp_size > 1:  # CommonKVSender.__init__ in common/conn.py: each one's DP rank is 0
-        yield (
-            f"prefill: of {prefill.dp_size} replicas (--dp-size without DP attention) SGLang fails "
-            "the requests of all but the first. Start them as servers, each without --dp-size."
-        )
+        text = "replicas (--dp-size without DP attention) SGLang fails the requests of all but one"
+        yield f"prefill: of {prefill.dp_size} {text}. Start them as servers."
     if prefill.tcp and _is_cut(prefill, decode):
         yield f"{_TCP}. Use RDMA, NIXL or one attention-TP size."
     for name, why in (
@@ -273,10 +270,8 @@ def _models(prefill: Server, decode: Server) -> Iterator[str]:
     if prefill.draft and here != there and None in (prefill.facts, decode.facts):
         yield from _differ("drafter", here, there, "its KV cannot be moved")
     elif decode.draft and not decode.draft.kv_heads and decode.target.kv_heads:
-        yield (
-            "[MIXKV-START-05] an MLA drafter beside a target with KV heads: SGLang would pair its "
-            "rows with others. Use a drafter with KV heads."
-        )
+        text = "an MLA drafter beside a target with KV heads. Use one with KV heads."
+        yield f"[MIXKV-START-05] {text}"
 
 
 def _differ(what: str, prefill: object, decode: object, why: str) -> Iterator[str]:
@@ -294,17 +289,9 @@ def _notes(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     if not prefill.tcp and _is_cut(prefill, decode):
         yield f"{_TCP}; over RDMA and NIXL they do not"
     if need and not need.needed and decode.facts and prefill.enabled and decode.enabled:
-        yield (
-            f"--enable-mixkv is of no use here: drop it on both sides. It costs a rank "
-            f"{decode.config.staging_mb} MiB, and draft KV two copies"
-        )
+        cost = f"a rank {decode.config.staging_mb} MiB, and draft KV two copies"
+        yield f"--enable-mixkv is of no use here, and costs {cost}: drop it on both sides"
     if prefill.draft is None and decode.draft is not None:
-        yield (
-            "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
-            "accepted; give prefill the same --speculative flags"
-        )
+        yield "speculation on decode alone: drafters start cold; give prefill the same flags for it"
     if decode.draft is not None and decode.draft.window is not None:
-        yield (
-            f"draft window: decode's drafter reads the last {decode.draft.window:,} tokens alone, "
-            "and of a longer prompt only their draft KV is moved"
-        )
+        yield f"draft window: the last {decode.draft.window:,} tokens' draft KV alone is moved"

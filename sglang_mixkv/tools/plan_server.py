@@ -158,17 +158,14 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
     attention_tp = view.tp_size // parts if parts and not view.tp_size % parts else 0
     # Of a target with an MTP layer, or DSPARK's, SGLang knows; of others it would load the target.
     if draft and args.speculative_draft_model_path in (None, args.model_path):
-        is_own = view.speculative_draft_model_path or (
-            draft.facts.architecture != target.facts.architecture
-        )
-        if not is_own or draft.facts.algorithm in ("EAGLE3", "STANDALONE"):
+        is_same = draft.facts.architecture == target.facts.architecture
+        is_none = is_same and view.speculative_draft_model_path is None
+        if is_none or draft.facts.algorithm in ("EAGLE3", "STANDALONE"):
             text = "needs --speculative-draft-model-path: the target brings no such drafter"
             stock.append(f"{role}: {draft.facts.algorithm} {text}")
     if draft and draft.kv_heads and view.hicache_storage_backend == refusals.STORED:
-        notes.append(
-            f"{role}: with the plugin, its draft KV in Mooncake's store is found by servers of "
-            f"attention TP {attention_tp} alone; others compute such a prefix and store their own"
-        )
+        text = "draft KV in Mooncake's store is found by servers of the same attention TP alone"
+        notes.append(f"{role}: with the plugin, its {text} ({attention_tp})")
     refused += _refused(role, line, view, args)
     return Server(
         **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=tuple(stock),
@@ -213,10 +210,8 @@ def _check_models(args: argparse.Namespace) -> None:
         with suppress(HFValidationError):  # no name of the Hub's
             if path is None or Path(path).exists() or try_to_load_from_cache(path, "config.json"):
                 continue
-        raise unreadable(
-            f"{flag} {path}: neither a folder nor in the Hub's cache here, and the plan downloads "
-            f"nothing. Copy the model's config.json into a folder, and give {flag} FOLDER"
-        )
+        text = "neither a folder nor in the Hub's cache here: copy its config.json into a folder"
+        raise unreadable(f"{flag} {path}: {text}")
 
 
 def _not_started(role: str, server_args: Any) -> Iterator[str]:
@@ -250,10 +245,8 @@ def _refused(role: str, line: Line, view: Any, args: argparse.Namespace) -> Iter
     for reason in refusals.broken(rules(), view, line.environ, args):
         yield f"[MIXKV-START-03] {role}: {reason}"
     if view.disaggregation_mode != role:
-        yield (
-            f"[MIXKV-START-03] {role}: expected --disaggregation-mode {role}; got "
-            f"{view.disaggregation_mode}. Are the two launch lines swapped?"
-        )
+        text = f"expected --disaggregation-mode {role}; got {view.disaggregation_mode}"
+        yield f"[MIXKV-START-03] {role}: {text}. Are the two launch lines swapped?"
 
 
 def _stage(target: Model, view: Any) -> Target:

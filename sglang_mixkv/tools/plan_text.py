@@ -63,11 +63,8 @@ def split(text: str, role: str = "") -> Line:
     lines = {_PLACE.sub("", " ".join(line.flags)): line for line in found[::-1]}
     if len(lines) != 1:
         each = [f"\n  {' '.join((line.launcher, *line.flags)):.90}" for line in found]
-        raise unreadable(
-            f"expected one launch line, got {len(lines)}{':' * bool(each)}{''.join(each)}\nGive "
-            "SGLang's or Dynamo's command, or its flags, or the script, manifest or compose file "
-            "that has it: as text, by the file's name, or - for stdin"
-        )
+        text = "Give SGLang's or Dynamo's, or the script, manifest or compose file that has it"
+        raise unreadable(f"expected one launch line, got {len(lines)}{''.join(each)}\n{text}")
     (line,) = lines.values()
     words = (word for word in line.flags if "$" in word or "`" in word)
     return line._replace(unread=(*line.unread, *words))
@@ -112,10 +109,8 @@ def _lines_of_script(text: str, environ: Mapping[str, str]) -> Iterator[Line]:
     for whole in _commands(text):
         words = [part for word in whole for part in _filled(word, known)]
         if has_begun and words and words[0].startswith("--"):
-            raise unreadable(
-                f"{words[0]} is cut off from its command, by a comment or since a backslash is "
-                "missing: a shell starts the server without it"
-            )
+            text = "is cut off from its command by a comment or a missing backslash"
+            raise unreadable(f"{words[0]} {text}: a shell starts the server without it")
         lines = [*_line(words, exported)]
         has_begun = any(line.launcher for line in lines)
         unread = tuple(n for n in known if n.startswith("SGLANG_") and n not in exported)

@@ -245,10 +245,8 @@ def _pairs(since: Pages) -> Iterator[Pair]:
 def _of_server(server: Server, page: Page) -> Iterator[tuple[str, str]]:
     """What is wrong, and what to do."""
     if not server.ranks:
-        yield (
-            "its page, which should be a server's own, has no series of the plugin",
-            "Start it with --enable-mixkv; with it, search its log for MIXKV-",
-        )
+        what = "its page, which should be a server's own, has no series of the plugin"
+        yield what, "Start it with --enable-mixkv; with it, search its log for MIXKV-"
     elif 0 < server.slots <= server.slots_used:
         yield "all slots of a rank are in use", f"{MEMORY} if it stays so"
     if not all(one.total() for one in page.ranks("gpu_kernels")):

@@ -177,10 +177,10 @@ def test_dynamos_launcher(text: str, is_dynamos: bool) -> None:
     ("text", "words"),
     [
         ("", "expected one launch line, got 0\n"),
-        ("prefill.sh", "got 0\n.*or the script.*by the file's name"),
+        ("prefill.sh", "got 0\n.*or the script, manifest"),
         ("--model-path 'm", "No closing quotation"),
-        (f"{RUN}\n{RUN}-2", "got 2:\n  .*launch_server --model-path m\n  .*--model-path m-2\n"),
-        ("vllm serve a --x 1\nother --y 2", r"got 2:\n   --x 1\n   --y 2"),
+        (f"{RUN}\n{RUN}-2", "got 2\n  .*launch_server --model-path m\n  .*--model-path m-2\n"),
+        ("vllm serve a --x 1\nother --y 2", r"got 2\n   --x 1\n   --y 2"),
         (f"{RUN} \\\n  # --dp 8 \\\n  --tp 8", "--tp is cut off from its command"),
         (f"{RUN}\n  --tp 8", "--tp is cut off from its command"),
         ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "START-04"),
