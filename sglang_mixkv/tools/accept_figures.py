@@ -92,11 +92,8 @@ class Comparison(msgspec.Struct, frozen=True):
             return Verdict.OTHER_OUTPUT
         if any(one.is_below for one in each):
             return Verdict.BELOW
-        if (
-            self.interval
-            and self.interval[0] >= 1 - self.gate
-            and all(one.interval for one in each)
-        ):
+        low, _ = self.interval or (0, 0)
+        if low >= 1 - self.gate and all(one.interval for one in each):
             return Verdict.WITHIN
         return Verdict.UNDECIDED
 

@@ -36,7 +36,7 @@ SCHEMA = 6
 
 
 class Need(msgspec.Struct, frozen=True):
-    """`wrong_share`: of draft KV on decode, without the plugin; None: requests fail, or it depends."""
+    """`wrong_share`: of draft KV on decode without the plugin; None where that is not known."""
 
     needed: bool
     reason: str
