@@ -44,7 +44,7 @@ NETWORK = "Look at the network between the two, and at their load"
 REPORT = "Report it with both logs"
 MEMORY = "Raise --mixkv-staging-mb"
 SAME_DRAFTER = "Give both sides the same drafter"
-TRACEBACK = "See the traceback above"
+TRACEBACK = "Its reason is in this log"
 _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 
 

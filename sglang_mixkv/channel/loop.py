@@ -15,8 +15,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import EventQueue, Poller
@@ -26,6 +26,33 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 TICK = 0.1  # seconds
 ASKED = 30e-6  # seconds; a batch on a device takes 10 to 20 us
+
+
+class StateMachine(Protocol):
+    """What a worker asks of its machine (prefill/machine.py, decode/machine.py)."""
+
+    def advance(self, now: float) -> None: ...
+    def actions(self) -> Sequence[Any]: ...
+    def tick(self) -> None: ...
+    def copied(self, jobs: Any, outcome: Any) -> None: ...
+    def on_action_failed(self, action: Any, error: Exception) -> None: ...
+    def outstanding(self) -> dict[str, int]: ...
+
+
+class Copies(Protocol):
+    """What a worker's thread asks of its copier (draft/copier.py)."""
+
+    launched: float
+
+    @property
+    def is_alive(self) -> bool: ...
+    @property
+    def polled(self) -> bool: ...
+    @property
+    def done(self) -> object: ...
+    def start(self, copies: Sequence[Any]) -> None: ...
+    def ended(self) -> list[tuple[list[Any], Any]]: ...
+
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 """What the channel thread calls, and with what: as a rule a method of its machine."""
@@ -39,7 +66,7 @@ class Worker(ABC):
     names: tuple[str, str]
 
     def __init__(
-        self, machine: Any, poller: Poller, reporter: Reporter, times: Times, store: Any
+        self, machine: StateMachine, poller: Poller, reporter: Reporter, times: Times, store: Any
     ) -> None:
         """`store`: of draft/copier.py; None on a rank without a drafter, which copies nothing."""
         self._machine, self._poller, self._reporter = machine, poller, reporter
@@ -47,7 +74,8 @@ class Worker(ABC):
         self._slowest = times.last_resort
         self._queue: EventQueue[Call] = EventQueue()
         poller.register(self._queue.fileno())
-        self._copies = store and store.copier(self.names[1], self._queue.wake, reporter.moved)
+        copier = store and store.copier(self.names[1], self._queue.wake, reporter.moved)
+        self._copies: Copies | None = copier
         self._broken, self._stopping = threading.Event(), False
         self._ticked = 0.0
         self._thread = threading.Thread(target=self._run, name=self.names[0], daemon=True)
@@ -67,7 +95,8 @@ class Worker(ABC):
         return found + [f"{count} {name} left" for name, count in left.items()]
 
     def _call(self, method: Callable[..., object], *args: Any, wake: bool = True) -> None:
-        """Have the channel thread call this, after earlier calls. `wake`: see EventQueue.put."""
+        """Have the channel thread call this, after earlier calls, and then carry out the machine's
+        actions. `wake`: see EventQueue.put."""
         self._queue.put((method, args), wake)
 
     # -- the channel thread
@@ -81,7 +110,8 @@ class Worker(ABC):
         """Calls for what has come besides copies. `ready`: sockets with messages."""
 
     @abstractmethod
-    def _do(self, action: Any) -> None: ...
+    def _do(self, action: Any) -> None:
+        """Carry out an action of the machine (prefill/actions.py, decode/actions.py)."""
 
     def _run(self) -> None:
         try:
@@ -102,10 +132,10 @@ class Worker(ABC):
         yield from self._queue.take(ready)
         yield from self._poll(ready)
         if self._copies is not None and self._copies.done:
-            yield from self._copied()
+            yield from self._copied(self._copies)
 
-    def _copied(self) -> Iterator[Call]:
-        for ended in self._copies.ended():
+    def _copied(self, copies: Copies) -> Iterator[Call]:
+        for ended in copies.ended():
             yield self._machine.copied, ended
 
     def _ticks(self) -> Iterator[Call]:
@@ -144,4 +174,4 @@ class Worker(ABC):
             while not ((copies := self._copies) and copies.done):
                 if not (copies and copies.polled and time.monotonic() < copies.launched + ASKED):
                     return
-            self._take(self._copied())
+            self._take(self._copied(copies))

@@ -101,7 +101,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Either side says that this use of the room is over. Decode counts `code`, and logs `detail`."""
+    """Either side ends this use of the room. Decode counts `code`, and logs `detail`."""
 
     room: Room
     generation: Secret

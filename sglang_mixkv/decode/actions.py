@@ -1,4 +1,4 @@
-"""Actions that a decode rank's state machine asks for."""
+"""Actions that a decode rank's state machine asks for, and DecodeWorker._do carries out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Send(msgspec.Struct, frozen=True):
 class StartRead(msgspec.Struct, eq=False):
     """Read these segments, of one transfer. `Machine.read_ended` follows, however long it takes.
 
-    For the machine alone: when it `began`, `until` when it may take, and whether it has `failed`,
-    so that none of the segments is used.
+    For the machine alone: when it `began`; `until`, its deadline; `failed`: its segments are not
+    used.
     """
 
     peer: Peer

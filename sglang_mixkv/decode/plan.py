@@ -26,8 +26,8 @@ class Plan(msgspec.Struct, frozen=True):
     """The plan of all requests that contact the ranks of these entries of `bootstrap_infos`.
     `sources`: the ranks of the drafter's stage. `cold`: why nothing is fetched.
 
-    SGLang keeps one entry for each rank while it is connected, and requests come with the same
-    ones. `infos` retains them, so that no other object gets their identities.
+    SGLang keeps one entry for each rank while it is connected. Plans are found by the identities
+    of these, and `infos` keeps them alive, so that no other object gets one.
     """
 
     sources: tuple[Source, ...]

@@ -91,8 +91,8 @@ class Segments:
         return found
 
     def late(self, request: Request, since: float) -> list[Peer]:
-        """Return peers whose rows are missing through no fault of this rank (no slot for them, an
-        earlier forward still running, waiting copies): a read from them began before `since`."""
+        """Return the peers to blame for missing rows: those of which no segment waits on this rank
+        for a slot, a forward or a copy, and those with a read that began before `since`."""
         here = {one.peer for one in request.segments if one.stage is not Stage.READING}
         here -= {read.peer for read in self._reads if read.began <= since}
         return [peer for peer in request.missing() if peer not in here]

@@ -2,9 +2,9 @@ r"""Request, SourceTransfer and Segment of a decode rank: a request, its transfe
 rank, in pieces; and RecentRooms, which knows whether a room number was used again too early.
 
 A Request, a *room* in logs and metrics, is named by its *generation*, since SGLang uses its room
-numbers again. A *peer* is a prefill rank by the facts of one prefill server: by another server's it
-is another peer, so that no server can end what another's facts began. A *handle* is the caller's
-name of a request (in a server its ReceiveHandle).
+numbers again. A *peer* is a prefill rank as one server's facts name it. The same rank named by
+another server is another peer, so that no server can end what came by another's facts. A *handle*
+is the caller's name of a request (in a server its ReceiveHandle).
 
 WAITING --a slot is free--> READING --read_ended--> HELD, while an earlier forward may write
    |                           |                     |      to the same rows

@@ -226,6 +226,7 @@ class DecodeWorker(Worker):
                 if not self._links.read(action):
                     self._call(self._machine.read_ended, action, "the prefill rank is gone")
             case act.StartCopies(jobs):
+                assert self._copies is not None
                 self._copies.start(list(map(self._copy_of, jobs)))
             case act.Verdict(ReceiveHandle() as handle, state, reason):
                 if handle.state is None:

@@ -25,6 +25,7 @@ from sglang_mixkv.draft.layout import Pages
 if TYPE_CHECKING:
     from sglang_mixkv.channel.data_plane import DataPlane
     from sglang_mixkv.draft.rows import DraftRows, Staging
+    from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -39,7 +40,7 @@ class Store(NamedTuple):
     rows: DraftRows
     staging: Staging
     plane: DataPlane
-    device: Any = None
+    device: GpuRows | None = None
 
     def copier(
         self, name: str, wake: Callable[[], None], moved: Callable[[int, float], None]
@@ -170,16 +171,20 @@ class HostCopier(Copier):
 
 
 class GpuCopier(Copier):
-    """Copies on a GPU (rows_gpu.py), started and asked for by the channel's thread."""
+    """Copies on a GPU, started and asked for by the channel's thread."""
 
     is_alive = True
 
     def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
         super().__init__(store, moved)
-        self._device = store.device
-        self._starts = {kind: getattr(store.device, f"start_{kind.value}") for kind in Kind}
+        assert store.device is not None
+        self._device = device = store.device
+        self._starts = {
+            Kind.PACK: device.start_pack, Kind.UNPACK: device.start_unpack,
+            Kind.CLEAR: device.start_clear,
+        }  # fmt: skip
         self._waiting: deque[tuple[Copy, Any]] = deque()  # and as the device takes it
-        self._flying: deque[tuple[Any, list[Copy], float]] = deque()
+        self._flying: deque[tuple[Ticket, list[Copy], float]] = deque()
         self._over: list[Ended] = []
 
     @property
@@ -196,6 +201,7 @@ class GpuCopier(Copier):
             try:
                 self._waiting.append((copy, self._prepare(copy)))
             except Exception as error:  # it fails alone
+                logger.exception("[MIXKV-SELF-01] draft KV could not be copied on the device")
                 self._over.append((copy, error, 0.0))
         self._launch()
 
@@ -207,9 +213,12 @@ class GpuCopier(Copier):
         while self._flying and self._flying[0][0].done():
             ticket, batch, began = self._flying.popleft()
             seconds = (time.perf_counter() - began) / len(batch)
-            for copy, found in zip(batch, ticket.results, strict=True):
+            failed = RuntimeError(ticket.error) if ticket.error else None
+            if failed:
+                logger.error("[MIXKV-SELF-01] a batch of draft KV has failed: %s", failed)
+            for copy, check in zip(batch, ticket.results, strict=True):
                 copy.gate.ended(ticket)
-                self._over.append((copy, found, seconds))
+                self._over.append((copy, failed or check, seconds))
         self._launch()
         found, self._over = self._over, []
         return found

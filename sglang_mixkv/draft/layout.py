@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -31,6 +31,9 @@ from numpy.typing import NDArray
 
 from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.errors import refuse
+
+if TYPE_CHECKING:
+    from sglang_mixkv.draft.rows_gpu import GpuRows
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -139,9 +142,8 @@ class Pages:
     """The places of the tokens of a chunk or a request: `pages` of `page_size` tokens, by the draft
     pool's page numbers.
 
-    `events`: objects with `query() -> bool`. Once all are true, the pages can be read and the KV is
-    in them; for a chunk that was `written`, by time.monotonic(). `error`: why it is unknown whether
-    it is; nothing can be read then.
+    `events`: objects with `query() -> bool`. Once all are true, the KV is in the pages. `written`:
+    when a chunk's was, by time.monotonic(). `error`: an event failed; the pages must not be read.
     """
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
@@ -158,7 +160,7 @@ class Pages:
         pages = np.asarray(self._pages, dtype=np.int64)
         return pages[tokens // self._size] * self._size + tokens % self._size
 
-    def on(self, device: Any) -> Any:
+    def on(self, device: GpuRows) -> memoryview:
         """Return the page numbers as that device's jobs take them, made once for all segments."""
         if self.error is not None:
             raise self.error

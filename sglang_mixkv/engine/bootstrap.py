@@ -19,8 +19,8 @@ _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_r
 
 
 class DraftBootstrapServer:
-    """Mixed into CommonKVBootstrapServer. `mixkv_rows`: each rank's address, and its row as
-    JSON, None without the plugin."""
+    """Mixed into CommonKVBootstrapServer (manager.mixed). `mixkv_rows`: each rank's
+    address, and its row as JSON, None without the plugin."""
 
     mixkv_rows: dict[tuple[int, ...], tuple[str, bytes | None]]
 

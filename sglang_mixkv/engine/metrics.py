@@ -102,8 +102,8 @@ class MetricsReporter(Reporter):
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
-        """Note it only, since the scheduler waits: the channel's thread counts it, unless that did
-        not decide the request, and may have ended."""
+        """Only queue it, as SGLang's scheduler waits. The channel thread counts it in `ticked`; if
+        the reason is BROKEN, that thread may have ended, and it is counted here."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began, handle.waited))

@@ -133,8 +133,8 @@ class PrefillServers:
         return f"prefill server {address} is refused: {refusal.error}"
 
     def plan(self, address: str, infos: Sequence[Any], receiver: Any) -> Plan:
-        """Return the plan for these `bootstrap_infos`. MixKVError if their ranks do not fit, which is
-        counted and sent as by `refuse`."""
+        """Return the plan for these `bootstrap_infos`. MixKVError if their ranks do not fit: the
+        request is counted, and its ABORT sent, as by `refuse`."""
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")

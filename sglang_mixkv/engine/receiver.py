@@ -23,8 +23,8 @@ class _Manager(RankManager):
 
 
 class DraftReceiver(RoomUse):
-    """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that is
-    not opened.
+    """Mixed into CommonKVReceiver (manager.mixed). `handle`: None before send_metadata, and for a
+    request that is not opened.
 
     SGLang's Success becomes Transferring while draft KV is awaited, and Failed if rows could not
     even be cleared. `init` fails requests to a refused server.

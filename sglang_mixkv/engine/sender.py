@@ -16,8 +16,8 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftSender(SenderRoomUse):
-    """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init.
-    SGLang's Success becomes Transferring while draft KV is packed."""
+    """Mixed into CommonKVSender (manager.mixed). `handle`: None on a rank without draft KV, or
+    before init. SGLang's Success becomes Transferring while draft KV is packed."""
 
     kv_mgr: RankManager
     handle: SendHandle | None = None

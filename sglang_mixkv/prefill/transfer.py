@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -17,26 +16,28 @@ from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.layout import Pages
 
 MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens [first, first + count) of the prompt. `pages`: where they are (Pages in
-    draft/layout.py); opaque here. `pending`: their KV may not be written yet."""
+    """Tokens [first, first + count) of the prompt, in `pages`. `pending`: their KV may
+    not be written yet."""
 
     handle: Hashable
     first: int
     count: int
     last: bool
-    pages: Any
+    pages: Pages
     pending: bool
 
 
 class Request:
-    """One request, or OPENs that came before it; `handle` is None then. `readers`: their number by
-    these OPENs, 1 before the first. `written`: how many chunks are. `sent`: when SGLang's own
-    transfer succeeded. `progress`: when the request began, a reader opened it, or packing advanced.
+    """One request, or OPENs that came before it; `handle` is None then. `readers`: their number, as
+    its OPENs say; 1 before the first. `written`: how many leading chunks are. `sent`: when SGLang's
+    own transfer succeeded. `progress`: when the request began, a reader opened it, or packing
+    advanced.
     """
 
     def __init__(self, number: int, now: float) -> None:
@@ -92,10 +93,10 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 class ReaderTransfer:
     """The transfer of a request to one reader. `limit`: tokens of a segment at most.
 
-    `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
-    which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
-    the prompt; `announced`: how many were; `all_cut`: no more follow. It is `complete` once the
-    last READY has left, and `over` once it failed.
+    `token` is the next to be cut into a segment, `at` its chunk, and `chunk` that one's number.
+    `packing`: segments that were cut and not announced, in the order of the prompt; `announced`:
+    how many were; `all_cut`: no more follow. It is `complete` once the last READY has left, and
+    `over` once it failed.
     """
 
     def __init__(self, request: Request, opened: Open, connection: bytes, limit: int) -> None:

@@ -67,7 +67,9 @@ class PrefillWorker(Worker):
         poller = Poller()
         poller.register(self._socket)
         super().__init__(machine, poller, reporter, times, store)
-        self._pending: deque[tuple[SendHandle, Pages]] = deque()  # chunks that may not be written
+        self._pending: deque[tuple[SendHandle, Pages]] = (
+            deque()
+        )  # of chunks that wait for a forward
         self._lost: set[bytes] = set()
         self._thread.start()
 
@@ -89,8 +91,8 @@ class PrefillWorker(Worker):
 
     def release(self, handle: SendHandle) -> bool:
         """SGLang's own transfer has succeeded. Return whether that may be reported, since nothing
-        reads the pages any more. A request that was given up may have packs queued, or one under
-        way."""
+        reads the pages any more: a request that was given up may still have packs, which its gate
+        stops."""
         if handle.sent is None:
             handle.sent = time.monotonic()
             if not handle.pages_released:
@@ -155,6 +157,7 @@ class PrefillWorker(Worker):
     def _do(self, action: act.Action) -> None:
         match action:
             case act.Pack(segments):
+                assert self._copies is not None
                 self._copies.start(list(map(_copy_of, segments)))
             case act.Send():
                 self._send(action)

@@ -236,7 +236,8 @@ def test_a_receiver_has_the_plan_of_its_server_and_ranks() -> None:
     one, manager = opening()
     address = one.bootstrap_addr
     assert manager.mock_calls == [
-        call.servers.refuse(address, one), call.stock.init(3), call.servers.plan(address, ["info"], one)
+        call.servers.refuse(address, one), call.stock.init(3),
+        call.servers.plan(address, ["info"], one),
     ]  # fmt: skip
     assert one.plan is PLAN
     assert not failed(one, manager, "")

@@ -18,6 +18,8 @@ from sglang_mixkv.draft.copier import Copy, GpuCopier, Kind
 class Batch:
     """In flight until the test ends it."""
 
+    error = ""
+
     def __init__(self, kind: str, jobs: list[str]) -> None:
         self.kind, self.jobs, self.end = kind, jobs, threading.Event()
 
@@ -117,6 +119,19 @@ def test_what_is_made_ends_together_and_is_counted_unless_it_was_cleared() -> No
     found = list(test.copies.ended())
     assert found == [(["b1 stale"], SlotCheck.STALE), (["a1", "c1", "a clear"], SlotCheck.OK)]
     assert test.moved == [2 * 10]
+
+
+def test_a_batch_that_failed_ends_with_its_reason_which_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    test = Copies()
+    test.start("a1", "b1", "c!")
+    (batch,) = test.device.batches
+    batch.error = "cuEventQuery: 719"
+    batch.end.set()
+    found = {job: str(result) for job, result in test.ended().items()}
+    assert found == {"a1": batch.error, "b1": batch.error, "c!": "outside the pool"}
+    assert [record.message.count(batch.error) for record in caplog.records] == [0, 1]
 
 
 def test_jobs_behind_a_closed_gate_are_skipped_and_the_others_start() -> None:

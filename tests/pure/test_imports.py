@@ -33,7 +33,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "draft/copier.py": (
         {"msgspec"},
-        {"channel.data_plane", "channel.gate", "channel.slot_format", "draft.layout", "draft.rows"},
+        {"channel.data_plane", "channel.gate", "channel.slot_format", "draft.layout", "draft.rows",
+         "draft.rows_gpu"},
     ),
     "draft/rows.py": ({"numpy", "torch"}, {"channel.slot_format", "draft.cuda"}),
     "draft/cuda.py": (set(), set()),

@@ -16,6 +16,8 @@ from .threads import PAGE
 
 
 class Ticket:
+    error = ""
+
     def __init__(self, results: list[SlotCheck], until: float) -> None:
         self.results, self._until = results, until
 
