@@ -33,9 +33,7 @@ from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict, compar
 from sglang_mixkv.tools.client import RequestFailed, read_event, request, stream
 
 MAX_NEW_TOKENS = 128
-LEAST = 1.1
-"""An accept length of a drafter that is of use; below it there is nothing to lose."""
-
+LEAST = 1.1  # an accept length of a drafter that is of use; below it there is nothing to lose
 NOT_JUDGED, INTERRUPTED = 2, 130
 EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UNDECIDED: NOT_JUDGED}
 
@@ -45,9 +43,8 @@ whatever they are (speculative/spec_utils.py). Fewer of this token in a row can 
 
 
 class Prompt(msgspec.Struct):
-    """A row has one of the first four. `turns`: as in SPEED-Bench
-    (sglang/benchmark/datasets/speed_bench.py), whose first is taken. CHAT: what a chat may have
-    besides, and /tokenize takes."""
+    """A row has one of the first four. `turns`: as in SPEED-Bench (speed_bench.py in SGLang's
+    benchmark/datasets/), whose first is taken. CHAT: what /tokenize takes besides."""
 
     input_ids: tuple[int, ...] = ()
     text: str = ""
@@ -91,8 +88,8 @@ def _prompt(where: str, line: str) -> Prompt:
 
 
 def token_ids(url: str, prompt: Prompt) -> tuple[int, ...]:
-    """A prompt as the server's own tokenizer and chat template have it (SGLang's /tokenize in
-    entrypoints/http_server.py), so that both deployments get the same ids. Raises RequestFailed."""
+    """A prompt as the single server's /tokenize has it, so that both deployments get the same ids.
+    Raises RequestFailed."""
     if prompt.input_ids:
         return prompt.input_ids
     what: dict[str, Any] = {"prompt": prompt.text}

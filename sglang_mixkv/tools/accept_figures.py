@@ -1,8 +1,5 @@
-"""The comparison of a pair's answers with a single server's, prompt by prompt.
-
-Accept lengths here are what a verify round yields, its right drafts and one token more. The first
-token of an answer, which prefill computes, is not in them: short answers would look the same.
-"""
+"""The comparison of a pair's answers with a single server's, prompt by prompt. Accept lengths here
+are what a verify round yields, its right drafts and one token more, without an answer's first."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ import numpy as np
 
 from sglang_mixkv.tools.client import Answer
 
-FEWEST = 8
-"""Prompts that a verdict needs: of fewer, how much prompts differ is not known."""
-
+FEWEST = 8  # prompts for a verdict: of fewer, how much prompts differ is not known
 EARLY = 8
 RESAMPLES, TAIL = 2000, 0.025
 
@@ -62,11 +57,10 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The comparison of some prompts. `ratio`: the pair's accept length to the single server's;
-    None where one has no rounds. `interval`: where the ratio lies; None where the prompts are too
-    few. `differs`: whether outputs do too soon, too often. `gate`: the share of accept length that
-    the pair may lose. `by_dp_rank`: of decode's DP ranks, where several answered: one may be
-    broken. `differ_from`: the median of the first tokens that differ."""
+    """`ratio`: the pair's accept length to the single server's; None where one has no rounds.
+    `interval`: where it lies; None for too few prompts. `differs`: outputs do too soon, too often.
+    `gate`: the share that the pair may lose. `by_dp_rank`: of decode's, where several answered,
+    since one may be broken. `differ_from`: the median of the first tokens that differ."""
 
     prompts: int
     same_output: int

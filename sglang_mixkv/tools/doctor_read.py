@@ -3,9 +3,8 @@
     serve   listens on a port; fills slots, and answers each reader with where they are
     read    asks a listener, reads its slots, compares each byte, and tells it what was wrong
 
-Each takes the data plane and the staging memory that a rank of a server with these flags and
-variables would take, and is a process of its own, since a transport may end it. The port is a ZMQ
-socket, as the channel's, so port scanners and health checks do not disturb it.
+Each takes what a rank of such a server would take, and is a process of its own, since a transport
+may end it. The port is a ZMQ socket, which port scanners and health checks do not disturb.
 """
 
 from __future__ import annotations

@@ -44,8 +44,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """The read of a decode rank from a prefill rank that it opens: attention-TP ranks, the same in
-    each group."""
+    """The read of a decode rank from a prefill rank: attention-TP ranks, the same in each group."""
 
     decode_rank: int
     prefill_rank: int
@@ -177,8 +176,7 @@ def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
 
 
 def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
-    """Ask SGLang's own check of a pair that meets, with what its ranks would say. Page size and KV
-    dtype are left out, since _findings has both at once."""
+    """Ask SGLang's own check of a pair that meets, but for what _findings has at once."""
     from sglang.srt.disaggregation.base.conn import StateType
     from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo, requests
 

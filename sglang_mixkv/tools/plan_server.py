@@ -1,8 +1,5 @@
-"""One server as SGLang resolves its launch line.
-
-SGLang's own parser, resolution, checks and model configuration run here, without a GPU and without
-weights: the installed release decides what a flag means and what does not start.
-"""
+"""One server as SGLang resolves its launch line: its own parser, resolution, checks and model
+configuration run here, without a GPU and without weights."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ OF_HOST = (
     "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
 )  # fmt: skip
 """Flags whose devices and files SGLang looks for where it resolves a line."""
-
-
-GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}
-"""Compute capabilities."""
+GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -364,9 +358,8 @@ def alone(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def as_on(gpu: str) -> Iterator[None]:
-    """Answers what SGLang asks of a GPU while it resolves a line, as such a GPU would: it decides
-    attention backends and types of KV. Without an answer SGLang ends early for targets with DSA or
-    linear attention. "": on no GPU."""
+    """Answers what SGLang asks of a GPU while it resolves a line, as this GPU would ("": none). It
+    decides attention backends and types of KV."""
     import torch
     from sglang.srt.runtime_context import override_platform
 

@@ -1,9 +1,6 @@
-"""The command that starts a server, in what people have: a launch line, a script, a manifest of
-Kubernetes, a compose file.
-
-The text is split into commands, each with its variables, and the one that starts a server of
-SGLang's or Dynamo's is taken, also where it stands in a word, as in `bash -c "..."`. No shell runs.
-"""
+"""The command that starts a server, in a launch line, a script, a Kubernetes manifest or a compose
+file: the text is split into commands with their variables, and the one of SGLang's or Dynamo's is
+taken, also inside a word, as in `bash -c "..."`. No shell runs."""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ class Line(NamedTuple):
 
 
 def split(text: str, role: str = "") -> Line:
-    """Return the one line, of several the one of this role. Raises MixKVError for unmatched quotes,
-    and where there is none, or more than one."""
+    """Return the one line, of several the one of this role. Raises MixKVError where there is none,
+    or more than one."""
     try:
         found = _lines_of_yaml(text) or [*_lines_of_script(text, {})]
     except (AttributeError, TypeError, ValueError) as error:  # of shlex, or of odd YAML
