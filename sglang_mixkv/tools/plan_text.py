@@ -47,7 +47,7 @@ def split(text: str, role: str = "") -> Line:
     or more than one."""
     try:
         found = _lines_of_yaml(text) or [*_lines_of_script(text, {})]
-    except (AttributeError, TypeError, ValueError) as error:  # of shlex, or of odd YAML
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # odd YAML, and shlex
         raise error if isinstance(error, MixKVError) else unreadable(str(error)) from None
     mode = re.compile(rf"--disaggregation-mode[ =]{role}\b")
     for is_better in (

@@ -184,6 +184,7 @@ def test_dynamos_launcher(text: str, is_dynamos: bool) -> None:
         (f"{RUN} \\\n  # --dp 8 \\\n  --tp 8", "--tp is cut off from its command"),
         (f"{RUN}\n  --tp 8", "--tp is cut off from its command"),
         ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "START-04"),
+        ("a: &a [*a]", "recursion depth"),
     ],
 )
 def test_no_line_or_more_than_one(text: str, words: str) -> None:
