@@ -10,7 +10,7 @@ import msgspec
 import requests
 
 from sglang_mixkv.tools import client
-from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, parse_answer, request
+from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, request
 
 
 class Answer(client.Answer, frozen=True):
@@ -36,14 +36,14 @@ def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S)
     """One request to a server or router; RequestFailed says why there is no answer."""
     begin = time.monotonic()
     try:
-        reply = request("POST", f"{url}/generate", timeout, json=body).json()
+        reply = request("POST", f"{url}/generate", timeout, json=body)
     except RequestFailed as error:
         cause = error.__cause__
         if isinstance(cause, requests.Timeout) or "Read timed out" in str(cause):
             raise NoAnswer(str(error)) from error
         raise
-    parsed = parse_answer(reply, time.monotonic() - begin)
-    info = reply["meta_info"]
+    parsed = client.parse_answer(client.read_event(url, reply.content), time.monotonic() - begin)
+    info = reply.json()["meta_info"]
     details = info.get("cached_tokens_details") or {}
     return Answer(
         **msgspec.structs.asdict(parsed),

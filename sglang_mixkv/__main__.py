@@ -45,12 +45,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(tool: Callable[[], int] = main) -> int:
-    """A `main`, which ends without a word where its reader has gone, as `head` does."""
+    """A `main`, which ends without a word at Ctrl-C, and where its reader has gone (`head`)."""
     try:
         try:
             return tool()
         finally:
             print(end="", flush=True)  # noqa: T201
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails as well
         return 128 + signal.SIGPIPE

@@ -160,9 +160,16 @@ def other_head(architecture: str, algorithm: str) -> str:
     )
 
 
-def broken(rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str]) -> list[str]:
-    """List what these rules refuse of resolved server arguments, and of the environment."""
-    found = [str(rule) for rule in rules if rule.applies(args)]
+def broken(
+    rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str], given: Any = None
+) -> list[str]:
+    """List what these rules refuse of resolved server arguments, and of the environment. `given`:
+    the arguments before SGLang resolved them."""
+    found = [
+        str(rule) if given is None or rule.applies(given) else f"{rule.name} is not supported, and "
+        "SGLang sets it by itself here: start both sides without --enable-mixkv"
+        for rule in rules if rule.applies(args)
+    ]  # fmt: skip
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
     return found

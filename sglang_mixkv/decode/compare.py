@@ -103,6 +103,19 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
         )  # fmt: skip
     if source.is_mla or wanted.is_mla:
         return
+    # maybe_send_extra; from SGLang 0.5.23 on, try_ensure_parallel_info has the first rule, too.
+    whole = {*source.states} & {"minimax_index_k", "minimax_dense_kv", "block_scale"}
+    is_swa = "swa" in source.states and (source.stages > 1 or prefill.engine.startswith("0.5.21"))
+    if unequal and (whole or is_swa):
+        yield _refused(
+            f"target with {', '.join(sorted(whole or {'swa'}))} state at unequal TP", *tps,
+            "SGLang does not cut it by heads, and no request would be served", equal_tp,
+        )  # fmt: skip
+    elif source.stages > 1 and any(name.startswith("minimax") for name in source.states):
+        yield _refused(
+            "pipeline stages of a MiniMax target", f"{source.stages} stages", f"{wanted.stages}",
+            "SGLang does not send its state then", "Set --pp-size 1 on prefill",
+        )  # fmt: skip
     if unequal and not source.even:  # send_kvcache_slice, _init_hetero_tp_prep_handle
         yield _refused(
             "target with K and V of different widths at unequal TP", *tps,

@@ -23,7 +23,7 @@ class Target(msgspec.Struct, frozen=True):
     """The target's KV on one rank, as SGLang's KV args have it. `heads`: of all ranks, 0 for MLA.
 
     `entries`: buffers of this stage. `layer_ids`: whether they carry numbers of layers. `even`: K
-    and V rows are equally wide.
+    and V rows are equally wide. `states`: SGLang's names of what it sends beside them.
     """
 
     heads: Count
@@ -32,6 +32,7 @@ class Target(msgspec.Struct, frozen=True):
     even: bool
     stages: Heads = 1
     dcp: Heads = 1
+    states: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
 
     @property
     def is_mla(self) -> bool:

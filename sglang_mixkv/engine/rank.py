@@ -209,4 +209,5 @@ def _target(manager: Any) -> Target:
     return Target(
         heads=0 if mla else heads, entries=len(lens), layer_ids=bool(args.kv_layer_ids),
         even=mla or lens[:half] == lens[half:], stages=manager.pp_size or 1, dcp=manager.dcp_size,
+        states=tuple(dict.fromkeys(state.value for state in getattr(args, "state_types", ()))),
     )  # fmt: skip

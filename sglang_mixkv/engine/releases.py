@@ -155,7 +155,7 @@ def check(server_args: Any, *, functions: bool = True) -> None:
             "Look above for the reason that SGLang logged, or for another plugin on these seams"
         )
         stop("MIXKV-START-02", "SGLang did not apply these hooks", dead, remedy)
-    stop_if(broken(rules(), resolved_view(server_args), os.environ))
+    stop_if(broken(rules(), resolved_view(server_args), os.environ, server_args))
 
 
 _checked: Any = None

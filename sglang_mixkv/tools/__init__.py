@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -22,6 +23,22 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
 
 def as_json(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
+def hidden(text: str) -> str:
+    """Hide what a report must not show of a URL: a password, and a query, which may be a key."""
+    return re.sub(r"(://[^?\s]*)\?\S+", r"\1?***", re.sub(r"://[^/?@\s]*@", "://***@", text))
+
+
+def bounded(least: int, most: int) -> Callable[[str], int]:
+    """Make the type of a number on the command line."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"expected {least} to {most}, got {text!r}")
+        return int(text)
+
+    return number
 
 
 def point(text: str, first: str = "") -> list[str]:

@@ -19,74 +19,86 @@ Servers that ask for an API key get that of SGLANG_MIXKV_API_KEY.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sglang_mixkv.tools import as_json, parser
+from sglang_mixkv.tools import as_json, hidden, parser
 from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict, compare
-from sglang_mixkv.tools.client import RequestFailed, request, stream
+from sglang_mixkv.tools.client import RequestFailed, read_event, request, stream
 
 MAX_NEW_TOKENS = 128
-LEAST = 1.1
-"""An accept length of a drafter that is of use; below it there is nothing to lose."""
-
-NOT_JUDGED = 2
+LEAST = 1.1  # an accept length of a drafter that is of use; below it there is nothing to lose
+NOT_JUDGED, INTERRUPTED = 2, 130
 EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UNDECIDED: NOT_JUDGED}
 
-CHAT = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
-"""What a row of a chat may have besides its messages, and /tokenize takes."""
-
 SIMULATED_TOKEN, SIMULATED_TOKENS = 100, 16
-"""What SGLang answers with SGLANG_SIMULATE_ACC_LEN, a knob for benchmarks that accepts so many
-drafts a round whatever they are (speculative/spec_utils.py): each verified token is the same. Fewer
-in a row can be an answer."""
+"""What SGLang answers with SGLANG_SIMULATE_ACC_LEN, with which it accepts so many drafts a round
+whatever they are (speculative/spec_utils.py). Fewer of this token in a row can be an answer."""
 
 
-# ---------------------------------------------------------------- prompts
+class Prompt(msgspec.Struct):
+    """A row has one of the first four. `turns`: as in SPEED-Bench (speed_bench.py in SGLang's
+    benchmark/datasets/), whose first is taken. CHAT: what /tokenize takes besides."""
+
+    input_ids: tuple[int, ...] = ()
+    text: str = ""
+    messages: list[dict[str, Any]] = []
+    turns: list[str] = []
+    tools: Any = None
+    tool_choice: Any = None
+    reasoning_effort: Any = None
+    chat_template_kwargs: Any = None
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """One prompt a line: plain text, or JSON with `text`, `input_ids`, `messages` of a chat, or
-    `turns`, as in SPEED-Bench (sglang/benchmark/datasets/speed_bench.py), whose first is taken.
-    Raises ValueError, OSError."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+CHAT = Prompt.__struct_fields__[4:]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """One prompt a line: plain text, or JSON. Raises ValueError, OSError."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
     found = [_prompt(f"{path}, line {n}", ln) for n, ln in enumerate(lines, 1) if ln.strip()]
     if not found:
         raise ValueError(f"{path} has no prompts: one a line, text or JSON")
     return found
 
 
-def _prompt(where: str, line: str) -> dict[str, Any]:
+def _prompt(where: str, line: str) -> Prompt:
     if not line.lstrip().startswith("{"):
-        return {"text": line.rstrip("\r")}
+        return Prompt(text=line.rstrip("\r"))
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = msgspec.json.decode(line, type=Prompt)
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if not any(row.get(kind) for kind in ("input_ids", "text", "messages", "turns")):
-        raise ValueError(f"{where}: expected input_ids, text, messages or turns, got {[*row]}")
-    return dict(row)
+    if not (row.input_ids or row.text or row.messages or row.turns):
+        raise ValueError(f"{where}: expected input_ids, text, messages or turns")
+    return row
 
 
-def token_ids(url: str, prompt: dict[str, Any]) -> list[int]:
-    """A prompt as the server's own tokenizer and chat template have it (SGLang's /tokenize in
-    entrypoints/http_server.py), so that both deployments get the same ids. Raises RequestFailed."""
-    if prompt.get("input_ids"):
-        return list(prompt["input_ids"])
-    what = {"prompt": prompt.get("text")}
-    if not prompt.get("text"):
-        chat = prompt.get("messages") or [{"role": "user", "content": prompt["turns"][0]}]
-        what = {"messages": chat} | {key: prompt[key] for key in CHAT if prompt.get(key)}
-    return list(request("POST", f"{url}/tokenize", json=what).json()["tokens"])
-
-
-# ---------------------------------------------------------------- a run
+def token_ids(url: str, prompt: Prompt) -> tuple[int, ...]:
+    """A prompt as the single server's /tokenize has it, so that both deployments get the same ids.
+    Raises RequestFailed."""
+    if prompt.input_ids:
+        return prompt.input_ids
+    what: dict[str, Any] = {"prompt": prompt.text}
+    if not prompt.text:
+        first = [{"role": "user", "content": turn} for turn in prompt.turns[:1]]
+        given = {name: getattr(prompt, name) for name in CHAT if getattr(prompt, name) is not None}
+        what = {"messages": prompt.messages or first, **given}
+    url = f"{url}/tokenize"
+    return read_event(url, request("POST", url, json=what).content, _Tokens).tokens
 
 
 class Baseline(msgspec.Struct):
@@ -101,10 +113,8 @@ def read_baseline(path: Path) -> Baseline:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except ValueError as error:
-        raise ValueError(
-            f"{path}: expected what accept wrote with --json, got something else ({error}). "
-            "Record it again with this release: --single, --pair, --prompts, --json"
-        ) from None
+        text = f"{path} is not what accept wrote with --json ({error}). Record it again"
+        raise ValueError(text) from None
     if not found.each:
         raise ValueError(f"{path} has no prompts: its run failed. Record it again")
     return found
@@ -116,15 +126,15 @@ def ask(args: argparse.Namespace, number: int, prompt: Any) -> Asked:
     if isinstance(prompt, Asked):
         ids, single = prompt.input_ids, prompt.single
     else:
-        ids = tuple(token_ids(args.single, prompt))
+        ids = token_ids(args.single, prompt)
         single = stream(args.single, {"input_ids": ids, "sampling_params": sampling})
     pair = stream(args.pair, {"input_ids": ids, "sampling_params": sampling})
     return Asked(ids, single, pair)
 
 
-def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int]:
-    """All answers, why others failed, and their most tokens. Raises ValueError, RequestFailed,
-    OSError: the first prompt goes alone, and a deployment has to answer it."""
+def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]:
+    """All answers, why others failed, their most tokens, and how many prompts Ctrl-C left. Raises
+    ValueError, RequestFailed, OSError: the first prompt goes alone, and has to be answered."""
     prompts: Sequence[Any]
     if args.baseline:
         baseline = read_baseline(args.baseline)
@@ -133,21 +143,26 @@ def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int]:
         prompts, number = read_prompts(args.prompts), args.max_new_tokens or MAX_NEW_TOKENS
     if args.json:
         args.json.open("a").close()  # an OSError before the work, not after it
+
+    def tried(prompt: Any) -> Asked | str:
+        try:
+            return ask(args, number, prompt)
+        except RequestFailed as error:
+            return str(error)
+
     asked, failed = [ask(args, number, prompts[0])], []
-    with ThreadPoolExecutor(args.at_once) as pool:
-        for answer in [pool.submit(ask, args, number, prompt) for prompt in prompts[1:]]:
-            try:
-                asked.append(answer.result())
-            except RequestFailed as error:
-                failed.append(str(error))
-    return asked, failed, number
+    with ThreadPool(min(args.at_once, len(prompts))) as pool, suppress(KeyboardInterrupt):
+        for one in pool.imap(tried, prompts[1:]):
+            failed.append(one) if isinstance(one, str) else asked.append(one)
+    return asked, failed, number, len(prompts) - len(asked) - len(failed)
 
 
 def judge(args: argparse.Namespace) -> int:
     """Ask, tell everything, and return the exit status."""
-    asked, failed, number = ask_all(args)
-    compared = compare(asked, args.gate)
-    why_not = [*why_invalid((str(args.baseline or args.single), args.pair), asked, compared)]
+    asked, failed, number, left = ask_all(args)
+    compared, names = compare(asked, args.gate), (args.baseline or args.single, args.pair)
+    why_not = [*why_invalid([hidden(str(n)) for n in names], asked, compared)]
+    why_not += [f"interrupted: {left} prompts were not asked, or not answered"] * (left > 0)
     verdict = compared.verdict
     if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stays one where prompts failed
         verdict = Verdict.UNDECIDED
@@ -165,43 +180,32 @@ def judge(args: argparse.Namespace) -> int:
         print("\n".join(why_not), file=sys.stderr)
     if verdict is not Verdict.UNDECIDED or not why_not:
         print(compared.words())
-    return EXIT[verdict]
+    return INTERRUPTED if left else EXIT[verdict]
 
 
-def why_invalid(names: tuple[str, str], asked: list[Asked], compared: Comparison) -> Iterator[str]:
+def why_invalid(names: list[str], asked: list[Asked], compared: Comparison) -> Iterator[str]:
     """Say why these answers show nothing of the pair's drafter. `names`: of the single server and
     of the pair."""
     sides = [one.single for one in asked], [one.pair for one in asked]
     for name, answers in zip(names, sides, strict=True):
         outputs = [answer.tokens for answer in answers]
         if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
-            yield (
-                f"{name} makes its accept length up: an output is token {SIMULATED_TOKEN} and "
-                "nothing else. SGLANG_SIMULATE_ACC_LEN accepts drafts whatever they are, so a "
-                "broken drafter would look right. Restart its servers without the variable."
-            )
+            text = "makes its accept length up: restart its servers without SGLANG_SIMULATE_ACC_LEN"
+            yield f"{name} {text}"
         drafting = sum(answer.verify_rounds > 0 for answer in answers)
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
         if silent or not drafting:
-            yield (
-                f"{name} reports no speculative decoding (meta_info's spec_verify_ct) for "
-                f"{len(answers) - drafting} of {len(answers)} answers. Start all its servers with "
-                "the same speculative flags"
-            )
+            text = f"for {len(answers) - drafting} of {len(answers)} answers"
+            yield f"{name} reports no speculative decoding {text}: start its servers with it"
     if 0 < compared.single.accept_length < LEAST:
-        yield (
-            f"{names[0]} accepts {compared.single.accept_length:.3f} tokens a round: its own "
-            "drafter drafts nothing that a pair could lose. Give it the right drafter"
+        text = (
+            f"its own drafter drafts nothing ({compared.single.accept_length:.3f} tokens a round)"
         )
+        yield f"{names[0]}: {text}. Give it the right one"
     drafted = [{a.drafted for a in answers} - {0} for answers in sides]
     if all(drafted) and drafted[0] != drafted[1]:
-        yield (
-            f"{' and '.join(names)} draft {drafted[0]} and {drafted[1]} tokens a round. Give both "
-            "the same speculative flags"
-        )
-
-
-# ---------------------------------------------------------------- the command line
+        text = f"draft {drafted[0]} and {drafted[1]} tokens a round: give both the same flags"
+        yield f"{' and '.join(names)} {text}"
 
 
 _URL: dict[str, Any] = {"metavar": "URL", "type": lambda url: url.rstrip("/")}
@@ -212,10 +216,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     made = parser("accept", __doc__)
     add, one = made.add_argument, made.add_mutually_exclusive_group(required=True)
     one.add_argument("--single", **_URL, help="a single server with the same models")
-    one.add_argument(
-        "--baseline", type=Path, metavar="FIGURES",
-        help="an earlier run's --json file in place of --single and --prompts",
-    )  # fmt: skip
+    earlier = "an earlier run's --json file in place of --single and --prompts"
+    one.add_argument("--baseline", type=Path, metavar="FIGURES", help=earlier)
     add("--pair", **_URL, required=True, help="the router before the pair")
     add("--prompts", type=Path, help="one prompt a line, text or JSON; with --single")
     of_answer = f"of an answer (default {MAX_NEW_TOKENS}); of a baseline its own"

@@ -1,8 +1,5 @@
-"""The comparison of a pair's answers with a single server's, prompt by prompt.
-
-Accept lengths here are what a verify round yields, its right drafts and one token more. The first
-token of an answer, which prefill computes, is not in them: short answers would look the same.
-"""
+"""The comparison of a pair's answers with a single server's, prompt by prompt. Accept lengths here
+are what a verify round yields, its right drafts and one token more, without an answer's first."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -17,9 +15,7 @@ import numpy as np
 
 from sglang_mixkv.tools.client import Answer
 
-FEWEST = 8
-"""Prompts that a verdict needs: of fewer, how much prompts differ is not known."""
-
+FEWEST = 8  # prompts for a verdict: of fewer, how much prompts differ is not known
 EARLY = 8
 RESAMPLES, TAIL = 2000, 0.025
 
@@ -42,10 +38,8 @@ class Asked(msgspec.Struct, frozen=True):
     def differs_at(self) -> int | None:
         """The first place where the outputs differ, None where they are equal."""
         one, two = self.single.tokens, self.pair.tokens
-        if one == two:
-            return None
         places = (n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-        return next(places, min(len(one), len(two)))
+        return None if one == two else next(places, min(len(one), len(two)))
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -58,16 +52,15 @@ class Side(msgspec.Struct, frozen=True):
 
     def row(self, name: str) -> str:
         shares = "  ".join(f"{share:6.1%}" for share in self.by_position)
-        first = f"{self.first_token_s * 1e3:8.0f} ms"
-        return f"{name:>8}  {self.accept_length:13.3f}  {first}  {shares}"
+        first = 1e3 * self.first_token_s
+        return f"{name:>8}  {self.accept_length:13.3f}  {first:8.0f} ms  {shares}"
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The comparison of some prompts. `ratio`: the pair's accept length to the single server's;
-    None where one has no rounds. `interval`: where the ratio lies; None where the prompts are too
-    few. `differs`: whether outputs do too soon, too often. `gate`: the share of accept length that
-    the pair may lose. `by_dp_rank`: of decode's DP ranks, where several answered: one may be
-    broken. `differ_from`: the median of the first tokens that differ."""
+    """`ratio`: the pair's accept length to the single server's; None where one has no rounds.
+    `interval`: where it lies; None for too few prompts. `differs`: outputs do too soon, too often.
+    `gate`: the share that the pair may lose. `by_dp_rank`: of decode's, where several answered,
+    since one may be broken. `differ_from`: the median of the first tokens that differ."""
 
     prompts: int
     same_output: int
@@ -85,10 +78,6 @@ class Comparison(msgspec.Struct, frozen=True):
         return self.interval is not None and self.interval[1] < 1 - self.gate
 
     @property
-    def is_within(self) -> bool:
-        return self.interval is not None and self.interval[0] >= 1 - self.gate
-
-    @property
     def verdict(self) -> Verdict:
         """Each rank must have prompts enough to be found below, but not to be found within: that
         takes as many on each as on all."""
@@ -97,8 +86,10 @@ class Comparison(msgspec.Struct, frozen=True):
             return Verdict.OTHER_OUTPUT
         if any(one.is_below for one in each):
             return Verdict.BELOW
-        is_within = self.is_within and all(one.interval for one in each)
-        return Verdict.WITHIN if is_within else Verdict.UNDECIDED
+        low, _ = self.interval or (0, 0)
+        if low >= 1 - self.gate and all(one.interval for one in each):
+            return Verdict.WITHIN
+        return Verdict.UNDECIDED
 
     def words(self) -> str:
         """The verdict's."""
@@ -132,11 +123,11 @@ class Comparison(msgspec.Struct, frozen=True):
 
 def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparison:
     """`tail`: the probability on either side of the interval."""
-    sides = [one.single for one in asked], [one.pair for one in asked]
+    sides = [a.single for a in asked], [a.pair for a in asked]
     tables = [*map(_at_least, sides)]
     single, pair = map(_side, sides, tables)
-    lengths = single.accept_length, pair.accept_length
-    differ = [one.differs_at for one in asked if one.differs_at is not None]
+    one, two = single.accept_length, pair.accept_length
+    differ = [a.differs_at for a in asked if a.differs_at is not None]
     early = sum(place < EARLY for place in differ)
     ranks = sorted({a.pair.dp_rank for a in asked if a.pair.dp_rank is not None})
     # The more ranks there are, the less may chance do on each.
@@ -146,7 +137,7 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
     }  # fmt: skip
     return Comparison(
         len(asked), len(asked) - len(differ), single, pair,
-        lengths[1] / lengths[0] if all(lengths) else None, _interval(tables, tail),
+        two / one if one and two else None, _interval(tables, tail),
         len(asked) >= FEWEST and not is_chance(early, len(asked)), gate, by_dp_rank,
         statistics.median(differ or [0]),
     )  # fmt: skip
@@ -156,8 +147,7 @@ def _at_least(answers: list[Answer]) -> Any:
     """[answers, longest draft + 1]: each answer's verify rounds with at least so many right drafts.
     The first are all rounds, and their sum is the tokens that these yielded."""
     rows = [answer.rounds_by_right_drafts for answer in answers]
-    longest = max(1, *map(len, rows))
-    padded = np.array([[*row, *[0] * (longest - len(row))] for row in rows], float)
+    padded = np.array([*zip_longest(*rows, (0,), fillvalue=0)], float).T[:-1]
     return padded[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
@@ -176,11 +166,8 @@ def _interval(tables: list[Any], tail: float) -> tuple[float, float] | None:
     draws = np.random.default_rng(1).multinomial(number, [1 / number] * number, RESAMPLES)
     with np.errstate(divide="ignore", invalid="ignore"):
         single, pair = (one.sum(axis=1) / one[:, 0] for one in (draws @ each for each in tables))
-        ratios = pair / single
-    if not np.isfinite(ratios).all():
-        return None
-    low, high = np.quantile(ratios, (tail, 1 - tail))
-    return float(low), float(high)
+        low, high = np.quantile(pair / single, (tail, 1 - tail))
+    return (float(low), float(high)) if np.isfinite([low, high]).all() else None
 
 
 def is_chance(early: int, number: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -13,15 +12,19 @@ import msgspec
 import requests
 
 from sglang_mixkv.config import API_KEY_ENV
+from sglang_mixkv.tools import hidden
 
 REQUEST_TIMEOUT_S = 180.0
 
 NO_URL = "that is no URL: expected http://HOST:PORT"
+NO_KEY = f"{API_KEY_ENV} has characters that no key may have"
 WHY = {
     "Connection refused": "nothing listens there. Is the server up, and is it that port?",
     "Failed to resolve": "no host has that name",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is unknown: set REQUESTS_CA_BUNDLE",
     "SSL": "it has no TLS: try http://",
+    "header value": NO_KEY,
+    "codec can't encode": NO_KEY,
 }
 """What requests says of a failure -> what that means. The first that fits."""
 
@@ -40,8 +43,24 @@ class Answer(msgspec.Struct, frozen=True):
     first_token_s: float = 0.0
 
 
+class _Info(msgspec.Struct):
+    completion_tokens: int = 0
+    finish_reason: dict[str, Any] | None = None
+    spec_verify_ct: int | None = None
+    spec_correct_drafts_histogram: tuple[int, ...] | None = None
+    spec_num_proposed_drafts: int | None = None
+    dp_rank: int | None = None
+
+
+class Event(msgspec.Struct):
+    """What is read of a reply of SGLang's /generate, or of an event of its stream."""
+
+    output_ids: tuple[int, ...]
+    meta_info: _Info
+
+
 class RequestFailed(RuntimeError):
-    """A server answered with an error, or not at all."""
+    """A server answered with an error, with something else, or not at all."""
 
 
 def session() -> requests.Session:
@@ -49,7 +68,7 @@ def session() -> requests.Session:
     made = requests.Session()
     made.trust_env = False
     made.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-    if key := os.environ.get(API_KEY_ENV):
+    if key := os.environ.get(API_KEY_ENV, "").strip():
         made.headers["Authorization"] = f"Bearer {key}"
     return made
 
@@ -57,22 +76,23 @@ def session() -> requests.Session:
 @contextmanager
 def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[requests.Response]:
     """Raises RequestFailed where there is no answer, an error, or none that ends."""
+    shown = hidden(url)
     try:
         with session() as made, made.request(method, url, timeout=timeout, **how) as response:
             if response.status_code != requests.codes.ok:
                 text = " ".join(response.text[:2000].split())
                 if response.status_code == requests.codes.unauthorized:
                     text += f" (put the server's --api-key into {API_KEY_ENV})"
-                raise RequestFailed(f"HTTP {response.status_code} from {url}: {text}")
+                raise RequestFailed(f"HTTP {response.status_code} from {shown}: {text}")
             yield response
-    except requests.RequestException as error:
+    except (OSError, UnicodeError) as error:  # all of requests' are an OSError
         text = str(error)
         # Of a stream, requests has a timeout for a broken connection.
         if isinstance(error, requests.Timeout) or "Read timed out" in text:
-            raise RequestFailed(f"no answer from {url} within {timeout:.0f} s") from error
-        why = next((words for sign, words in WHY.items() if sign in text), text)
-        why = NO_URL if isinstance(error, ValueError) else why
-        raise RequestFailed(f"no answer from {url}: {why}") from error
+            raise RequestFailed(f"no answer from {shown} within {timeout:.0f} s") from error
+        other = NO_URL if isinstance(error, ValueError) else text
+        why = next((words for sign, words in WHY.items() if sign in text), other)
+        raise RequestFailed(f"no answer from {shown}: {why}") from error
 
 
 def request(
@@ -88,51 +108,46 @@ def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -
     between two of them. Raises RequestFailed."""
     begin, url = time.monotonic(), f"{url}/generate"
     with _answered("POST", url, timeout, json={**body, "stream": True}, stream=True) as response:
-        reply, first = read_stream(url, response.iter_lines())
+        reply, first = read_stream(hidden(url), response.iter_lines())
     return parse_answer(reply, time.monotonic() - begin, first - begin)
 
 
-def read_stream(url: str, lines: Iterable[bytes]) -> tuple[dict[str, Any], float]:
+def read_stream(url: str, lines: Iterable[bytes]) -> tuple[Event, float]:
     """The last event with all tokens, and when the first one came. An event has all tokens so far,
     or, from a server with --incremental-streaming-output, the new ones."""
-    event, tokens, first = dict[str, Any](), list[int](), 0.0
+    event, tokens, first = None, (), 0.0
     for line in lines:
         # SGLang's small router passes an error on without the field's name.
-        if not line.startswith((b"data:", b"{")) or line.endswith(b"[DONE]"):
-            continue
-        try:
-            event = json.loads(line.removeprefix(b"data:"))
-        except ValueError:
-            raise RequestFailed(f"{url} sent {line[:200]!r}") from None
-        _check_shape(event)
-        first = first or time.monotonic()
-        new = event["output_ids"]
-        is_all = event["meta_info"]["completion_tokens"] == len(new)
-        tokens = new if is_all else [*tokens, *new]
-    if not event:
+        if line.startswith((b"data:", b"{")) and not line.endswith(b"[DONE]"):
+            event = read_event(url, line.removeprefix(b"data:"))
+            first = first or time.monotonic()
+            is_all = event.meta_info.completion_tokens == len(event.output_ids)
+            tokens = event.output_ids if is_all else (*tokens, *event.output_ids)
+    if event is None:
         raise RequestFailed(f"no answer from {url}: it sent no event")
-    info = event["meta_info"]
-    if not info.get("finish_reason") or info["completion_tokens"] != len(tokens):
+    if not event.meta_info.finish_reason or event.meta_info.completion_tokens != len(tokens):
         raise RequestFailed(f"the stream of {url} broke off after {len(tokens)} tokens")
-    return event | {"output_ids": tokens}, first
+    return Event(tokens, event.meta_info), first
 
 
-def _check_shape(reply: Any) -> None:
-    if not isinstance(reply, dict) or not {"meta_info", "output_ids"} <= reply.keys():
-        raise RequestFailed(f"expected SGLang's meta_info and output_ids, got {str(reply)[:200]}")
+def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
+    """Raises RequestFailed for text that is not of this kind."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except ValueError as error:
+        raise RequestFailed(
+            f"{url} sent {text[:200]!r}, which is no answer of SGLang's: {error}"
+        ) from None
 
 
-def parse_answer(reply: dict[str, Any], seconds: float, first_token_s: float = 0.0) -> Answer:
-    """An answer from SGLang's reply to ``/generate``. Raises RequestFailed."""
-    _check_shape(reply)
-    info = reply["meta_info"]
-    if (info.get("finish_reason") or {}).get("type") == "abort":
-        raise RequestFailed(f"the request was aborted: {info['finish_reason']}")
-    rounds = info.get("spec_verify_ct") or 0
+def parse_answer(reply: Event, seconds: float, first_token_s: float = 0.0) -> Answer:
+    """Raises RequestFailed for a request that was aborted."""
+    info = reply.meta_info
+    if (info.finish_reason or {}).get("type") == "abort":
+        raise RequestFailed(f"the request was aborted: {info.finish_reason}")
+    rounds = info.spec_verify_ct or 0
     return Answer(
-        tuple(reply["output_ids"]), rounds, tuple(info.get("spec_correct_drafts_histogram") or ()),
-        seconds,
-        drafted=(info.get("spec_num_proposed_drafts") or 0) // max(1, rounds),
-        dp_rank=info.get("dp_rank"),
+        reply.output_ids, rounds, info.spec_correct_drafts_histogram or (), seconds,
+        drafted=(info.spec_num_proposed_drafts or 0) // max(1, rounds), dp_rank=info.dp_rank,
         first_token_s=first_token_s,
     )  # fmt: skip

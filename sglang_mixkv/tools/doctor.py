@@ -12,6 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -21,23 +22,17 @@ from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, problems, version_of
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools import as_json, begins, doctor_read, parser
+from sglang_mixkv.tools import as_json, begins, bounded, doctor_read, hidden, parser
 
 SCHEMA = 2
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
-MOONCAKE = (
-    "mooncake-transfer-engine",
-    "mooncake-transfer-engine-cuda13",
-    "mooncake-transfer-engine-non-cuda",
-)
-DEVICES_FLAG = "--disaggregation-ib-device"
-DEVICES = Path("/sys/class/infiniband")
+MOONCAKE = [f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-cuda")]
+DEVICES_FLAG, DEVICES = "--disaggregation-ib-device", Path("/sys/class/infiniband")
 NVIDIA, PEERMEM = Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia_peermem")
 SEAMS_LIMIT_S = 300
 
 _SHOWN = re.compile(r"MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_|(CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME)$")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
-_USERINFO = re.compile(r"//[^/@\s]*@")
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -55,16 +50,22 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from entry_point()
     if version_of("sglang") == "none":
         return
-    yield from environment()
+    yield from map(partial(as_asked, args), environment())
     yield from rdma(args.devices)
     if not args.no_seams:
         begins("comparing SGLang's functions with those that the plugin relies on")
-        yield from seams()
+        yield from map(partial(as_asked, args), seams())
     if not args.no_transfer:
         yield from data_plane(args)
 
 
-# ---------------------------------------------------------------- this environment
+def as_asked(args: argparse.Namespace, one: Finding) -> Finding:
+    """What the plugin alone minds is no problem of a server that does not opt in."""
+    variable = os.environ.get(config.ENABLE_ENV, "").strip().lower()
+    if args.enable_mixkv or variable not in ("", "0", "false", "no", "off") or not one.problem:
+        return one
+    value = f"{one.value} (would stop a server with --enable-mixkv)"
+    return msgspec.structs.replace(one, value=value, problem="")
 
 
 def versions() -> Iterator[Finding]:
@@ -72,10 +73,7 @@ def versions() -> Iterator[Finding]:
     sglang, newest, advice, missing = version_of("sglang"), SUPPORTED_SGLANG[-1], "", ""
     engines = [f"{version_of(name)} ({name})" for name in MOONCAKE if version_of(name) != "none"]
     if sglang == "none":
-        advice = (
-            "SGLang is not installed, and nothing else was checked: run the doctor in the "
-            f"servers' image, or pip install sglang=={newest}"
-        )
+        advice = "SGLang is not installed, and nothing else was checked: use the servers' image"
     elif sglang not in SUPPORTED_SGLANG:
         advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=={newest}"
     elif not engines and version_of("nixl") == "none":
@@ -111,7 +109,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         except MixKVError as error:
             problem = f"{error}. Until then the server does not start"
         value = "(set, not shown)" if _SECRET.search(name) else environ[name]
-        yield Finding("environment", name, _USERINFO.sub("//***@", value), problem)
+        yield Finding("environment", name, hidden(value), problem)
 
 
 def seams(compare: Callable[[], list[str]] = problems) -> Iterator[Finding]:
@@ -127,9 +125,6 @@ def seams(compare: Callable[[], list[str]] = problems) -> Iterator[Finding]:
         yield Finding("seams", "checked", "all as expected")
 
 
-# ---------------------------------------------------------------- RDMA devices and reads
-
-
 def devices() -> dict[str, str]:
     """The kernel's devices, and the state of their ports."""
     text = doctor_read.text_of
@@ -142,6 +137,19 @@ def devices() -> dict[str, str]:
     }
 
 
+def by_gpu(devices: str) -> list[str]:
+    """Read the flag as SGLang does (parse_ib_device_config): names for all GPUs, or by GPU in JSON,
+    or in a file of it. Raises ArgumentTypeError."""
+    try:
+        text = Path(devices).read_text() if devices.endswith(".json") else devices.strip()
+        if not text.lstrip().startswith("{"):
+            return [text]
+        found = sorted(msgspec.json.decode(text, type=dict[int, str]).items())
+        return [names for _, names in found] or [""]
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{devices}: {error}") from None
+
+
 def rdma(names: str) -> Iterator[Finding]:
     """The devices, and whether those that the servers are to use are there."""
     here = devices()
@@ -151,7 +159,7 @@ def rdma(names: str) -> Iterator[Finding]:
         has = ["nvidia_peermem"] * PEERMEM.exists() + ["dma-buf"] * (" Open " in NVIDIA.read_text())
         advice = "expected nvidia_peermem to be loaded, or the driver's open kernel modules"
         yield Finding("RDMA", "GPU memory", ", ".join(has) or "no way to it", "" if has else advice)
-    wanted = filter(None, names.replace(" ", "").split(","))
+    wanted = dict.fromkeys(re.findall(r"[^\s,]+", ",".join(by_gpu(names))))
     if wrong := [name for name in wanted if " ACTIVE " not in here.get(name, "")]:
         known = ", ".join(here) or "it has none"
         problem = f"expected devices of this host ({known}) with an active port: name others"
@@ -162,7 +170,7 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     """Reads from a peer, by a peer, or between two processes here."""
     section = "data plane"
     try:
-        wire = doctor_read.Wire(args.backend, args.devices, config.resolve(args))
+        wire = doctor_read.Wire(args.backend, by_gpu(args.devices)[0], config.resolve(args))
         yield Finding(section, "chosen", f"{wire.plane.name}: {wire.plane.why}")
         begins("reading slots of another process")
         found = doctor_read.result(wire, args.listen, args.peer)
@@ -192,14 +200,9 @@ def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.e
         value = "TCP: MC_FORCE_TCP is set"
     elif here or (mooncake and environ.get("MOONCAKE_PROTOCOL") == "rdma"):
         otherwise = "MC_FORCE_TCP=1 if TCP is meant" if mooncake else f"{config.PLANE_ENV}=mooncake"
-        problem = (
-            "expected RDMA: load the device's driver, bring a port up, give this container "
-            f"/dev/infiniband and ibverbs-providers (Debian's name), or set {otherwise}"
-        )
+        problem = "expected RDMA: load the device's driver, bring a port up, give this container "
+        problem += f"/dev/infiniband and ibverbs-providers (Debian's name), or set {otherwise}"
     return Finding("data plane", "transport", value, problem)
-
-
-# ---------------------------------------------------------------- the command
 
 
 def report(found: Iterable[Finding]) -> int:
@@ -230,13 +233,15 @@ def main(argv: list[str]) -> int:
     """Check, print, and return the exit status."""
     made = parser("doctor", __doc__)
     add, where = made.add_argument, made.add_mutually_exclusive_group()
-    where.add_argument("--listen", metavar="PORT", type=int, help="wait for one --peer, 10 minutes")
+    where.add_argument("--listen", metavar="PORT", type=bounded(1, 65535),
+                       help="wait for one --peer, 10 minutes")  # fmt: skip
     where.add_argument("--peer", metavar="HOST:PORT", type=_address, help="read from a --listen")
     backend = "the servers', which decides the data plane (default: %(default)s)"
     add("--disaggregation-transfer-backend", choices=refusals.BACKENDS, help=backend,
         default=refusals.BACKENDS[0], dest="backend")  # fmt: skip
-    names = "the servers' RDMA devices, as in mlx5_0,mlx5_1 (default: the transport's choice)"
-    add(DEVICES_FLAG, metavar="DEVICES", default="", dest="devices", help=names)
+    names = "the servers' RDMA devices, as SGLang takes them (default: the transport's choice)"
+    add(DEVICES_FLAG, metavar="DEVICES", default="", dest="devices", help=names,
+        type=lambda text: text if by_gpu(text) else "")  # fmt: skip
     add("--no-transfer", action="store_true", help="leave out the reads and what they would use")
     add("--no-seams", action="store_true", help="do not import SGLang")
     add("--json", action="store_true", help="print JSON instead of text")

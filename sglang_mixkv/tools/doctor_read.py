@@ -3,10 +3,8 @@
     serve   listens on a port; fills slots, and answers each reader with where they are
     read    asks a listener, reads its slots, compares each byte, and tells it what was wrong
 
-Each takes the data plane and the staging memory that a rank of a server with these flags and
-variables would take, and is a process of its own, since a transport may end it. The address is the
-one at which the reader reaches the listener. The port is a ZMQ socket, as the channel's, so port
-scanners and health checks do not disturb it.
+Each takes what a rank of such a server would take, and is a process of its own, since a transport
+may end it. The port is a ZMQ socket, which port scanners and health checks do not disturb.
 """
 
 from __future__ import annotations
@@ -62,8 +60,8 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """The result of one side. `used`: the RDMA devices that it had open. `wrong`: the first wrong
-    byte of each slot that has one. A listener gets these, and neither bytes nor seconds."""
+    """`used`: the RDMA devices that one side had open. `wrong`: the first wrong byte of each slot
+    that has one. A listener gets these, and neither bytes nor seconds."""
 
     memory: str
     used: list[str]
@@ -72,10 +70,10 @@ class Result(msgspec.Struct):
     seconds: float = 0.0
 
 
-# A release with other messages has other tags. `host`: the listener's address, from the reader.
+# A release with other messages has other tags.
 class Ask(msgspec.Struct, tag="ask 4"):
     plane: str
-    host: str
+    host: str  # the listener's address, as the reader reaches it
     wrong: list[str] | None = None  # at the reader's end
 
 
@@ -119,19 +117,19 @@ class Side:
         gpu = 0 if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
-        count, self.slot_bytes = slots_of(wire.config.staging_mb)
-        staging = Staging(count, self.slot_bytes, device)
-        self._from_numpy, self.slot = torch.from_numpy, staging.slot
+        self._torch, (count, self.slot_bytes) = torch, slots_of(wire.config.staging_mb)
+        where = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
+        staging = Staging(count, self.slot_bytes, where)
+        self.slot = staging.slot
         self.plane = planes.make(wire.plane.name, host, wire.devices, wire.config.nixl_params)
         memory = Memory(staging.address, staging.size, gpu)
         self.plane.register(memory, staging.address + PROBE_OFFSET)
-        where = "host" if gpu is None else "GPU"
-        self.memory = f"{where}, {count} slots of {self.slot_bytes >> 10:,} KiB"
+        kind = "host" if gpu is None else "GPU"
+        self.memory = f"{kind}, {count} slots of {self.slot_bytes >> 10:,} KiB"
 
     def fill(self) -> None:
         for number in range(READ):
-            self.slot(number).copy_(self._from_numpy(pattern(number, self.slot_bytes)))
+            self.slot(number).copy_(self._torch.from_numpy(pattern(number, self.slot_bytes)))
 
 
 @contextmanager
@@ -149,8 +147,7 @@ def serve(host: str, port: int, wire: Wire) -> Result:
         try:
             listener.bind(endpoint(host, port))
         except zmq.ZMQError as error:
-            text = f"cannot listen on port {port}: {error.strerror}. Choose another port"
-            raise ReadFailed(text) from None
+            raise ReadFailed(f"cannot listen on port {port}: {error.strerror}") from None
         if host == "*":
             print(f"listening on port {port} for one --peer", file=sys.stderr, flush=True)
         while True:
@@ -184,8 +181,8 @@ def read(host: str, port: int, wire: Wire) -> Result:
         asking.send(msgspec.msgpack.encode(ask))
         side = Side(wire, here)
         if not asking.poll(ANSWER_S * 1000):
-            text = f"no doctor --listen answers at {host}:{port} within {ANSWER_S} s"
-            raise ReadFailed(f"{text}: start it, and open its port")
+            text = f"no doctor --listen answers at {host}:{port}: start it, and open its port"
+            raise ReadFailed(text)
         offer = msgspec.msgpack.decode(asking.recv(), type=Offer)
         if offer.failed:
             raise ReadFailed(f"on the other side: {offer.failed}")
@@ -217,9 +214,6 @@ def _read_slots(side: Side, peer: Peer, offer: Offer) -> Result:
             differs = np.flatnonzero(found != pattern(n, size))
             wrong |= {n: f"byte {differs[0]} of slot {n}"} if differs.size else {}
     return Result(side.memory, devices_in_use(), [*wrong.values()], READ * size, min(seconds))
-
-
-# ---------------------------------------------------------------- processes
 
 
 def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None = None) -> Result:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
-from sglang_mixkv.tools import as_json, begins, parser, point, table
-from sglang_mixkv.tools.plan_line import GPUS
+from sglang_mixkv.tools import as_json, begins, bounded, parser, point, table
 from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan
-from sglang_mixkv.tools.plan_server import Server, read
+from sglang_mixkv.tools.plan_server import GPUS, Server, read
 
 ROLES = ("prefill", "decode")
 ABOUT = """\
@@ -26,35 +27,43 @@ def main(argv: list[str]) -> int:
     made = parser("plan", ABOUT)
     add = made.add_argument
     for role in ROLES:
-        line = f"launch line of the {role} server, or its flags"
-        add(f"--{role}", metavar="LINE", required=True, help=line)
+        of = f"launch line of the {role} server or its flags, or a file (- is stdin) that has it"
+        add(f"--{role}", metavar="LINE", required=True, help=of)
     both = "what both lines are resolved for (default: the first on which SGLang starts them)"
     add("--gpu", choices=GPUS, help=both)
     add("--json", action="store_true", help="print JSON")
     for role in ROLES:
         of = f"how many {role} servers there are, for the slots of each rank (default: 1)"
-        number, bounds = f"--{role}-servers", range(1, 1001)
-        add(number, metavar="N", type=int, default=1, choices=bounds, help=of)
+        add(f"--{role}-servers", metavar="N", type=bounded(1, 1000), default=1, help=of)
     args = vars(made.parse_args(argv))
-    servers, errors = [], []
+    servers, errors = [], dict[str, str]()
+    stdin = sys.stdin.read() if "-" in (args["prefill"], args["decode"]) else ""
     for role in ROLES:
         try:
             begins(f"SGLang resolves the {role} line")
+            args[role] = _text(args[role], stdin)
             servers.append(read(role, args[role], gpu=args["gpu"]))
-        except ValueError as error:
-            errors.append(str(error))
+        except (OSError, ValueError) as error:  # what is wrong with both lines is said once
+            errors.setdefault(str(error).replace(f"{role}: ", ""), str(error))
         except ImportError as error:
             why = f": {error}" if find_spec("sglang") else " is not installed here"
-            errors.append(f"SGLang{why}. Run the plan in the servers' image.")
+            errors["SGLang"] = f"SGLang{why}. Run the plan in the servers' image."
     if errors:
-        print(*(f"error: {error}" for error in dict.fromkeys(errors)), sep="\n", file=sys.stderr)
+        print(*(f"error: {error}" for error in errors.values()), sep="\n", file=sys.stderr)
         return 2
+    if len({one.gpu for one in servers} - {""}) > 1:  # one starts on the last alone: both might
+        again = [read(one.role, args[one.role], gpu=[*GPUS][-1]) for one in servers]
+        servers = servers if any(one.stock for one in again) else again
     plan = make_plan(servers[0], servers[1], (args["prefill_servers"], args["decode_servers"]))
     print(as_json(plan) if args["json"] else text(plan))
     return 1 if plan.findings else 0
 
 
-# ---------------------------------------------------------------- as text, the answer first
+def _text(given: str, stdin: str) -> str:
+    """Return the text of a file that has this name, else what is given. Raises OSError."""
+    if not os.path.isfile(given):
+        return stdin if given == "-" else given
+    return Path(given).read_text(encoding="utf-8-sig", errors="replace")
 
 
 def text(plan: Plan) -> str:
@@ -64,8 +73,8 @@ def text(plan: Plan) -> str:
         head = "decode rank", "reads from prefill rank", "draft heads", "bytes per token"
         rows = (_row(read, plan) for read in plan.reads)
         lines += ["", *table([head, *rows]), "", *_staging(plan, plan.fleet)]
-    lines += ["", *_list("findings", plan.findings or ["nothing is refused or goes wrong"])]
-    return "\n".join([*lines, *_list("notes", plan.notes)])
+    lines += ["", "findings:" if plan.findings else "findings: none", *_list(plan.findings)]
+    return "\n".join([*lines, *["notes:"] * bool(plan.notes), *_list(plan.notes)])
 
 
 def _answer(plan: Plan) -> str:
@@ -78,7 +87,8 @@ def _answer(plan: Plan) -> str:
     if need.wrong_share is not None:
         answer += f" Without it {need.wrong_share:.0%} of a prompt's draft KV on decode is wrong."
     is_on = plan.prefill.enabled or plan.decode.enabled
-    return answer + ("" if is_on else " Start both sides with --enable-mixkv.")
+    how = " Start both sides with --enable-mixkv (under Dynamo with SGLANG_ENABLE_MIXKV=1)."
+    return answer + how * (not is_on)
 
 
 def _side(server: Server) -> str:
@@ -125,6 +135,5 @@ def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
         f"{fleet.decode_servers}): {share}", "busy     ")  # fmt: skip
 
 
-def _list(title: str, points: Iterable[str]) -> Iterator[str]:
-    lines = [line for text in points for line in point(text, "  - ")]
-    yield from [f"{title}:", *lines] if lines else []
+def _list(points: Iterable[str]) -> list[str]:
+    return [line for text in points for line in point(text, "  - ")]

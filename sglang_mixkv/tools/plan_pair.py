@@ -14,6 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -28,12 +32,11 @@ from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_server import Model, Server
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 class Need(msgspec.Struct, frozen=True):
-    """`wrong_share`: of a prompt's draft KV on decode, without the plugin. None where requests
-    fail, or where it depends on the rows."""
+    """`wrong_share`: of draft KV on decode without the plugin; None where that is not known."""
 
     needed: bool
     reason: str
@@ -41,8 +44,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """The read of a decode rank from a prefill rank that it opens: attention-TP ranks, the same in
-    each group."""
+    """The read of a decode rank from a prefill rank: attention-TP ranks, the same in each group."""
 
     decode_rank: int
     prefill_rank: int
@@ -79,18 +81,18 @@ class Plan(msgspec.Struct, frozen=True):
 
 def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)) -> Plan:
     """Make the plan, with all findings at once. `servers`: how many there are of each role."""
-    facts, no_route = decode.facts, [*_no_route(prefill, decode)]
+    facts, found = decode.facts, _differences(prefill, decode)
+    of_target = [f"[MIXKV-PAIR-03] {one}" for one in found if one.what.startswith(_TARGETS)]
+    no_route = [*_no_route(prefill, decode)] or of_target or [*_asked_of_sglang(prefill, decode)]
     need = None if no_route else need_of(prefill, decode)
     reads, fleet = list[Read](), None
     if facts is not None and facts == prefill.facts and not no_route:
         reads = [*_reads(facts, prefill.attention_tp, decode.attention_tp)]
         fleet = _fleet(reads, prefill, decode, servers)
-    findings = (*_findings(prefill, decode, need), *no_route)
-    notes = tuple(dict.fromkeys(_notes(prefill, decode)))
-    return Plan(need, prefill, decode, tuple(reads), fleet, findings, notes)
-
-
-# ---------------------------------------------------------------- whether it is needed
+    others = (f"[MIXKV-PAIR-03] {one}" for one in found)
+    findings = dict.fromkeys((*_findings(prefill, decode, need), *no_route, *others))
+    notes = dict.fromkeys(_notes(prefill, decode, need))
+    return Plan(need, prefill, decode, tuple(reads), fleet, tuple(findings), tuple(notes))
 
 
 def need_of(prefill: Server, decode: Server) -> Need:
@@ -105,12 +107,11 @@ def need_of(prefill: Server, decode: Server) -> Need:
     if theirs == ours:
         return Need(False, f"both sides have attention TP {ours}")
     if heads <= min(sizes):
-        return Need(False, f"no rank holds more than one of the drafter's {heads} KV heads")
+        return Need(False, f"each rank holds one KV head of the drafter's {heads}")
     if decode.target.kv_heads:
         if all(_row_bytes(decode.target, tp) == _row_bytes(decode.draft, tp) for tp in sizes):
-            return Need(False, "the drafter's rows are cut by heads as the target's, and as long")
-        text = "SGLang cuts the drafter's rows where it cuts the target's, of another length"
-        return Need(True, text, None)
+            return Need(False, "SGLang cuts the drafter's KV by heads exactly as the target's")
+        return Need(True, "SGLang cuts the drafter's rows as the target's, of another length", None)
     held, needed = (max(1, heads // tp) for tp in sizes)
     is_nixl = decode.disaggregation_transfer_backend == "nixl"
     if decode.dcp_size > 1 and is_nixl:
@@ -129,15 +130,12 @@ def need_of(prefill: Server, decode: Server) -> Need:
         return Need(True, f"{text}fills it from one prefill rank, which holds {held}", 1 - right)
     if is_nixl:
         return Need(True, f"{text}does not send it rows of {held}: requests fail", None)
-    text += f"sends it rows of {held}, over other rows and beyond the pool, where requests fail"
+    text += f"writes rows of {held} into it, over other requests' rows and past the end of the pool"
     return Need(True, text, 1.0)
 
 
 def _row_bytes(model: Model, tp: int) -> set[int]:
     return {width * max(1, model.kv_heads // tp) for width in model.facts.head_bytes}
-
-
-# ---------------------------------------------------------------- figures
 
 
 def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:
@@ -164,9 +162,6 @@ def _fleet(reads: list[Read], prefill: Server, decode: Server, servers: tuple[in
     return Fleet(*servers, readers, sources, slots, slots * per_slot)
 
 
-# ---------------------------------------------------------------- what goes wrong
-
-
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
     """Sizes that do not divide, and a drafter's heads that do not."""
     try:
@@ -181,6 +176,33 @@ def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
             yield str(error.about(side.role))
 
 
+def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
+    """Ask SGLang's own check of a pair that meets, but for what _findings has at once."""
+    from sglang.srt.disaggregation.base.conn import StateType
+    from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo, requests
+
+    none, target = {"kv_layout": None, "dsv41_spec_layout": None}, decode.target
+    told = msgspec.structs.asdict(prefill) | prefill.target.met | {
+        "attn_tp_size": prefill.attention_tp, "page_size": None, "kv_cache_dtype": None,
+        "follow_bootstrap_room": True, "dp_size": 1,
+    }  # fmt: skip
+    answer = {f.name: told[f.name] for f in fields(PrefillServerInfo) if f.name in told}
+    here: Any = SimpleNamespace(**none | msgspec.structs.asdict(decode) | target.met | {
+        "attn_tp_size": decode.attention_tp, "attn_cp_rank": 0, "pp_rank": 0,
+        "is_mla_backend": not (target.kv_heads or target.hybrid), "kv_cache_dtype_str": "",
+        "is_hybrid_mla_backend": not target.kv_heads and target.hybrid, "prefill_info_table": {},
+        "enable_all_cp_ranks_for_transfer": False, "kv_args": SimpleNamespace(
+            page_size=0, engine_rank=0, state_types=[*map(StateType, target.states)]),
+        "_resolve_rank_mapping": lambda info: CommonKVManager._resolve_rank_mapping(here, info),
+    })  # fmt: skip
+    response = SimpleNamespace(status_code=200, json=lambda: answer)
+    try:
+        with patch.object(requests, "get", lambda *_, **__: response):
+            CommonKVManager.try_ensure_parallel_info(here, "prefill")
+    except (AssertionError, RuntimeError, ValueError) as error:
+        yield f"SGLang refuses the pair when it meets: {error}"
+
+
 def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     """SGLang's own refusals, the plugin's where it is asked for or needed, and the pair's."""
     for server in (prefill, decode):
@@ -189,25 +211,41 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
             yield from server.refused
     if prefill.enabled != decode.enabled:
         yield "[MIXKV-PAIR-01] --enable-mixkv: on one side only. Set it on both, or on neither."
-    # SGLang compares the first two when a pair meets (common/conn.py, try_ensure_parallel_info).
+    if prefill.dp_size > 1:  # CommonKVSender.__init__ in common/conn.py: each one's DP rank is 0
+        text = "replicas (--dp-size without DP attention) SGLang fails the requests of all but one"
+        yield f"prefill: of {prefill.dp_size} {text}. Start them as servers."
+    if prefill.tcp and _is_cut(prefill, decode):
+        yield f"{_TCP}. Use RDMA, NIXL or one attention-TP size."
     for name, why in (
         ("page_size", "SGLang refuses the pair"),
         ("kv_cache_dtype", "SGLang refuses the pair"),
         ("disaggregation_enable_kv_checksum", "metadata rows differ"),
-        ("pp_size", "SGLang takes 1 or prefill's on decode"),
     ):
-        if name != "pp_size" or decode.pp_size != 1:
-            sides = getattr(prefill, name), getattr(decode, name)
-            yield from _differ(f"--{name.replace('_', '-')}", *sides, why)
+        sides = getattr(prefill, name), getattr(decode, name)
+        yield from _differ(f"--{name.replace('_', '-')}", *sides, why)
     yield from _models(prefill, decode)
+
+
+_TARGETS = "target", "pipeline stages"
+_TCP = "over Mooncake's TCP, chunks of this target from some 2,048 tokens fail at unequal sizes"
+
+
+def _is_cut(prefill: Server, decode: Server) -> bool:
+    """True if SGLang's Mooncake sends the target's heads one by one."""
+    is_mooncake = prefill.disaggregation_transfer_backend == "mooncake"
+    is_unequal = prefill.attention_tp != decode.attention_tp
+    return bool(is_mooncake and is_unequal and prefill.target.kv_heads)
+
+
+def _differences(prefill: Server, decode: Server) -> list[Difference]:
+    """List what the servers would refuse of each other."""
     is_cold = decode.config.on_draft_mismatch == "cold"
     served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
     topks = [side.speculative_eagle_topk or 0 for side in (prefill, decode)]
     if not all(topks):
         topks = [0, 0]  # SGLang did not resolve a line so far, or speculates on one side alone
-    for found in differences(_row(prefill, topks[0]), _row(decode, topks[1])):
-        if found.severity not in served:
-            yield f"[MIXKV-PAIR-03] {found}"
+    rows = map(_row, (prefill, decode), topks)
+    return [one for one in differences(*rows) if one.severity not in served]
 
 
 def _row(server: Server, topk: int) -> Row:
@@ -230,10 +268,8 @@ def _models(prefill: Server, decode: Server) -> Iterator[str]:
     if prefill.draft and here != there and None in (prefill.facts, decode.facts):
         yield from _differ("drafter", here, there, "its KV cannot be moved")
     elif decode.draft and not decode.draft.kv_heads and decode.target.kv_heads:
-        yield (
-            "[MIXKV-START-05] an MLA drafter beside a target with KV heads: SGLang would pair its "
-            "rows with others. Use a drafter with KV heads."
-        )
+        text = "an MLA drafter beside a target with KV heads. Use one with KV heads."
+        yield f"[MIXKV-START-05] {text}"
 
 
 def _differ(what: str, prefill: object, decode: object, why: str) -> Iterator[str]:
@@ -243,18 +279,17 @@ def _differ(what: str, prefill: object, decode: object, why: str) -> Iterator[st
         yield f"[MIXKV-PAIR-03] {found}"
 
 
-def _notes(prefill: Server, decode: Server) -> Iterator[str]:
+def _notes(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     yield from (*prefill.notes, *decode.notes)
     for gpu in dict.fromkeys(filter(None, (prefill.gpu, decode.gpu))):
         roles = " and ".join(side.role for side in (prefill, decode) if side.gpu == gpu)
         yield f"{roles}: resolved as on a {gpu.title()} GPU (--gpu)"
+    if not prefill.tcp and _is_cut(prefill, decode):
+        yield f"{_TCP}; over RDMA and NIXL they do not"
+    if need and not need.needed and decode.facts and prefill.enabled and decode.enabled:
+        cost = f"a rank {decode.config.staging_mb} MiB, and draft KV two copies"
+        yield f"--enable-mixkv is of no use here, and costs {cost}: drop it on both sides"
     if prefill.draft is None and decode.draft is not None:
-        yield (
-            "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
-            "accepted; give prefill the same --speculative flags"
-        )
+        yield "speculation on decode alone: drafters start cold; give prefill the same flags for it"
     if decode.draft is not None and decode.draft.window is not None:
-        yield (
-            f"draft window: decode's drafter reads the last {decode.draft.window:,} tokens alone, "
-            "and of a longer prompt only their draft KV is moved"
-        )
+        yield f"draft window: the last {decode.draft.window:,} tokens' draft KV alone is moved"

@@ -1,60 +1,68 @@
-"""One server as SGLang resolves its launch line.
-
-SGLang's own parser, resolution, checks and model configuration run here, without a GPU and without
-weights: the installed release decides what a flag means and what does not start.
-"""
+"""One server as SGLang resolves its launch line: its own parser, resolution, checks and model
+configuration run here, without a GPU and without weights."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import re
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import msgspec
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import ATTRIBUTE, Config, resolve, truth
+from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve, truth
 from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools import plan_line
-from sglang_mixkv.tools.plan_line import unreadable
+from sglang_mixkv.tools.plan_text import Line, split, unreadable
 
 OF_HOST = (
     "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
 )  # fmt: skip
 """Flags whose devices and files SGLang looks for where it resolves a line."""
+GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 
 class Model(msgspec.Struct, frozen=True):
     """`facts`: with 0 heads where each rank has the same rows (MLA). `hybrid`: some layers have a
-    state instead of KV. `window`: how far a drafter reads (draft/window.py)."""
+    state instead of KV. `window`: how far a drafter reads (draft/window.py). `states`: those beside
+    KV that SGLang does not cut by heads. `met`: what it compares besides when a pair meets."""
 
     facts: DraftFacts
     layers: int
     hybrid: bool = False
     window: int | None = None
+    states: tuple[str, ...] = ()
+    met: dict[str, Any] = {}
 
     @property
     def kv_heads(self) -> int:
         return self.facts.total_heads
 
     def __str__(self) -> str:
-        heads = f"{self.kv_heads} KV heads" if self.kv_heads else "MLA"
+        heads = f"{self.kv_heads} KV head{'s' * (self.kv_heads > 1)}" if self.kv_heads else "MLA"
         return f"{self.facts.architecture} ({heads}, {self.layers} layer{'s' * (self.layers > 1)})"
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """FLAGS are SGLang's, resolved. `enabled`: opted in. `gpu`: what it was resolved for.
     `attention_tp`: 0 where TP does not split. `stage`: the target of the first pipeline stage.
-    `stock`: why SGLang itself does not start it; `refused`: why the plugin does not."""
+    `tcp`: Mooncake was told to take it. `stock`: why SGLang does not start it; `refused`: why the
+    plugin does not."""
 
+    attn_cp_size: int = 1
+    enable_kv_cache_sharding: bool | None = False
     tp_size: int
     attn_dp_size: int
     dp_size: int
@@ -73,6 +81,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     target: Model
     stage: Target
     draft: Model | None
+    tcp: bool = False
     stock: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -88,44 +97,49 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return self.draft.facts if self.draft and self.draft.kv_heads else None
 
 
-FLAGS = Server.__struct_fields__[:10]
+FLAGS = Server.__struct_fields__[:12]
 
 
 def read(role: str, text: str, *, gpu: str | None = None) -> Server:
     """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `gpu`: a
     name of GPUS; without one, the first on which SGLang starts the line."""
     try:
-        line = plan_line.split(text)
-        with plan_line.alone(line.environ):
-            return _read(role, line, [gpu] if gpu else [*plan_line.GPUS])
+        line = split(text, role)
+        with alone(line.environ):
+            return _read(role, line, [gpu] if gpu else [*GPUS])
     except MixKVError as error:
         raise error.about(role) from None
     except ValueError as error:  # SGLang's
         raise ValueError(f"{role}: {error}") from None
 
 
-def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
+def _read(role: str, line: Line, gpus: list[str]) -> Server:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
 
-    args = plan_line.parse(line.flags)
+    args, of_dynamo = parse(line)
     config = resolve(args, line.environ)
     _check_models(args)
-    notes = [*_unread(role, line, args)]
+    notes = [*_unread(role, line, of_dynamo, args)]
+    refused = list[str]()
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
+        if config.enabled and line.launcher:  # flags alone may not be all
+            refused.append(f"[MIXKV-START-03] {role}: {refusals.SINGLE_SERVER}")
+        else:
+            notes.append(f"{role}: taken for --disaggregation-mode {role}, which is not given")
     args.device = args.device or "cuda"
     gpus = gpus if args.device == "cuda" else [""]
     for gpu in (*gpus, gpus[0]):  # where none will do, the first says why
         server_args = ServerArgs.from_cli_args(args)
         # `refused` has what the plugin's hook would raise.
         setattr(server_args, ATTRIBUTE, Config())
-        with plan_line.as_on(gpu):
-            stock = tuple(_not_started(role, server_args))
+        with as_on(gpu):
+            stock = [*_not_started(role, server_args)]
         if not stock:
             break
     if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
-        stock, notes = (), [*notes, f"{role}: what SGLang checks on {args.device} was not checked"]
+        stock, notes = [], [*notes, f"{role}: what SGLang checks on {args.device} was not checked"]
     view = resolving_view(server_args)
     notes += _amd(role, view, line.environ)
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
@@ -136,22 +150,31 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
     target = _model(server_args, view, is_draft=False)
     draft = _model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None
     attention_tp = view.tp_size // parts if parts and not view.tp_size % parts else 0
+    # Of a target with an MTP layer, or DSPARK's, SGLang knows; of others it would load the target.
+    if draft and args.speculative_draft_model_path in (None, args.model_path):
+        is_same = draft.facts.architecture == target.facts.architecture
+        is_none = is_same and view.speculative_draft_model_path is None
+        if is_none or draft.facts.algorithm in ("EAGLE3", "STANDALONE"):
+            text = "needs --speculative-draft-model-path: the target brings no such drafter"
+            stock.append(f"{role}: {draft.facts.algorithm} {text}")
     if draft and draft.kv_heads and view.hicache_storage_backend == refusals.STORED:
-        notes.append(
-            f"{role}: with the plugin, its draft KV in Mooncake's store is found by servers of "
-            f"attention TP {attention_tp} alone; others compute such a prefix and store their own"
-        )
+        text = "draft KV in Mooncake's store is found by servers of the same attention TP alone"
+        notes.append(f"{role}: with the plugin, its {text} ({attention_tp})")
+    refused += _refused(role, line, view, args)
     return Server(
-        **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=stock,
+        **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=tuple(stock),
         attention_tp=attention_tp, target=target, stage=_stage(target, view), draft=draft,
-        refused=tuple(_refused(role, view, line.environ)), notes=tuple(notes),
+        refused=tuple(refused), notes=tuple(notes),
+        tcp="MC_FORCE_TCP" in line.environ or line.environ.get("MOONCAKE_PROTOCOL") == "tcp",
     )  # fmt: skip
 
 
-def _unread(role: str, line: plan_line.Line, args: argparse.Namespace) -> Iterator[str]:
+def _unread(role: str, line: Line, of_dynamo: list[str], args: argparse.Namespace) -> Iterator[str]:
     """Note what decides nothing here. Takes the flags away that the server's host answers."""
     if line.unread:
         yield f"{role}: no shell runs, so this is taken as it stands: {' '.join(line.unread)}"
+    if of_dynamo:
+        yield f"{role}: taken for flags of Dynamo's own, and not looked at: {' '.join(of_dynamo)}"
     for name in OF_HOST:
         if value := getattr(args, name, None):
             setattr(args, name, None)
@@ -181,10 +204,8 @@ def _check_models(args: argparse.Namespace) -> None:
         with suppress(HFValidationError):  # no name of the Hub's
             if path is None or Path(path).exists() or try_to_load_from_cache(path, "config.json"):
                 continue
-        raise unreadable(
-            f"{flag} {path}: neither a folder nor in the Hub's cache here, and the plan downloads "
-            f"nothing. Copy the model's config.json into a folder, and give {flag} FOLDER"
-        )
+        text = "neither a folder nor in the Hub's cache here: copy its config.json into a folder"
+        raise unreadable(f"{flag} {path}: {text}")
 
 
 def _not_started(role: str, server_args: Any) -> Iterator[str]:
@@ -210,14 +231,16 @@ def _not_started(role: str, server_args: Any) -> Iterator[str]:
         yield f"{role}: SGLang {sglang_version()} does not start it: {text}"
 
 
-def _refused(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
-    for reason in refusals.broken(rules(), view, environ):
+def _refused(role: str, line: Line, view: Any, args: argparse.Namespace) -> Iterator[str]:
+    given = {word.partition("=")[0] for word in line.flags} if line.is_dynamos else set()
+    for setting in SETTINGS:
+        if setting.flag in given:
+            yield f"{role}: Dynamo's parser ends at {setting.flag}: set {setting.environ} instead"
+    for reason in refusals.broken(rules(), view, line.environ, args):
         yield f"[MIXKV-START-03] {role}: {reason}"
     if view.disaggregation_mode != role:
-        yield (
-            f"[MIXKV-START-03] {role}: expected --disaggregation-mode {role}; got "
-            f"{view.disaggregation_mode}. Are the two launch lines swapped?"
-        )
+        text = f"expected --disaggregation-mode {role}; got {view.disaggregation_mode}"
+        yield f"[MIXKV-START-03] {role}: {text}. Are the two launch lines swapped?"
 
 
 def _stage(target: Model, view: Any) -> Target:
@@ -225,13 +248,13 @@ def _stage(target: Model, view: Any) -> Target:
 
     first, end = get_pp_indices(target.layers, 0, view.pp_size)
     sizes, is_even = (view.pp_size, view.dcp_size), len(set(target.facts.head_bytes)) <= 1
-    return Target(target.kv_heads, 2 * (end - first), target.hybrid, is_even, *sizes)
+    return Target(target.kv_heads, 2 * (end - first), target.hybrid, is_even, *sizes, target.states)
 
 
 def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     """Raises MixKVError for a config.json that SGLang does not read."""
+    from sglang.srt.configs import model_config
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_v4
     from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
     from sglang.srt.model_executor.model_runner_components import layer_setup
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -239,11 +262,15 @@ def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     path = (view.speculative_draft_model_path if is_draft else None) or view.model_path
     revision = view.speculative_draft_model_revision if is_draft else None
     try:
-        config = ModelConfig.from_server_args(
+        config = model_config.ModelConfig.from_server_args(
             server_args, model_path=path, model_revision=revision, is_draft_model=is_draft
         )
     except Exception as error:  # of SGLang, transformers or the model's own code
-        raise unreadable(f"{path}: {' '.join(str(error).split())}") from None
+        words = " ".join(str(error).split())
+        if (kind := re.search(r"model type `\w+`", words)) or "`model_type` key" in words:
+            words = f"SGLang {sglang_version()} has no loader for {kind[0] if kind else 'it'}. Of "
+            words += "another engine's format, as speculators' is, it needs a copy in SGLang's"
+        raise unreadable(f"{path}: {words.rstrip('.')}") from None
     layers = layer_setup._compute_model_num_layers(
         model=None, model_config=config, is_draft_worker=is_draft
     )
@@ -254,7 +281,8 @@ def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
         speculative_draft_attention_backend=view.speculative_draft_attention_backend,
         speculative_draft_kv_cache_dtype=view.speculative_draft_kv_cache_dtype,
     )[1]  # fmt: skip
-    alike = config.attention_arch == AttentionArch.MLA or is_deepseek_v4(config.hf_config)
+    is_v4 = model_config.is_deepseek_v4(config.hf_config)
+    alike = config.attention_arch == model_config.AttentionArch.MLA or is_v4
     widths = [] if alike else [config.head_dim, config.v_head_dim]
     facts = DraftFacts(
         config.hf_config.architectures[0], view.speculative_algorithm or "" if is_draft else "",
@@ -263,4 +291,87 @@ def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
         str(dtype).removeprefix("torch."),
     )  # fmt: skip
     window = window_of(view, config.hf_config) if is_draft else None
-    return Model(facts, layers, bool(mambaish_config(config)), window)
+    states = {
+        "minimax_index_k": model_config.is_minimax_sparse(config.hf_config),
+        "block_scale": view.kv_cache_dtype == "mxfp8", "swa": config.is_hybrid_swa,
+    }  # fmt: skip
+    met = dict[str, Any]()
+    if is_v4:  # get_pd_kv_layout and get_dsv41_spec_layout in disaggregation/utils.py
+        is_wide = view.dsv4_attn_backend == "trtllm"
+        met["kv_layout"] = f"trtllm's {is_wide}, {os.environ.get('SGLANG_DSV4_KV_LAYOUT')}"
+        if 2 in getattr(config.hf_config, "compress_ratios", ()) and algorithm.is_dspark():
+            met["dsv41_spec_layout"] = {"num_draft_tokens": view.speculative_num_draft_tokens}
+    return Model(
+        facts, layers, bool(mambaish_config(config)), window,
+        () if alike or is_draft else tuple(name for name, has in states.items() if has), met,
+    )  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise unreadable(message)
+
+
+def parse(line: Line) -> tuple[argparse.Namespace, list[str]]:
+    """Return what the flags set, and those that are Dynamo's. Raises MixKVError with all words that
+    SGLang does not know."""
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    parser, words = _parser(), list(line.flags)
+    try:
+        if "--config" in words:
+            words = list(ConfigArgumentMerger(parser).merge_config_with_args(words))
+    except Exception as error:  # of SGLang or the YAML parser
+        raise unreadable(f"--config: {error}") from None
+    args, unknown = parser.parse_known_args(words)
+    if unknown and not line.is_dynamos:
+        hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
+        raise unreadable(f"SGLang does not know {' '.join(unknown)}{hint}")
+    return args, unknown
+
+
+@cache
+def _parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = _Parser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    add_flags(parser)
+    for action in parser._actions:
+        action.required = False  # else a missing flag hides the mistyped one
+    return parser
+
+
+@contextmanager
+def alone(environ: Mapping[str, str]) -> Iterator[None]:
+    """The line's variables alone decide. SGLang logs nothing and downloads nothing."""
+    level = logging.root.manager.disable
+    of_shell = {name: v for name, v in os.environ.items() if not name.startswith("SGLANG_")}
+    whole = {**of_shell, **environ, "HF_HUB_OFFLINE": "1"}
+    with patch.dict(os.environ, whole, clear=True), warnings.catch_warnings(action="ignore"):
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(level)
+
+
+@contextmanager
+def as_on(gpu: str) -> Iterator[None]:
+    """Answers what SGLang asks of a GPU while it resolves a line, as this GPU would ("": none). It
+    decides attention backends and types of KV."""
+    import torch
+    from sglang.srt.runtime_context import override_platform
+
+    if not gpu:
+        yield
+        return
+    capability, is_hopper = GPUS[gpu], gpu == "hopper"
+    facts = dict.fromkeys(("is_sm90", "is_hopper_with_cuda_12_3"), is_hopper)
+    facts |= dict.fromkeys(("is_sm100", "is_sm100_or_sm110", "is_blackwell"), not is_hopper)
+    sm = 10 * capability[0] + capability[1]
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts),
+    ):
+        yield

@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from math import inf
+from math import isfinite
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from sglang_mixkv.series import MEMORY, NOTES, PREFILL, STATES, ColdReason
-from sglang_mixkv.tools import as_json, parser, point, table
+from sglang_mixkv.tools import as_json, bounded, hidden, parser, point, table
 from sglang_mixkv.tools.client import RequestFailed, request
 
 COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters
-OURS, NONE = "sglang_mixkv_", "-"
-TIMEOUT_S, AT_ONCE = 5.0, 16
+OURS, NONE, TIMEOUT_S = "sglang_mixkv_", "-", 5.0
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
-
-
-# ---------------------------------------------------------------- pages
 
 
 class Sample(NamedTuple):
@@ -45,61 +41,54 @@ class Sample(NamedTuple):
 
 
 def samples(text: str) -> Iterator[tuple[Sample, float]]:
-    """Read the samples of a Prometheus page. A server's own begins its names with `sglang:`, the
-    router's with `sglang_`, as here. Raises ValueError."""
+    """Read the finite samples of a Prometheus page. A server's own begins its names with `sglang:`,
+    the router's with `sglang_`, as here. Raises ValueError."""
     from prometheus_client.parser import text_string_to_metric_families
 
     for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
-        yield Sample(one.name.replace(":", "_", 1), tuple(sorted(one.labels.items()))), one.value
+        if isfinite(one.value):
+            name = one.name.replace(":", "_", 1)
+            yield Sample(name, tuple(sorted(one.labels.items()))), one.value
 
 
 class Page(dict[Sample, float]):
     """The plugin's series of one server."""
 
-    def of(self, name: str, **labels: Collection[str]) -> Iterator[tuple[Sample, float]]:
-        """Series of this name whose labels have one of these values."""
+    def ranks(self, name: str, by: str = "", **labels: Collection[str]) -> list[Counter[str]]:
+        """Sum the series of this name on each rank by a label, whose others have these values."""
+        found: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
         for sample, value in self.items():
             if sample.name == name and all(sample.label(n) in some for n, some in labels.items()):
-                yield sample, value
+                found[tuple(map(sample.label, RANK))][sample.label(by)] += round(value)
+        return [*found.values()]
 
-    def largest(self, name: str) -> int:
-        return round(max((value for _, value in self.of(name)), default=0))
+    def most(self, name: str, **labels: Collection[str]) -> int:
+        return max((one.total() for one in self.ranks(name, "", **labels)), default=0)
 
     def counts(
-        self, name: str, label: str = "", most: Callable[[Counter[str]], int] = Counter.total,
-        **labels: Collection[str],
-    ) -> Counter[str]:  # fmt: skip
-        """A counter's requests by one label. The TP ranks of a DP rank serve the same ones, so the
-        rank with `most` stands for them."""
-        ranks: defaultdict[str, defaultdict[str, Counter[str]]]
-        ranks = defaultdict(lambda: defaultdict(Counter))
-        for sample, value in self.of(name, **labels):
-            counted = ranks[sample.label("dp_rank")][sample.label("tp_rank")]
-            counted[sample.label(label)] += round(value)
-        return sum((max(one.values(), key=most) for one in ranks.values()), Counter())
+        self, name: str, by: str = "", but: str = "*", **labels: Collection[str]
+    ) -> Counter[str]:
+        """A counter's requests by a label. The ranks of a DP rank serve the same ones, so the one
+        with most stands for them, `but` not counted."""
+        groups = {sample.label("dp_rank") for sample in self}
+        each = (self.ranks(name, by, dp_rank=[one], **labels) for one in groups)
+        most = (max(one, key=lambda n: n.total() - n[but], default=Counter()) for one in each)
+        return sum(most, Counter())
 
-    def quantile(self, name: str, share: float) -> float | None:
-        """The quantile of a histogram, as Prometheus estimates it; of the rank where it is largest,
-        since a request waits for all of its ranks."""
-        ranks: defaultdict[tuple[str, ...], Counter[float]] = defaultdict(Counter)
-        for sample, value in self.of(f"{name}_bucket"):
-            ranks[tuple(map(sample.label, RANK))][float(sample.label("le"))] += round(value)
-        return max((_quantile(one, share) for one in ranks.values() if one.total()), default=None)
+    def within(self, name: str, share: float) -> float | None:
+        """The bound of a histogram within which so many were, its last one for what is beyond; on
+        the rank where it is largest, since a request waits for all of its ranks."""
+        found = list[float]()
+        for one in (rank for rank in self.ranks(f"{name}_bucket", "le") if rank.total()):
+            below = sum(number < share * max(one.values()) for number in one.values())
+            found.append(sorted(map(float, one))[min(below, len(one) - 2)])
+        return max(found, default=None)
 
     def since(self, before: Page) -> Page:
         """Counters as what was added to them, all of them where the server was restarted."""
         counters = (sample for sample in self if sample.name.endswith(("_total", "_bucket")))
         added = {sample: self[sample] - before.get(sample, 0) for sample in counters}
         return Page(self | added) if all(value >= 0 for value in added.values()) else self
-
-
-def _quantile(buckets: Counter[float], share: float) -> float:
-    low, below, wanted = 0.0, 0, share * max(buckets.values())
-    for bound, count in sorted(buckets.items()):
-        if count >= wanted:
-            break
-        low, below = bound, count
-    return low if bound == inf else low + (bound - low) * (wanted - below) / (count - below)
 
 
 Pages = dict[str, Page]
@@ -109,12 +98,12 @@ Pages = dict[str, Page]
 def read(url: str, text: str) -> Pages:
     """A page may have several servers: `worker_addr` names them on a router's, `instance` on
     Prometheus' own. Raises ValueError."""
-    server = url.partition("://")[2].removesuffix("/metrics")
+    server = url.rpartition("@")[2].rpartition("://")[2].removesuffix("/metrics")
     pages = {server: Page()}
     for sample, value in samples(text):
         if sample.name.startswith(OURS):
             name = sample.label("worker_addr") or sample.label("instance") or server
-            page = pages.setdefault(urlsplit(name).netloc or name, Page())
+            page = pages.setdefault(name.rpartition("://")[2], Page())
             page[sample._replace(name=sample.name.removeprefix(OURS))] = value
     if len(pages) > 1 and not pages[server]:
         del pages[server]  # the router's or Prometheus' own
@@ -124,32 +113,33 @@ def read(url: str, text: str) -> Pages:
 def page_url(url: str) -> str:
     """Complete what an operator types: with or without scheme, with or without /metrics."""
     whole = url if "://" in url else f"http://{url}"
-    return whole if urlsplit(whole).path.strip("/") else f"{whole.rstrip('/')}/metrics"
+    return whole if "?" in whole or whole.endswith("metrics") else f"{whole.rstrip('/')}/metrics"
 
 
 def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[str, str]]:
-    """Look at all pages side by side; and say why which could not be read."""
-    pages, unread = Pages(), dict[str, str]()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = {url: pool.submit(request, "GET", url, timeout) for url in map(page_url, urls)}
-    for url, answer in answers.items():
-        try:
-            pages |= read(url, answer.result().text)
-        except RequestFailed as error:
-            remedy = " Start it with --enable-metrics" * str(error).startswith("HTTP 404")
-            unread[url] = f"{error}{remedy}"
-        except ValueError as error:
-            unread[url] = f"{url} is no page of metrics: {error}"
+    """Look at all pages side by side; and say why which could not be read. One that drips is given
+    up after twice the time of one that is silent."""
+    pages, unread, wholes = Pages(), dict[str, str](), [*map(page_url, urls)]
+    end = time.monotonic() + 2 * timeout
+    with ThreadPool(len(wholes)) as pool:
+        answers = [pool.apply_async(request, ("GET", url, timeout)) for url in wholes]
+        for url, answer in zip(map(hidden, wholes), answers, strict=True):
+            try:
+                pages |= read(url, answer.get(max(0.0, end - time.monotonic())).text)
+            except RequestFailed as error:
+                remedy = ". Start it with --enable-metrics" * str(error).startswith("HTTP 404")
+                unread[url] = f"{error}{remedy}"
+            except TimeoutError:
+                unread[url] = f"{url} did not end within {2 * timeout:.0f} s"
+            except ValueError as error:
+                unread[url] = f"{url} is no page of metrics: {error}"
     return pages, unread
-
-
-# ---------------------------------------------------------------- servers and pairs
 
 
 @dataclass(frozen=True)
 class Server:
     """`ranks`: that have series of the plugin. `slots_used`: of the rank that uses most. `p50`,
-    `p99`: seconds that requests wait for draft KV; on prefill from a chunk's forward to its READY.
+    `p99`: seconds within which so many requests had their draft KV; on prefill, chunks their READY.
     """
 
     name: str
@@ -189,17 +179,9 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """`where`: a server, or a decode server and its prefill server."""
-
-    where: str
-    what: str
-    remedy: str
-
-
-@dataclass(frozen=True)
 class Status:
-    """`unread`: URL -> why."""
+    """`wrong`: a server, or a decode server and its prefill server, with what, and what to do.
+    `unread`: URL -> why."""
 
     servers: list[Server]
     pairs: list[Pair]
@@ -207,98 +189,88 @@ class Status:
     unread: dict[str, str]
 
     def text(self) -> str:
-        head: tuple[str, ...] = ("server", "role", "ranks", "slots in use", "wait: p50", "p99")
-        lines = [*table([head, *(one.row() for one in self.servers)]), ""]
-        if self.pairs:
-            head = "decode", "prefill", "requests", "warm", "accept: warm", "cold", "retracted"
-            lines += [*table([head, *(one.row() for one in self.pairs)]), ""]
-        points = [f"{url}: {why}" for url, why in self.unread.items()]
+        lines, points = list[str](), [*self.unread.values()]
+        for rows, *head in (
+            (self.servers, "server", "role", "ranks", "slots in use", "wait: p50", "p99"),
+            (self.pairs, "decode", "prefill", "requests", "warm", "accept: warm", *STATES[1:]),
+        ):
+            lines += [*table([head, *(one.row() for one in rows)]), ""] if rows else []
         points += [f"{one.where}: {one.what}. {one.remedy}" for one in self.wrong]
-        for text in points:
-            lines += point(text, "!! ")
+        lines += [line for text in points for line in point(text, "!! ")]
         return "\n".join(lines if points else [*lines, "nothing is wrong"])
 
 
+@dataclass(frozen=True)
+class Wrong:
+    where: str
+    what: str
+    remedy: str
+
+
 def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> Status:
-    """`first`: what message since is counted; without it, since servers started. A server that is
+    """`first`: what happened since is counted; without it, since servers started. A server that is
     new counts from its start."""
     before = first or Pages()
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
-    found, rows = [*_servers(since)], [*_pairs(since)]
-    return Status(found, rows, [*_of_servers(found), *_of_counts(since), *_of_pairs(rows)], unread)
+    found, rows = [_server(*one) for one in since.items()], [*_pairs(since)]
+    wrong = [Wrong(one.name, *what) for one in found for what in _of_server(one, since[one.name])]
+    wrong += [Wrong(f"{one.decode}, prefill {one.prefill}", *what)
+              for one in rows for what in _of_pair(one)]  # fmt: skip
+    return Status(found, rows, wrong, unread)
 
 
-def _servers(pages: Pages) -> Iterator[Server]:
-    for name, page in pages.items():
-        role = max((sample.label("engine_type") for sample in page), default="no plugin")
-        ranks = len({tuple(map(sample.label, RANK)) for sample in page})
-        wait = "ready_seconds" if role == PREFILL else "wait_seconds"
-        waits = page.quantile(wait, 0.5), page.quantile(wait, 0.99)
-        yield Server(name, role, ranks, page.largest("slots"), page.largest("slots_used"), *waits)
+def _server(name: str, page: Page) -> Server:
+    role = max((sample.label("engine_type") for sample in page), default="no plugin")
+    ranks = len({tuple(map(sample.label, RANK)) for sample in page})
+    wait = "ready_seconds" if role == PREFILL else "wait_seconds"
+    waits = page.within(wait, 0.5), page.within(wait, 0.99)
+    return Server(name, role, ranks, page.most("slots"), page.most("slots_used"), *waits)
 
 
 def _pairs(since: Pages) -> Iterator[Pair]:
     for name, page in sorted(since.items()):
         for prefill in sorted({sample.label("prefill") for sample in page} - {""}):
             # A request is warm only where no rank says cold: the rank with most colds counts.
-            rooms = page.counts(
-                "prefill_rooms_total", "reason", lambda ranks: ranks.total() - ranks[""],
-                prefill=[prefill], state=["warm", "cold"],
-            )  # fmt: skip
+            rooms = page.counts("prefill_rooms_total", "reason", "", prefill=[prefill],
+                                state=["warm", "cold"])  # fmt: skip
             rooms = Counter({reason or "warm": number for reason, number in rooms.items()})
-            lengths = {state: _accept_length(page, prefill, state) for state in STATES}
+            tokens, rounds = (
+                sum(page.ranks(f"{what}_total", "state", prefill=[prefill]), Counter())
+                for what in ("accepted_tokens", "verify_rounds")
+            )
+            lengths = {s: tokens[s] / rounds[s] if rounds[s] else None for s in STATES}
             yield Pair(name, prefill, rooms, lengths)
 
 
-def _accept_length(page: Page, prefill: str, state: str) -> float | None:
-    tokens, rounds = (
-        sum(value for _, value in page.of(name, prefill=[prefill], state=[state]))
-        for name in ("accepted_tokens_total", "verify_rounds_total")
-    )
-    return tokens / rounds if rounds else None
+def _of_server(server: Server, page: Page) -> Iterator[tuple[str, str]]:
+    """What is wrong, and what to do."""
+    if not server.ranks:
+        what = "its page, which should be a server's own, has no series of the plugin"
+        yield what, "Start it with --enable-mixkv; with it, search its log for MIXKV-"
+    elif 0 < server.slots <= server.slots_used:
+        yield "all slots of a rank are in use", f"{MEMORY} if it stays so"
+    if not all(one.total() for one in page.ranks("gpu_kernels")):
+        what = "torch copies draft KV on a GPU, 13 to 30 times slower than kernels"
+        yield what, "Search its log for MIXKV-START-07"
+    for reason, number in page.counts("peers_refused_total", "reason").items():
+        what = f"{number} requests failed since a prefill server is refused ({reason})"
+        yield what, "Search decode's log for MIXKV-"
+    if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
+        spec = NOTES["not_cleared"]
+        yield f"{failed} requests failed: {spec.message}", f"Search decode's log for {spec.code}"
+    for spec in (NOTES["unopened"], NOTES["expired"]):
+        if number := page.counts(spec.series).total():
+            yield f"{number} times {spec.message}", spec.remedy
 
 
-# ---------------------------------------------------------------- what is wrong
-
-
-def _of_servers(found: Iterable[Server]) -> Iterator[Wrong]:
-    for server in found:
-        if not server.ranks:
-            what = "its page, which should be a server's own, has no series of the plugin"
-            remedy = "Start it with --enable-mixkv; with it, search its log for MIXKV-"
-            yield Wrong(server.name, what, remedy)
-        elif 0 < server.slots <= server.slots_used:
-            remedy = MEMORY + " if it stays so"
-            yield Wrong(server.name, "all slots of a rank are in use", remedy)
-
-
-def _of_counts(since: Pages) -> Iterator[Wrong]:
-    for name, page in since.items():
-        if not all(value for _, value in page.of("gpu_kernels")):
-            what = "torch copies draft KV on a GPU, 13 to 30 times slower than kernels"
-            yield Wrong(name, what, "Search its log for MIXKV-START-07")
-        for reason, number in page.counts("peers_refused_total", "reason").items():
-            what = f"{number} requests failed since a prefill server is refused ({reason})"
-            yield Wrong(name, what, "Search decode's log for MIXKV-")
-        if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
-            spec = NOTES["not_cleared"]
-            what = f"{failed} requests failed: {spec.message}"
-            yield Wrong(name, what, f"Search decode's log for {spec.code}")
-        for spec in (NOTES["unopened"], NOTES["expired"]):
-            if number := page.counts(spec.series).total():
-                yield Wrong(name, f"{number} times {spec.message}", spec.remedy)
-
-
-def _of_pairs(found: Iterable[Pair]) -> Iterator[Wrong]:
-    for pair in found:
-        if pair.warm_share is None or 1 - pair.warm_share <= COLD_SHARE:
-            continue
-        for reason, number in pair.rooms.most_common():
-            if reason != "warm":
-                spec = ColdReason(reason).spec
-                what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
-                what += f": {spec.message}" * bool(spec.message)
-                yield Wrong(f"{pair.decode}, prefill {pair.prefill}", what, spec.remedy)
+def _of_pair(pair: Pair) -> Iterator[tuple[str, str]]:
+    if pair.warm_share is None or 1 - pair.warm_share <= COLD_SHARE:
+        return
+    for reason, number in pair.rooms.most_common():
+        if reason != "warm":
+            spec = ColdReason(reason).spec
+            what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
+            yield what + f": {spec.message}" * bool(spec.message), spec.remedy
 
 
 def main(argv: list[str]) -> int:
@@ -306,7 +278,7 @@ def main(argv: list[str]) -> int:
     add = made.add_argument
     add("urls", nargs="+", metavar="URL", help="http://HOST:PORT of a server, or a page of metrics")
     of_now = "count the requests of so many seconds from now on"
-    add("--seconds", metavar="N", type=int, choices=range(1, 1 << 20), help=of_now)
+    add("--seconds", metavar="N", type=bounded(1, 1 << 20), help=of_now)
     add("--json", action="store_true", help="figures instead of the tables")
     args = made.parse_args(argv)
     first, (now, unread) = None, look(args.urls)

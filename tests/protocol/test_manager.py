@@ -17,6 +17,7 @@ from unittest.mock import MagicMock, call
 import msgspec
 import pytest
 import torch
+from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 import sglang_mixkv
@@ -237,6 +238,11 @@ def test_a_port_of_its_own_or_any_free_one(gpu: Any, asked: int, port: int) -> N
         ({}, {"kv_layer_ids": []}, {"layer_ids": False}),
         ({"pp_size": None, "pp_rank": None}, {}, {"stages": 1}),
         ({}, {"total_kv_head_num": None}, {"heads": 1}),
+        (
+            {},
+            {"state_types": [StateType.SWA, StateType.MAMBA, StateType.SWA]},
+            {"states": ("swa", "mamba")},
+        ),
     ],
 )
 @pytest.mark.usefixtures("rank_of")

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
+from rig.channel.threads import wait_for
 from rig.process.answers import serving
 
 from sglang_mixkv.config import API_KEY_ENV
@@ -107,8 +114,8 @@ def test_each_kind_of_prompt(servers: tuple, tmp_path: Path) -> None:
     ]  # fmt: skip
     path = tmp_path / "prompts.jsonl"
     lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    path.write_text("a bb\n\n" + lines, encoding="utf-8")
-    ids = [token_ids(servers[0].url, prompt) for prompt in read_prompts(path)]
+    path.write_text("a bb\n\n" + lines, encoding="utf-8-sig")  # as Windows' editors write it
+    ids = [[*token_ids(servers[0].url, prompt)] for prompt in read_prompts(path)]
     assert ids == [[BOS, 11, 12], [5, 6], [BOS, 13], [BOS, 2, 3, 9, 9], [BOS, 8, 9]]
 
 
@@ -116,7 +123,10 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     for text, why in (
         (b"{no json", "line 1"), (b'a\n{"prompt": "b"}', "line 2: expected input_ids"),
-        (b"\n", "no prompts"), (b"\xff", "decode"),
+        (b"\n", "no prompts"), (b"\xff", "prompts: .*decode"),
+        (b'{"input_ids": 5}', r"line 1: Expected `array`, got `int` - at `\$.input_ids`"),
+        (b'{"turns": {"a": 1}}', "line 1: .*turns"),
+        (b'{"input_ids": "abc"}', "line 1: .*input_ids"),
     ):  # fmt: skip
         path.write_bytes(text)
         with pytest.raises(ValueError, match=why):
@@ -183,6 +193,70 @@ def test_what_is_not_judged(
     assert why in capsys.readouterr().err
 
 
+EVENT = {"output_ids": [5, 6], "meta_info": {
+    "completion_tokens": 2, "finish_reason": {"type": "length"}, "spec_verify_ct": 1,
+    "spec_correct_drafts_histogram": [0, 1]}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(("/tokenize", body) for body in
+          (b"<html>", b"[1, 2]", b'{"count": 1}', b'{"tokens": [[1]]}', b"")),
+        *(("/generate", b"data: " + body) for body in
+          (b"<html>", b"[1]", b'{"choices": []}', b'{"text": "x"}')),
+        *(("/generate", b"data: " + json.dumps(EVENT | {"meta_info": EVENT["meta_info"] | odd})
+           .encode()) for odd in
+          ({"completion_tokens": None}, {"finish_reason": "length"}, {"spec_verify_ct": "1"},
+           {"spec_correct_drafts_histogram": {"a": 1}}, {"dp_rank": [0]})),
+        ("/generate", b"<html>login</html>"),
+    ],
+)  # fmt: skip
+def test_an_odd_answer_is_a_sentence_with_its_url(
+    tmp_path: Path, capsys: Capture, path: str, body: bytes
+) -> None:
+    def answer(where: str, *_: object) -> tuple[int, bytes]:
+        return 200, body if where == path else b'{"tokens": [1]}'
+
+    (tmp_path / "prompts").write_text("a\n")
+    with serving(answer) as address:
+        url = f"http://{address}"
+        argv = [f"--single={url}", f"--pair={url}", f"--prompts={tmp_path / 'prompts'}"]
+        assert accept.main(argv) == 2
+    text = capsys.readouterr().err
+    assert f"{url}{path}" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
+    """At once, although two prompts are under way and others wait."""
+    asked, held = [], threading.Event()
+
+    def answer(path: str, body: dict, _: str) -> tuple[int, bytes]:
+        asked.append(body)
+        if len(asked) > 20:
+            held.wait(20)
+        return 200, b"data: " + json.dumps(EVENT).encode()
+
+    (tmp_path / "prompts").write_text('{"input_ids": [1]}\n' * 40)
+    with serving(answer) as address:
+        url = f"http://{address}"
+        command = [sys.executable, "-m", "sglang_mixkv", "accept", f"--single={url}", "--at-once=2",
+                   f"--pair={url}", f"--prompts={tmp_path / 'prompts'}"]  # fmt: skip
+        with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as running:
+            assert wait_for(lambda: len(asked) > 20)
+            before, begin = len(asked), time.monotonic()
+            running.send_signal(signal.SIGINT)
+            out, err = running.communicate(timeout=20)
+        assert time.monotonic() - begin < 2
+        held.set()
+    assert running.returncode == 130
+    assert len(asked) - before < 3
+    assert "pair to single: 100.0%" in out
+    assert err.startswith("interrupted: 3")
+    assert "Traceback" not in err
+
+
 def answer(right: int, rounds: int, dp_rank: int | None = None, first: int = 0) -> Answer:
     """Of one right draft in so many of the rounds; `first`: its first token."""
     tokens = (first, *range(1, right + rounds))
@@ -213,7 +287,7 @@ def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
     """Also one whose answers had no verify round."""
     ranks = [0] * 99 + [1] * (FEWEST - 1)
     found = compared([*(answer(10, 20, dp_rank=r) for r in ranks), answer(0, 0, dp_rank=2)])
-    assert found.is_within
+    assert found.interval == (1, 1)
     assert found.verdict is Verdict.UNDECIDED
     assert [*found.table()][-2] == "decode's DP rank 2: nothing to compare, of 1 prompts"
 
@@ -273,7 +347,7 @@ def test_flags_that_do_not_go_together(capsys: Capture, flags: str, why: str) ->
 
 def event(completed: int, reason: str = "", number: int = 0) -> bytes:
     """Of so many tokens, `number` of which it has."""
-    info = {"completion_tokens": completed, "finish_reason": reason and {"type": reason}}
+    info = {"completion_tokens": completed, "finish_reason": {"type": reason} if reason else None}
     about = {"output_ids": [*range(number or completed)], "meta_info": info}
     return b"data: " + json.dumps(about).encode()
 
@@ -282,7 +356,7 @@ def event(completed: int, reason: str = "", number: int = 0) -> bytes:
     ("lines", "why"),
     [([b"data: [DONE]"], "it sent no event"), ([b'data: {"error": "no room"}'], "no room"),
      ([b'{"error": "no key"}'], "no key"),  # as SGLang's small router passes it on
-     ([b"data: <html>"], "sent b'data: <html>'"), ([b"data: [1]"], "expected SGLang's meta_info"),
+     ([b"data: <html>"], "http://server sent b' <html>'"), ([b"data: [1]"], "Expected `object`"),
      ([event(2), b'data: {"error": "no room"}'], "no room"),
      ([event(1), event(2)], "broke off after 2 tokens"),
      ([event(1), event(4, "stop", number=2)], "broke off after 3 tokens")],

@@ -117,6 +117,18 @@ REFUSED = [
         "--use-ray", "--enable-pd-role-switch", "--enable-hisparse", "--enable-unified-memory",
         "--enable-kv-cache-sharding", "--enable-multi-layer-eagle")),
 ]  # fmt: skip
+
+
+def test_what_sglang_sets_by_itself_is_no_flag_to_drop() -> None:
+    """As it does for some models; and what was given is."""
+    given, resolved = arguments(), arguments(enable_multi_layer_eagle=True, use_ray=True)
+    rules = refusals.ARGUMENT_RULES
+    for raw, word in ((given, "sets it by itself"), (resolved, "drop the flag")):
+        words = refusals.broken(rules, resolved, {}, raw)
+        assert word in next(text for text in words if "multi-layer" in text)
+    assert refusals.broken(rules, given, {}, resolved) == []
+
+
 WITH_A_DRAFTER = [
     ({"kv_canary": "log"}, "--kv-canary"),
     ({"hicache_storage_backend": "file"}, "--hicache-storage-backend other"),

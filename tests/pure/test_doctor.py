@@ -15,6 +15,7 @@ from sglang_mixkv.config import Config
 from sglang_mixkv.tools import doctor, doctor_read
 from sglang_mixkv.tools.doctor_read import READ, ReadFailed, Result, Wire
 
+main = doctor.main
 UP, DOWN = "4: ACTIVE", "1: DOWN"
 
 
@@ -36,6 +37,7 @@ def problems(found: Any) -> list[str]:
         ("MC_FORCE_TCP", "1", "1", ""),
         ("MC_ACCESS_KEY", "hush", "(set, not shown)", ""),
         ("MOONCAKE_MASTER", "http://user:hush@host:1/", "http://***@host:1/", ""),
+        ("SGLANG_URL", "http://u:p@h/?token=hush", "http://***@h/?***", ""),
     ],
 )
 def test_a_variable_is_shown_with_what_is_wrong(
@@ -170,6 +172,35 @@ def test_a_device_that_is_named_has_to_be_active(host: Any, state: str, wrong: s
     assert "with an active port" in named.problem
 
 
+@pytest.mark.parametrize("form", ["plain", "JSON", "file"])
+def test_devices_are_named_as_sglang_takes_them(
+    run: Any, host: Any, tmp_path: Path, form: str
+) -> None:
+    """All are looked for, and the read takes the first GPU's."""
+    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+        get_ib_devices_for_gpu,
+    )
+
+    host(UP)
+    names = {"10": "mlx5_9", "0": "mlx5_0", "2": "mlx5_0,mlx5_7"}
+    given = "mlx5_0, mlx5_9, mlx5_7" if form == "plain" else json.dumps(names)
+    if form == "file":
+        (tmp_path / "ib.json").write_text(given)
+        given = str(tmp_path / "ib.json")
+    status, text = run("--disaggregation-ib-device", given)
+    assert status == 1
+    missing = "mlx5_9,mlx5_7" if form == "plain" else "mlx5_7,mlx5_9"
+    assert f"--disaggregation-ib-device  {missing}\n" in text
+    assert run.asked[0].devices == get_ib_devices_for_gpu(given, 0)
+
+
+@pytest.mark.parametrize("given", ["{mlx5_0}", '{"a": "mlx5_0"}', "none.json"])
+def test_devices_that_sglang_cannot_read(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        doctor.main(["--disaggregation-ib-device", given])
+    assert (caught.value.code, f"device: {given}: " in capsys.readouterr().err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("version", "module", "value"),
     [
@@ -202,6 +233,7 @@ def test_what_lets_a_nic_reach_gpu_memory(
         *(([f"--peer={text}"], f"as in 10.0.0.1:18515 or [fd00::1]:18515, got {text!r}")
           for text in ("10.0.0.1", "[fd00::1]", ":80", "host:65536")),
         (["--listen=1", "--peer=host:1"], "not allowed with argument"),
+        *(([f"--listen={port}"], f"expected 1 to 65535, got '{port}'") for port in (0, 65536, -1)),
         (["--disaggregation-transfer-backend=mori"], "invalid choice: 'mori'"),
     ],
 )  # fmt: skip
@@ -268,6 +300,26 @@ def test_a_read_that_is_wrong(run: Any, words: Any, changed: Any, problem: str) 
     found = json.loads(text)
     assert (status, found["ok"], found["schema"]) == (1, False, doctor.SCHEMA)
     assert [one["problem"] for one in found["findings"] if one["problem"]] == [problem]
+
+
+def test_a_stock_server_is_not_kept_from_its_start(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the plugin alone would refuse: it is shown, and a problem where the flag or the
+    variable opts in."""
+    monkeypatch.setattr(doctor, "seams", lambda: [doctor.Finding("seams", "a", "differs", "a: b")])
+    argv = ["--no-transfer", "--disaggregation-transfer-backend", "mooncake"]
+    for name, text in (("SGLANG_MIXKV_STAGING", "64"), ("SGLANG_RUST_SERVER", "1"), ("A", "b")):
+        with monkeypatch.context() as shell:
+            shell.setenv(name, text)
+            shell.setattr(
+                doctor, "main", lambda words: main([w for w in words if w != "--no-seams"])
+            )
+            assert run(*argv)[0] == 0
+            assert "(would stop a server with --enable-mixkv)" in run(*argv)[1]
+            assert run(*argv, "--enable-mixkv")[0] == 1
+            shell.setenv("SGLANG_ENABLE_MIXKV", "1")
+            assert run(*argv)[0] == 1
 
 
 def test_without_a_transfer_no_device_is_asked_for(run: Any, host: Any) -> None:

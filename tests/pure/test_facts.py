@@ -307,6 +307,33 @@ def test_a_target_with_as_many_heads_as_ranks_is_served(heads, tp, backend, is_s
 
 
 @pytest.mark.parametrize(
+    ("states", "target", "engine", "what"),
+    [
+        (("minimax_index_k",), {}, "0.5.23", "target with minimax_index_k"),
+        (("minimax_dense_kv", "minimax_index_k"), {}, "0.5.22", "target with minimax_dense_kv, m"),
+        (("swa", "block_scale"), {}, "0.5.22", "target with block_scale state"),
+        (("swa",), {}, "0.5.22", ""), (("swa",), {}, "0.5.21", "target with swa state"),
+        (("swa",), {"stages": 2, "entries": 4, "layer_ids": True}, "0.5.23", "target with swa"),
+        (("mamba", "dsa", "qsa_pending"), {}, "0.5.21", ""),
+        (("minimax_index_k",), {"heads": 0}, "0.5.21", ""),
+    ],
+)  # fmt: skip
+def test_a_state_that_sglang_does_not_cut_by_heads(states, target, engine, what):
+    """At equal sizes it is sent as it is, but MiniMax's from one stage alone."""
+    for backend in ("mooncake", "nixl"):
+        same = {"engine": engine, "backend": backend}
+        there, here = (
+            row(**same, target=replace(GQA, states=states, **target), attn_tp=tp) for tp in (2, 4)
+        )
+        found = differences(there, replace(here, target=replace(here.target, stages=1, entries=8)))
+        assert [one.what[: len(what)] for one in found] == [what] * bool(what)
+        stages = replace(there, target=replace(there.target, stages=2, layer_ids=True))
+        found = [one.what for one in differences(stages, replace(there, target=GQA))]
+        is_minimax = "minimax" in states[-1] and not there.target.is_mla
+        assert ("pipeline stages of a MiniMax target" in found) == is_minimax
+
+
+@pytest.mark.parametrize(
     ("there", "here", "severity"),
     [((8, 8), (8, 8), None), ((8, 9), (8, 8), Severity.REFUSED), ((8, 7), (8, 8), Severity.COLD),
      ((9, 7), (8, 8), Severity.REFUSED), ((8,), (8, 8), Severity.REFUSED)],

@@ -35,6 +35,7 @@ NUMBERS = {
 }  # fmt: skip
 LENGTHS = {
     "aux_item_lens": (0, 256, [1]), "draft.facts.head_bytes": (1, 1024, [1]),
+    "target.states": (0, 64, ["x"]),
     **dict.fromkeys(
         ("plugin", "engine", "rank_ip", "address", "backend", "draft.facts.architecture",
          "draft.facts.algorithm", "draft.facts.dtype", "staging.data_plane"), (0, 256, "x")),

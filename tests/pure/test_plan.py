@@ -6,6 +6,7 @@ head, 256 in all. Whole launch lines after public recipes: test_recipes.py.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -27,13 +28,16 @@ from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts, contacted, heads_on_rank
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
-from sglang_mixkv.tools import plan_line, plan_server
+from sglang_mixkv.tools import plan_pair, plan_server
 from sglang_mixkv.tools.plan_pair import SCHEMA, Fleet, Plan, make_plan, need_of
 from sglang_mixkv.tools.plan_server import Model, Server, read
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
 TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
 SIZES = [(p, d) for p, d in product((1, 2, 4, 8, 16), repeat=2) if not (p % d and d % p)]
+
+
+newest = sglang_version() == SUPPORTED_SGLANG[-1]
 
 
 def model(heads: int, layers: int, head_bytes: tuple[int, ...], name: str, kind: str = "") -> Model:
@@ -99,14 +103,14 @@ def test_the_share_is_what_stocks_copy_leaves_wrong(heads: int, page: int, backe
 
 @pytest.mark.parametrize(
     ("sizes", "heads", "target", "reason"),
-    [((2, 1), 8, GQA, "cut by heads"), ((2, 1), 8, WIDE, "cut by heads"),
-     ((8, 1), 8, WIDE, "of another length"), ((2, 1), 4, GQA, "of another length")],
+    [((2, 1), 8, GQA, "by heads exactly"), ((2, 1), 8, WIDE, "by heads exactly"),
+     ((8, 1), 8, WIDE, "another length"), ((2, 1), 4, GQA, "another length")],
 )  # fmt: skip
 def test_whether_it_is_needed_beside_a_target_with_kv_heads(
     sizes: tuple[int, int], heads: int, target: Model, reason: str
 ) -> None:
     answer = tool.text(make_plan(*pair(*sizes, heads, target=target)))
-    is_needed = reason == "of another length"
+    is_needed = reason == "another length"
     assert answer.startswith("You need the plugin" if is_needed else "You do not need the plugin")
     assert reason in " ".join(answer.split())
 
@@ -201,7 +205,10 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"page_size": 64}, {}, r"PAIR-03\] --page-size: prefill has 64, decode has 16"),
         ({}, {"kv_cache_dtype": "fp8_e4m3"}, r"PAIR-03\] --kv-cache-dtype: prefill has auto"),
         ({}, {"disaggregation_enable_kv_checksum": True}, "metadata rows differ"),
-        ({"pp_size": 2}, {"pp_size": 3}, "SGLang takes 1 or prefill's on decode"),
+        ({"pp_size": 2}, {"pp_size": 3}, r"SGLang refuses .*Decode pp size \(3\) should be equal"),
+        ({"attn_cp_size": 2}, {"dcp_size": 2}, "SGLang refuses .*requires prefill attention CP=1"),
+        ({"dp_size": 2}, {}, "of 2 replicas .* SGLang fails .* Start them as servers"),
+        ({"tcp": True, "target": GQA}, {"tcp": True, "target": GQA}, "Mooncake's TCP.*Use RDMA"),
         ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: on one side only"),
         ({"attention_tp": 3}, {"attention_tp": 2}, "one divides the other"),
         ({}, {"attention_tp": 0}, "one divides the other"),
@@ -221,7 +228,35 @@ def test_findings(prefill: dict[str, Any], decode: dict[str, Any], reason: str) 
     plan = plan_with(prefill, decode)
     found, text = "\n".join(plan.findings), tool.text(plan)
     assert re.search(reason, found), found
-    assert text.startswith("Neither stock SGLang nor") == ("PAIR-04" in found) == (not plan.need)
+    no_route = "PAIR-04" in found or "SGLang refuses the pair when it meets" in found
+    assert text.startswith("Neither stock SGLang nor") == no_route == (not plan.need)
+
+
+def test_sglang_is_asked_about_a_pair() -> None:
+    """Its own check in each release: it has MiniMax's state from 0.5.23 on, MXFP8's from 0.5.22 on,
+    and the plugin has a rule for all."""
+    for state, own, has in (
+        ("minimax_index_k", "MiniMax sparse PD requires matching attention TP sizes", newest),
+        ("block_scale", "attention TP sizes with MXFP8 KV", sglang_version() != "0.5.21"),
+    ):
+        changes = {"target": replace(GQA, states=(state,))}
+        asked = [*plan_pair._asked_of_sglang(*pair(4, 8, 8, **changes))]
+        assert [own in text for text in asked] == [True] * has, asked
+        stage = replace(pair(1, 1, 8)[0].stage, heads=8, states=changes["target"].states)
+        plan = make_plan(*pair(4, 8, 8, stage=stage, **changes))
+        assert (plan.need, len(plan.findings)) == (None, 1)
+        assert "SGLang does not cut it by heads" in plan.findings[0]
+        assert make_plan(*pair(4, 4, 8, stage=stage, **changes)).findings == ()
+    wide, narrow = (replace(MLA, met={"kv_layout": name}) for name in "ab")
+    prefill, decode = pair(2, 1, 8)
+    plan = make_plan(replace(prefill, target=wide), replace(decode, target=narrow))
+    assert [("KV layout mismatch" in text) for text in plan.findings] == [True] * newest
+    v41 = {"target": replace(MLA, met={"dsv41_spec_layout": {"num_draft_tokens": 4}})}
+    plan = make_plan(*pair(2, 1, 8, **v41))
+    assert "DSpark PD requires the same TP size" in plan.findings[0]
+    assert [*plan_pair._asked_of_sglang(*pair(2, 2, 8, **v41))] == []
+    gqa_dcp = pair(2, 2, 8, target=GQA, dcp_size=2)
+    assert "requires an MLA or hybrid-MLA KV pool" in make_plan(*gqa_dcp).findings[0]
 
 
 def test_what_is_no_finding() -> None:
@@ -232,10 +267,10 @@ def test_what_is_no_finding() -> None:
     assert plan_with({"draft": eagle3(4)}, cold).findings == ()
     off, on = {"enabled": False, "refused": ("no",)}, {"enabled": True, "refused": ("no",)}
     assert plan_with(off, off, tp=2).findings == ()
-    assert plan_with(on, on, tp=2).findings == plan_with(off, off).findings == ("no", "no")
+    assert plan_with(on, on, tp=2).findings == plan_with(off, off).findings == ("no",)
     for prefill, decode, note in (
         ({"draft": None}, {"draft": LATENT}, "speculation on decode alone"),
-        ({}, {"draft": replace(eagle3(8), window=2048)}, "reads the last 2,048 tokens alone"),
+        ({}, {"draft": replace(eagle3(8), window=2048)}, "the last 2,048 tokens' draft KV"),
     ):
         plan = plan_with(prefill, decode)
         assert plan.findings == ()
@@ -244,7 +279,6 @@ def test_what_is_no_finding() -> None:
 
 # ---------------------------------------------------------------- what SGLang makes of a line
 
-newest = sglang_version() == SUPPORTED_SGLANG[-1]
 of_the_newest = pytest.mark.skipif(not newest, reason="another release has other defaults")
 
 
@@ -253,6 +287,9 @@ def flags(more: str = "", draft: Path = DRAFTER) -> str:
         f"--model-path {TARGET} --speculative-algorithm EAGLE3 --enable-mixkv --page-size 16 "
         f"--speculative-draft-model-path {draft} {more}"
     )
+
+
+ROLE = "--disaggregation-mode"
 
 
 def test_a_line_is_what_sglang_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,31 +350,13 @@ def test_a_line_for_amd_gpus(monkeypatch: pytest.MonkeyPatch, line: str, is_amd:
     """Or any line in an image for them."""
     monkeypatch.setenv("SGLANG_USE_AITER", "1")  # of this shell: it does not count
     found = read("decode", line)
-    assert [note.startswith("decode: no AMD GPU") for note in found.notes] == [True] * is_amd
+    assert sum(note.startswith("decode: no AMD GPU") for note in found.notes) == is_amd
     with monkeypatch.context() as image:
         image.setattr("torch.version.hip", "6.4")
         view = SimpleNamespace(
             attention_backend=None, prefill_attention_backend=None, decode_attention_backend=None
         )
         assert [*plan_server._amd("decode", view, {})]
-
-
-@pytest.mark.parametrize(
-    ("text", "environ", "flags", "unread"),
-    [
-        ("A=1 python -m sglang.launch_server --x 1 > a.log 2>&1 &", {"A": "1"}, "--x 1", []),
-        ("#!/bin/bash\nexport A=1 B='2 3'\nSGLANG_C=4\nset -x\nnohup env D=5 sglang serve m \\\n"
-         "  --tp $TP \\\n  # --no\n", {"A": "1", "B": "2 3", "D": "5"},
-         "--model-path m --tp $TP", ["SGLANG_C", "$TP"]),
-        ("if true; then export A=1; fi\ndocker run -e B=1 --gpus all image python -m "
-         "dynamo.sglang --j '{\"a\": \"b;c\"}'", {"A": "1", "B": "1"}, '--j {"a": "b;c"}', []),
-    ],
-)  # fmt: skip
-def test_the_text_of_a_script(
-    text: str, environ: dict[str, str], flags: str, unread: list[str]
-) -> None:
-    found = plan_line.split(text)
-    assert (found.environ, " ".join(found.flags), found.unread) == (environ, flags, unread)
 
 
 @of_the_newest
@@ -402,10 +421,9 @@ def test_what_does_not_start_is_found(
         ("--model-path 'x", "No closing quotation"),
         (f"SGLANG_ENABLE_MIXKV=maybe x --model-path {TARGET}", "SGLANG_ENABLE_MIXKV .*'maybe'"),
         ("--tp 2", "--model-path is missing"),
-        ("prefill.sh", r"expected one launch line, got 0.*\$\(cat prefill.sh\)"),
-        ("serve a --x 1\nserve b --x 2", "expected one launch line, got 2"),
-        (f"--model-path {TARGET}-2", "--model-path .*-2: neither a folder .*model's config.json"),
-        (flags(draft=Path("no/such")), "--speculative-draft-model-path no/such: .*downloads"),
+        ("prefill.sh", "expected one launch line, got 0"),
+        (f"--model-path {TARGET}-2", "--model-path .*-2: neither a folder .*config.json"),
+        (flags(draft=Path("no/such")), "--speculative-draft-model-path no/such: neither"),
     ],
 )
 def test_what_cannot_be_read(line: str, reason: str) -> None:
@@ -418,11 +436,18 @@ def test_what_cannot_be_read(line: str, reason: str) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_exit_statuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill, decode = ["--prefill", flags("--tp 2")], ["--decode", flags()]
+def test_exit_statuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prefill, both = ["--prefill", flags(f"--tp 2 {ROLE} prefill")], tmp_path / "both.sh"
+    both.write_text(f"x {flags(f'--tp 2 {ROLE} prefill')}\ny {flags(f'{ROLE} decode')}\n")
+    decode = ["--decode", str(both)]
     assert tool.main([*prefill, *decode]) == 0
-    assert "nothing is refused or goes wrong" in capsys.readouterr().out
-    ray = ["--decode", flags("--use-ray"), "--decode-servers", "3"]
+    assert "\nfindings: none\n" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(both.read_text()))
+    assert tool.main(["--prefill", "-", "--decode", "-", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["need"]["needed"]
+    ray = ["--decode", flags(f"--use-ray {ROLE} decode"), "--decode-servers", "3"]
     assert tool.main([*prefill, *ray]) == 1
     found = capsys.readouterr().out
     assert "[MIXKV-START-03] decode: --use-ray is not" in found
@@ -437,9 +462,21 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         "error: [MIXKV-START-04] prefill:", "error: [MIXKV-START-04] decode: ",
     ]  # fmt: skip
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)
-    plan_line._parser.cache_clear()
+    plan_server._parser.cache_clear()
     assert tool.main([*prefill, *decode]) == 2
     assert capsys.readouterr().err.count("Run the plan in the servers' image.") == 1
+
+
+@of_the_newest
+def test_one_kind_of_gpu_for_both_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """What starts on Hopper too is resolved anew where the other line needs Blackwell; and is not
+    where it would not start there."""
+    page = "--page-size 128"
+    for more, gpus in ((page, "prefill and decode: resolved as on a Blackwell"),
+                       (f"{page} --tp 4 --dp 3 --enable-dp-attention",
+                        "prefill: resolved as on a Hopper")):  # fmt: skip
+        tool.main(["--prefill", flags(more), "--decode", flags(CUTEDSL)])
+        assert gpus in capsys.readouterr().out
 
 
 def test_what_takes_some_seconds_is_named_on_a_terminal(
