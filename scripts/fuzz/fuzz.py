@@ -2,10 +2,9 @@
 
     fuzz.py --runs N [PARSER...]
 
-An input is one document of the seeds, changed a few times; most changes keep its structure. What a
-parser raises is a finding, and what it lets through must be usable: a message can be sent again,
-rows make a plan or are refused, an endpoint is read inside its memory. What a peer can do to the
-state machines is a matter of tests/pure/test_machines.py and test_strangers.py.
+An input is a document of the seeds, changed a few times, mostly within its structure. A finding is
+what a parser raises, or lets through unusable: a message that cannot be sent again, rows that make
+no plan and are not refused, an endpoint that reads outside its memory.
 """
 
 from __future__ import annotations
