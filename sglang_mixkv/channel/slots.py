@@ -10,9 +10,9 @@ land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
-owners that hold or want any. The last quarter is for owners that hold none, one slot each. Of that
-half goes to any, which may be gone together, as the ranks of one server; the rest to those that
-have outlived slots, which were published before the owner's last sign of life and still are.
+owners that hold or want any. The last quarter is for owners that hold none, one slot each. Half of
+it is for any of these: several may be dead, as the ranks of one server. The rest is for those that
+live: heard from since a slot was published that is still out.
 """
 
 from __future__ import annotations
