@@ -132,10 +132,10 @@ class Worker(ABC):
         yield from self._queue.take(ready)
         yield from self._poll(ready)
         if self._copies is not None and self._copies.done:
-            yield from self._copied(self._copies)
+            yield from self._copied()
 
-    def _copied(self, copies: Copies) -> Iterator[Call]:
-        for ended in copies.ended():
+    def _copied(self) -> Iterator[Call]:
+        for ended in self._copies.ended() if self._copies else ():
             yield self._machine.copied, ended
 
     def _ticks(self) -> Iterator[Call]:
@@ -174,4 +174,4 @@ class Worker(ABC):
             while not ((copies := self._copies) and copies.done):
                 if not (copies and copies.polled and time.monotonic() < copies.launched + ASKED):
                     return
-            self._take(self._copied(copies))
+            self._take(self._copied())
