@@ -94,7 +94,7 @@ class Batch:
 
     def __init__(self, device: Device, jobs: list[Any]) -> None:
         self.device, self.jobs = device, jobs
-        self.ended = False
+        self.ended, self.error = False, ""
         self.results: list[Any] = [SlotCheck.ERROR] * len(jobs)
 
     def over(self) -> bool:
@@ -162,12 +162,10 @@ class Device:
         rank = self._rank
         if not rank.alive:
             return
-        for number, owner, copy, rows, cut in cuts:
-            if self.failed:
-                batch.results[number] = SlotCheck.ERROR
-            else:
-                rank.copy(owner, rows[cut:], cut, copy)
-                batch.results[number] = rank.end_copy(owner, copy)
+        batch.error = "the device is lost" * self.failed
+        for number, owner, copy, rows, cut in () if self.failed else cuts:
+            rank.copy(owner, rows[cut:], cut, copy)
+            batch.results[number] = rank.end_copy(owner, copy)
         batch.ended = True
         self._stream.popleft()
         owners = dict.fromkeys(rank.owner_of(copy) for copy, _ in batch.jobs)
