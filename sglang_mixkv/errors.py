@@ -39,5 +39,5 @@ class MixKVError(ArgumentTypeError, ValueError):
 
 def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
     """Make an error with all four parts."""
-    text = f"expected {expected}; got {got}. Otherwise {consequence}. {remedy}."
+    text = f"expected {expected}; got {got}. As it is, {consequence}. {remedy}."
     return MixKVError(code, text)

@@ -85,7 +85,7 @@ class ColdReason(StrEnum):
                "The other reasons say why", False)
     PREFILL_ABORTED = ("prefill_aborted", "prefill aborted them",
                        "Nothing: their clients went away", False)
-    REPEATED = ("repeated", "their room number came again, and its last request was not warm",
+    REPEATED = ("repeated", "their room number was reused, and its last request was not warm",
                 "Nothing", False)
     UNSENT = "unsent", "a message of the room could not be made", TRACEBACK, False
     BROKEN = "broken", "the channel did not decide in time, or has ended", "See decode's log", False
@@ -121,7 +121,7 @@ NOTES: dict[str, NoteSpec] = {
     # on prefill: anything else
     "unopened": NoteSpec(
         "a decode rank did not open the request",
-        "Start decode with --enable-mixkv; if it is, the channel's port must be open",
+        "Start decode with --enable-mixkv; if it has it, open the channel's port",
         "unopened_rooms_total",
     ),
     "early": NoteSpec(series="unrequested_rooms_total"),
@@ -181,7 +181,7 @@ SERIES = (
     Series("finished_requests_total", (DECODE,), "Decoded requests that have ended.", _DRAFT, ()),
     Series("verify_rounds_total", (DECODE,), "Their verify rounds.", _DRAFT, ()),
     Series("accepted_tokens_total", (DECODE,), "Accepted drafts, plus one a round.", _DRAFT, ()),
-    Series("breaker_open", (DECODE,), "1 while one to its ranks is open.", ("prefill",), ()),
+    Series("breaker_open", (DECODE,), "1 while a breaker is open.", ("prefill",), ()),
     Series("breaker_opened_total", (DECODE,), "How often one opened.", ("prefill",), ()),
     Series(
         "peers_refused_total", (DECODE,),

@@ -70,7 +70,7 @@ class Gate:
         if time.monotonic() - began > SLOW_S:
             logger.warning(
                 "[MIXKV-SELF-01] SGLang's scheduler waited %.1f s for copies of draft KV, since "
-                "pages must not be given back before", time.monotonic() - began,
+                "they must end before pages go back", time.monotonic() - began,
             )  # fmt: skip
 
     def try_close(self) -> bool:

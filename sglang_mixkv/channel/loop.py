@@ -156,7 +156,7 @@ class Worker(ABC):
                     method(*args)
                 return
             except Exception:
-                logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
+                logger.exception("[MIXKV-SELF-01] the draft channel failed on %s", name)
                 time.sleep(TICK)  # a fault that repeats takes no core and does not fill the log
 
     def _act(self) -> None:
@@ -168,7 +168,7 @@ class Worker(ABC):
                     self._do(action)
                 except Exception as error:  # the other actions are still carried out
                     name = type(action).__name__
-                    logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
+                    logger.exception("[MIXKV-SELF-01] the draft channel failed on %s", name)
                     self._call(self._machine.on_action_failed, action, error)
                 self._poller.came = time.monotonic()
             while not ((copies := self._copies) and copies.done):

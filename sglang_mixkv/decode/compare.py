@@ -83,7 +83,7 @@ def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
         others = f", or {' or '.join(served)} on decode" if served else ""
         yield _refused(
             f"SGLang's release over {decode.backend}", old, new,
-            "requests would hang: SGLang itself does not serve this mix, or was not seen to",
+            "requests would hang: SGLang itself is not known to serve this mix",
             f"Install {new} on prefill{others}",
         )  # fmt: skip
 

@@ -52,7 +52,7 @@ async def fetch(address: str, names: AbstractResolver) -> Rows:
     if status == 404:
         raise MixKVError(
             "MIXKV-PAIR-01",
-            "it does not run sglang-mixkv, this decode server does: it would write the drafter's "
+            "it does not run sglang-mixkv, but this server does: it would write the drafter's "
             "rows into the target's pages. Start both with --enable-mixkv, or both without.",
         )
     if status == 409:

@@ -255,7 +255,7 @@ class PrefillServers:
                 raise MixKVError(
                     "MIXKV-MSG-02",
                     f"the draft channel of the prefill rank at {row.address} cannot be reached: "
-                    f"{error!r}. Open that port from decode to prefill; SGLANG_MIXKV_PORT fixes it",
+                    f"{error!r}. Open that port from decode to prefill; SGLANG_MIXKV_PORT sets it",
                 ) from error
             with self._lock:
                 if not (is_given_up := server.gone):

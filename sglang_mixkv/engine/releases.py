@@ -146,14 +146,12 @@ def check(server_args: Any, *, functions: bool = True) -> None:
         )
     for problem in found:
         logger.warning(
-            "[MIXKV-START-01] sglang-mixkv %s takes this SGLang for %s, since %s=1 is set: %s. "
+            "[MIXKV-START-01] sglang-mixkv %s treats this SGLang as %s (%s=1 is set): %s. "
             "Compare its accept length with a single server's (python -m sglang_mixkv accept) "
             "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
     if dead := [target for target in HOOKS if target not in HookRegistry._patched]:
-        remedy = (
-            "Look above for the reason that SGLang logged, or for another plugin on these seams"
-        )
+        remedy = "Look above for the reason that SGLang logged, or another plugin that hooks them"
         stop("MIXKV-START-02", "SGLang did not apply these hooks", dead, remedy)
     stop_if(broken(rules(), resolved_view(server_args), os.environ, server_args))
 

@@ -62,7 +62,7 @@ class ChunkQueue:
                 if chunk.room not in rooms and (event is None or is_over(event)):
                     return number
             except Exception:
-                text = "[MIXKV-SELF-01] KV of room %s may not be written: it is not sent"
+                text = "[MIXKV-SELF-01] KV of room %s may be incomplete: it is not sent"
                 logger.exception(text, chunk.room)
                 self._chunks[number] = chunk, NEVER
             rooms.add(chunk.room)

@@ -90,7 +90,7 @@ def _refusal(got: str, expected: str = "") -> MixKVError:
     return refuse(
         "MIXKV-PAIR-09",
         expected or "a bootstrap_room from 0 to 2^63 - 1 that no other request uses", got,
-        "it would have another request's KV, or none, and SGLang's schedulers could end",
+        "it would have another request's KV, or none, and SGLang's schedulers could die",
         "Send each sample as its own request, with n = 1, through the router",
     )  # fmt: skip
 

@@ -182,7 +182,7 @@ class Machine:
         """Return a code and a detail if this rank cannot serve it."""
         wanted, held = opened.wanted, self._heads
         if opened.prefill != self._instance:
-            return "restarted", "this prefill rank is another instance than the one addressed"
+            return "restarted", "this prefill rank is not the instance addressed"
         if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
             return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
         if wanted and self._packing.limit(opened) < 1:

@@ -11,7 +11,7 @@ ranks.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
 nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
-speculate, or one that makes its accept length up.
+speculate, or one that fakes its accept length.
 
 Servers that ask for an API key get that of SGLANG_MIXKV_API_KEY.
 """
@@ -190,7 +190,7 @@ def why_invalid(names: list[str], asked: list[Asked], compared: Comparison) -> I
     for name, answers in zip(names, sides, strict=True):
         outputs = [answer.tokens for answer in answers]
         if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
-            text = "makes its accept length up: restart its servers without SGLANG_SIMULATE_ACC_LEN"
+            text = "fakes its accept length: restart its servers without SGLANG_SIMULATE_ACC_LEN"
             yield f"{name} {text}"
         drafting = sum(answer.verify_rounds > 0 for answer in answers)
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
@@ -218,9 +218,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     one.add_argument("--single", **_URL, help="a single server with the same models")
     earlier = "an earlier run's --json file in place of --single and --prompts"
     one.add_argument("--baseline", type=Path, metavar="FIGURES", help=earlier)
-    add("--pair", **_URL, required=True, help="the router before the pair")
+    add("--pair", **_URL, required=True, help="the pair's router")
     add("--prompts", type=Path, help="one prompt a line, text or JSON; with --single")
-    of_answer = f"of an answer (default {MAX_NEW_TOKENS}); of a baseline its own"
+    of_answer = f"per answer (default {MAX_NEW_TOKENS}); a baseline's is fixed"
     add("--max-new-tokens", type=int, help=of_answer)
     add("--at-once", type=int, default=1, help="prompts in flight (default %(default)s)")
     share = "share of accept length that may be lost (default %(default)s)"

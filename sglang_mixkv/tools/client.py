@@ -16,7 +16,7 @@ from sglang_mixkv.tools import hidden
 
 REQUEST_TIMEOUT_S = 180.0
 
-NO_URL = "that is no URL: expected http://HOST:PORT"
+NO_URL = "not a URL: expected http://HOST:PORT"
 NO_KEY = f"{API_KEY_ENV} has characters that no key may have"
 WHY = {
     "Connection refused": "nothing listens there. Is the server up, and is it that port?",
@@ -135,9 +135,7 @@ def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
     try:
         return msgspec.json.decode(text, type=kind)
     except ValueError as error:
-        raise RequestFailed(
-            f"{url} sent {text[:200]!r}, which is no answer of SGLang's: {error}"
-        ) from None
+        raise RequestFailed(f"{url} sent {text[:200]!r}, not an SGLang answer: {error}") from None
 
 
 def parse_answer(reply: Event, seconds: float, first_token_s: float = 0.0) -> Answer:

@@ -16,7 +16,7 @@ ROLES = ("prefill", "decode")
 ABOUT = """\
 Print whether a prefill and a decode server need the plugin, what decode would read from prefill,
 and what would be refused. SGLang, which has to be installed, resolves the launch lines. Needs no
-GPU; of a model its config.json is read.
+GPU; of a model it reads config.json.
 
 Exit status: 0 without findings, 1 with findings, 2 when a line or a model cannot be read, with all
 that is wrong with either line."""
@@ -29,11 +29,11 @@ def main(argv: list[str]) -> int:
     for role in ROLES:
         of = f"launch line of the {role} server or its flags, or a file (- is stdin) that has it"
         add(f"--{role}", metavar="LINE", required=True, help=of)
-    both = "what both lines are resolved for (default: the first on which SGLang starts them)"
+    both = "GPU to resolve both lines for (default: the first on which SGLang starts them)"
     add("--gpu", choices=GPUS, help=both)
     add("--json", action="store_true", help="print JSON")
     for role in ROLES:
-        of = f"how many {role} servers there are, for the slots of each rank (default: 1)"
+        of = f"number of {role} servers, to size each rank's slots (default: 1)"
         add(f"--{role}-servers", metavar="N", type=bounded(1, 1000), default=1, help=of)
     args = vars(made.parse_args(argv))
     servers, errors = [], dict[str, str]()
@@ -128,7 +128,7 @@ def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
     share = f"two ranks then share {fleet.slots} slots, which hold {fleet.tokens:,} tokens"
     if not fleet.slots:
         enough = -(-16 * max(fleet.readers, fleet.sources) // 3)  # of three quarters, 4 MiB each
-        share = f"then not each has a slot at once; with --mixkv-staging-mb {enough} each has"
+        share = f"then some have no slot; with --mixkv-staging-mb {enough} each has one"
     yield from point(
         f"{fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
         f"{fleet.sources:,} (--prefill-servers {fleet.prefill_servers}, --decode-servers "

@@ -1,7 +1,7 @@
 """The plan of a pair as a value: whether it needs the plugin, who reads what, what goes wrong.
 
 Stock SGLang 0.5.23: beside an MLA target each decode rank gets the rows of one prefill rank as they
-lie there, which is right where both hold the same heads. Mooncake writes them at prefill's row
+are, which is right where both hold the same heads. Mooncake writes them at prefill's row
 length (send_kvcache), NIXL page by page (_prep_equal_tp_dlist). A target with KV heads is cut by
 heads, and its drafter at the same bytes (send_kvcache_slice). With --dcp-size, Mooncake's
 send_kvcache_dcp cuts by heads, but sends from one prefill rank, and not beside pure MLA; NIXL's
@@ -115,14 +115,14 @@ def need_of(prefill: Server, decode: Server) -> Need:
     held, needed = (max(1, heads // tp) for tp in sizes)
     is_nixl = decode.disaggregation_transfer_backend == "nixl"
     if decode.dcp_size > 1 and is_nixl:
-        text = "over NIXL with --dcp-size SGLang's prefill ends its bootstrap thread at a drafter "
-        return Need(True, text + "that is cut otherwise on decode: requests hang", None)
+        text = "over NIXL with --dcp-size prefill's bootstrap thread dies on a drafter "
+        return Need(True, text + "that decode cuts differently: requests hang", None)
     if decode.dcp_size > 1 and not decode.target.hybrid:
         return Need(True, "with --dcp-size SGLang cuts no heads beside this target", None)
     if decode.dcp_size > 1 and held >= needed:
         return Need(False, "with --dcp-size SGLang cuts the drafter's heads itself")
     if decode.dcp_size > 1:
-        text = f"of {needed} KV heads that a decode rank needs SGLang sends {held}"
+        text = f"SGLang sends {held} of the {needed} KV heads a decode rank needs"
         return Need(True, text, 1 - held / needed)
     text = f"a decode rank holds {needed} of the drafter's KV heads, and SGLang "
     if held < needed:
@@ -287,9 +287,9 @@ def _notes(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     if not prefill.tcp and _is_cut(prefill, decode):
         yield f"{_TCP}; over RDMA and NIXL they do not"
     if need and not need.needed and decode.facts and prefill.enabled and decode.enabled:
-        cost = f"a rank {decode.config.staging_mb} MiB, and draft KV two copies"
+        cost = f"{decode.config.staging_mb} MiB a rank and two draft KV copies"
         yield f"--enable-mixkv is of no use here, and costs {cost}: drop it on both sides"
     if prefill.draft is None and decode.draft is not None:
         yield "speculation on decode alone: drafters start cold; give prefill the same flags for it"
     if decode.draft is not None and decode.draft.window is not None:
-        yield f"draft window: the last {decode.draft.window:,} tokens' draft KV alone is moved"
+        yield f"draft window: only the last {decode.draft.window:,} tokens' draft KV is moved"

@@ -127,7 +127,7 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
         if config.enabled and line.launcher:  # flags alone may not be all
             refused.append(f"[MIXKV-START-03] {role}: {refusals.SINGLE_SERVER}")
         else:
-            notes.append(f"{role}: taken for --disaggregation-mode {role}, which is not given")
+            notes.append(f"{role}: taken as --disaggregation-mode {role}, which is not given")
     args.device = args.device or "cuda"
     gpus = gpus if args.device == "cuda" else [""]
     for gpu in (*gpus, gpus[0]):  # where none will do, the first says why
@@ -155,7 +155,7 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
         is_same = draft.facts.architecture == target.facts.architecture
         is_none = is_same and view.speculative_draft_model_path is None
         if is_none or draft.facts.algorithm in ("EAGLE3", "STANDALONE"):
-            text = "needs --speculative-draft-model-path: the target brings no such drafter"
+            text = "needs --speculative-draft-model-path: the target has no such drafter"
             stock.append(f"{role}: {draft.facts.algorithm} {text}")
     if draft and draft.kv_heads and view.hicache_storage_backend == refusals.STORED:
         text = "draft KV in Mooncake's store is found by servers of the same attention TP alone"
@@ -174,7 +174,7 @@ def _unread(role: str, line: Line, of_dynamo: list[str], args: argparse.Namespac
     if line.unread:
         yield f"{role}: no shell runs, so this is taken as it stands: {' '.join(line.unread)}"
     if of_dynamo:
-        yield f"{role}: taken for flags of Dynamo's own, and not looked at: {' '.join(of_dynamo)}"
+        yield f"{role}: taken as Dynamo's own flags, and not checked: {' '.join(of_dynamo)}"
     for name in OF_HOST:
         if value := getattr(args, name, None):
             setattr(args, name, None)
@@ -268,8 +268,8 @@ def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     except Exception as error:  # of SGLang, transformers or the model's own code
         words = " ".join(str(error).split())
         if (kind := re.search(r"model type `\w+`", words)) or "`model_type` key" in words:
-            words = f"SGLang {sglang_version()} has no loader for {kind[0] if kind else 'it'}. Of "
-            words += "another engine's format, as speculators' is, it needs a copy in SGLang's"
+            words = f"SGLang {sglang_version()} has no loader for {kind[0] if kind else 'it'}. In "
+            words += "another engine's format, e.g. speculators', it needs a copy in SGLang's"
         raise unreadable(f"{path}: {words.rstrip('.')}") from None
     layers = layer_setup._compute_model_num_layers(
         model=None, model_config=config, is_draft_worker=is_draft

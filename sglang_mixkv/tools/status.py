@@ -3,7 +3,7 @@
     python -m sglang_mixkv status URL... [--seconds N] [--json]
 
 A URL is a server's, the page of a router, or Prometheus'. Requests are counted since each server
-started, with --seconds N those that end in so many seconds from now on.
+started; with --seconds N, those that end in the next N seconds.
 
 Exit status: 0 nothing is wrong; 1 something is; 2 a page could not be read.
 
@@ -253,7 +253,7 @@ def _of_server(server: Server, page: Page) -> Iterator[tuple[str, str]]:
         what = "torch copies draft KV on a GPU, 13 to 30 times slower than kernels"
         yield what, "Search its log for MIXKV-START-07"
     for reason, number in page.counts("peers_refused_total", "reason").items():
-        what = f"{number} requests failed since a prefill server is refused ({reason})"
+        what = f"{number} requests failed: a prefill server is refused ({reason})"
         yield what, "Search decode's log for MIXKV-"
     if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
         spec = NOTES["not_cleared"]
@@ -277,7 +277,7 @@ def main(argv: list[str]) -> int:
     made = parser("status", __doc__)
     add = made.add_argument
     add("urls", nargs="+", metavar="URL", help="http://HOST:PORT of a server, or a page of metrics")
-    of_now = "count the requests of so many seconds from now on"
+    of_now = "count the requests of the next N seconds"
     add("--seconds", metavar="N", type=bounded(1, 1 << 20), help=of_now)
     add("--json", action="store_true", help="figures instead of the tables")
     args = made.parse_args(argv)

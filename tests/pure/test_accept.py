@@ -174,10 +174,10 @@ def test_the_verdict_on_a_pair(
         ({"drafted": 3}, {"drafted": 5}, "draft {3} and {5} tokens a round"),
         ({}, {"histogram": []}, "reports no speculative decoding"),
         ({}, {"broken_rank": 1, "broken": []}, "reports no speculative decoding"),
-        ({"fixed": True}, {}, "makes its accept length up"),
+        ({"fixed": True}, {}, "fakes its accept length"),
         ({"key": "other"}, {}, "HTTP 401"),
         ({"url": DEAD}, {}, "no answer from http://127.0.0.1:9/generate: nothing listens there"),
-        ({}, {"url": "nowhere"}, "that is no URL"),
+        ({}, {"url": "nowhere"}, "not a URL"),
         ({}, {"refused": [[5, 3]]}, "1 of 16 prompts failed, the first: HTTP 503"),
     ],
 )

@@ -63,7 +63,7 @@ def test_the_bounds_of_a_setting(
         if flag:
             assert getattr(resolve(parse(flag, text), {}), setting.field) == value
     for text in outside:
-        expected = "[MIXKV-START-04] expected {} to be {}; got {!r}. Otherwise "
+        expected = "[MIXKV-START-04] expected {} to be {}; got {!r}. As it is, "
         with pytest.raises(MixKVError) as refused:
             resolve(None, {setting.environ: text})
         assert str(refused.value).startswith(expected.format(setting.environ, setting.words, text))

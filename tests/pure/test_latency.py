@@ -310,7 +310,7 @@ def test_the_clock_goes_on_beside_what_fails_each_time(
             channel.decode.channel.target_arrived(room)
             assert decided(channel, room) == ("cold", "deadline")
         assert not worker.broken
-        logged = len([line for line in caplog.messages if "failed over" in line])
+        logged = len([line for line in caplog.messages if "failed on" in line])
         assert 0 < logged <= 1 + (time.monotonic() - began) / loop.TICK
 
 

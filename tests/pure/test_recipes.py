@@ -229,7 +229,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         False, "SGLang cuts the drafter's heads itself", {"gpu": "blackwell"}),
     "Kimi-K3, DCP from ranks that hold fewer": (
         K3, "--tp-size 16", "--tp-size 8 --dcp-size 8",
-        True, "of 2 KV heads that a decode rank needs SGLang sends 1",
+        True, "SGLang sends 1 of the 2 KV heads a decode rank needs",
         {"share": 0.5, "gpu": "blackwell"}),
     "Kimi-K2.5, DP-attention over NIXL": (
         f"{K25} {NIXL}", "--tp-size 8", "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
@@ -346,7 +346,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Dynamo's flag for a plugin of SGLang": (
         f"python3 -m dynamo.sglang {MODE} {V31} {HEAD3} eagle3 {ON} --dyn-tool-call-parser kimi_k2",
         "--tp 8", "--tp 8 --dp 8 --enable-dp-attention", True, FROM_ONE,
-        {"share": 1.0, "noted": "Dynamo's own, and not looked at: --dyn-tool-call-parser kimi_k2",
+        {"share": 1.0, "noted": "taken as Dynamo's own flags, and not checked: --dyn-tool-call-parser kimi_k2",
          "found": ["Dynamo's parser ends at --enable-mixkv: set SGLANG_ENABLE_MIXKV"] * 2}),
     "neither line has a mode": (
         f"sglang serve {V31} {HEAD3} eagle3 {ON}", "--tp 8", "--tp 4", True, FROM_ONE,

@@ -37,25 +37,25 @@ ROW = Row(
 )  # fmt: skip
 TEXTS: dict[str, Callable[[], object]] = {
     "[MIXKV-PAIR-04] expected attention-TP sizes of which one divides the other; got prefill 2, "
-    "decode 3. Otherwise some decode ranks would find no whole set of prefill ranks. Change --tp "
+    "decode 3. As it is, some decode ranks would find no whole set of prefill ranks. Change --tp "
     "or --attn-dp-size on one side.":
         lambda: layout.readers_of(2, 3),
     "[MIXKV-PAIR-04] expected a number of KV heads that divides, or is divided by, the "
-    "attention-TP size 4; got 3 heads. Otherwise SGLang could not load the model, and no rank's "
+    "attention-TP size 4; got 3 heads. As it is, SGLang could not load the model, and no rank's "
     "heads would be known. Choose another --tp or --dp size on this side.":
         lambda: layout.heads_on_rank(3, 4, 0),
     "[MIXKV-PAIR-04] expected prefill ranks that together hold the drafter's KV heads [0, 1]; got "
-    "[[0]]. Otherwise part of the drafter's cache would never be written. Use attention-TP sizes "
+    "[[0]]. As it is, part of the drafter's cache would never be written. Use attention-TP sizes "
     "of which one divides the other.":
         lambda: layout.routes([range(1)], range(2)),
     "[MIXKV-PAIR-04] expected an instance of its own for each prefill rank; got one that two "
-    "ranks share. Otherwise heads of one of them would never be read. Restart the prefill server.":
+    "ranks share. As it is, heads of one of them would never be read. Restart the prefill server.":
         lambda: plan.judge([ROW, ROW], ROW, serve_mismatch=False),
     "[MIXKV-PAIR-01] expected sglang-mixkv in every process of the prefill server; got none in the "
-    "rank at 10.0.0.1:7. Otherwise its draft KV would be missing, or land in the target's pages. "
+    "rank at 10.0.0.1:7. As it is, its draft KV would be missing, or land in the target's pages. "
     "Start prefill with --enable-mixkv on every node.":
         lambda: plan.make_plan([{"rank_ip": "10.0.0.1", "rank_port": 7}], {}, ROW),
-    "[MIXKV-PAIR-01] it does not run sglang-mixkv, this decode server does: it would write the "
+    "[MIXKV-PAIR-01] it does not run sglang-mixkv, but this server does: it would write the "
     "drafter's rows into the target's pages. Start both with --enable-mixkv, or both without.":
         lambda: ask(404, b""),
     "[MIXKV-PAIR-01] no row of h:1. Start every node of the prefill server with --enable-mixkv.":
@@ -64,11 +64,11 @@ TEXTS: dict[str, Callable[[], object]] = {
     "sglang-mixkv that have a protocol in common on both sides.":
         lambda: prefill_http.read_rows(b""),
     "[MIXKV-START-04] expected variables that the plugin reads; got SGLANG_MIXKV_PATIENSE. "
-    "Otherwise a setting would have no effect. Unset it; the nearest that is known is "
+    "As it is, a setting would have no effect. Unset it; the nearest that is known is "
     "SGLANG_MIXKV_PATIENCE.":
         lambda: resolve(None, {"SGLANG_MIXKV_PATIENSE": "1"}),
     "[MIXKV-START-04] expected SGLANG_MIXKV_PATIENCE to be a number from 0.1 to 60; got 'nan'. "
-    "Otherwise the server would not run as it was asked to. Correct it, or leave it out: "
+    "As it is, the server would not run as it was asked to. Correct it, or leave it out: "
     "the default is 1.0.":
         lambda: resolve(None, {"SGLANG_MIXKV_PATIENCE": "nan"}),
 }  # fmt: skip
@@ -83,6 +83,6 @@ def test_what_does_not_fit_is_said(text: str) -> None:
 
 def test_a_backend_that_cannot_be_made_is_an_error_with_all_four_parts() -> None:
     assert str(data_plane.refused("an engine starts", "none")) == (
-        "[MIXKV-START-06] expected that an engine starts beside SGLang's; got none. Otherwise "
+        "[MIXKV-START-06] expected that an engine starts beside SGLang's; got none. As it is, "
         "draft KV cannot be read. See the transport's messages above."
     )

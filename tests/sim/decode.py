@@ -64,7 +64,7 @@ class Receiver(Gated):
     def poll(self) -> None:
         """As the plugin's receiver, where SGLang's own status is Success."""
         rank, worker, handle = self.rank, self.rank.worker, self.handle
-        if not self.has_target or self.closing or rank.stopped or self.then is not None:
+        if not (self.has_target and rank.alive) or self.closing or rank.stopped or self.then:
             return
         worker.target_arrived(handle)
         if handle.state is None and worker.is_lost(handle):
