@@ -146,7 +146,7 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
     if isinstance(found, str):
         error = refuse(
             "MIXKV-START-07", "the plugin's kernels to copy draft KV", found,
-            "torch copies it, 13 to 30 times slower", "Fix that, or report it",
+            "torch copies it, by estimate 13 to 30 times slower", "Fix that, or report it",
         )  # fmt: skip
         if asked == "kernels":
             raise error

@@ -346,7 +346,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Dynamo's flag for a plugin of SGLang": (
         f"python3 -m dynamo.sglang {MODE} {V31} {HEAD3} eagle3 {ON} --dyn-tool-call-parser kimi_k2",
         "--tp 8", "--tp 8 --dp 8 --enable-dp-attention", True, FROM_ONE,
-        {"share": 1.0, "noted": "taken as Dynamo's own flags, and not checked: --dyn-tool-call-parser kimi_k2",
+        {"share": 1.0, "noted": "own flags, and not checked: --dyn-tool-call-parser kimi_k2",
          "found": ["Dynamo's parser ends at --enable-mixkv: set SGLANG_ENABLE_MIXKV"] * 2}),
     "neither line has a mode": (
         f"sglang serve {V31} {HEAD3} eagle3 {ON}", "--tp 8", "--tp 4", True, FROM_ONE,
