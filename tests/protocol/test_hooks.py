@@ -240,7 +240,7 @@ def test_what_does_not_fit_stops_unless_an_untested_release_was_asked_for(
 
 def test_hooks_and_rules_stop_in_this_order_for_each_reason(installed: Any) -> None:
     args = given()
-    rule = Rule("--a-flag", lambda resolved: resolved.of is args, "drop it")
+    rule = Rule("--a-flag", lambda one: getattr(one, "of", one) is args, "drop it")
     for dead in (2, 1):
         installed(NEWEST, dead=dead, rule=rule)
         said = codes(args)
