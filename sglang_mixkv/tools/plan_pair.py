@@ -30,7 +30,8 @@ from sglang_mixkv.draft.handshake import Row
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools.plan_server import Model, Server
+from sglang_mixkv.tools.plan_model import Model
+from sglang_mixkv.tools.plan_server import Server
 
 SCHEMA = 6
 
@@ -182,11 +183,11 @@ def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
     from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo, requests
 
     none, target = {"kv_layout": None, "dsv41_spec_layout": None}, decode.target
-    told = msgspec.structs.asdict(prefill) | prefill.target.met | {
+    published = msgspec.structs.asdict(prefill) | prefill.target.met | {
         "attn_tp_size": prefill.attention_tp, "page_size": None, "kv_cache_dtype": None,
         "follow_bootstrap_room": True, "dp_size": 1,
     }  # fmt: skip
-    answer = {f.name: told[f.name] for f in fields(PrefillServerInfo) if f.name in told}
+    answer = {f.name: published[f.name] for f in fields(PrefillServerInfo) if f.name in published}
     here: Any = SimpleNamespace(**none | msgspec.structs.asdict(decode) | target.met | {
         "attn_tp_size": decode.attention_tp, "attn_cp_rank": 0, "pp_rank": 0,
         "is_mla_backend": not (target.kv_heads or target.hybrid), "kv_cache_dtype_str": "",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,9 +21,9 @@ from sglang_mixkv import refusals
 from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve, truth
 from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts
-from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools.plan_model import Model, model_of, stage_of
 from sglang_mixkv.tools.plan_text import Line, split, unreadable
 
 OF_HOST = (
@@ -32,27 +31,6 @@ OF_HOST = (
 )  # fmt: skip
 """Flags whose devices and files SGLang looks for where it resolves a line."""
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
-
-
-class Model(msgspec.Struct, frozen=True):
-    """`facts`: with 0 heads where each rank has the same rows (MLA). `hybrid`: some layers have a
-    state instead of KV. `window`: how far a drafter reads (draft/window.py). `states`: those beside
-    KV that SGLang does not cut by heads. `met`: what it compares besides when a pair meets."""
-
-    facts: DraftFacts
-    layers: int
-    hybrid: bool = False
-    window: int | None = None
-    states: tuple[str, ...] = ()
-    met: dict[str, Any] = {}
-
-    @property
-    def kv_heads(self) -> int:
-        return self.facts.total_heads
-
-    def __str__(self) -> str:
-        heads = f"{self.kv_heads} KV head{'s' * (self.kv_heads > 1)}" if self.kv_heads else "MLA"
-        return f"{self.facts.architecture} ({heads}, {self.layers} layer{'s' * (self.layers > 1)})"
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,8 +125,8 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
         values["dp_size"] //= values["attn_dp_size"]
     parts = values["attn_dp_size"] * view.attn_cp_size
-    target = _model(server_args, view, is_draft=False)
-    draft = _model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None
+    target = model_of(server_args, view, is_draft=False)
+    draft = model_of(server_args, view, is_draft=True) if refusals.has_drafter(view) else None
     attention_tp = view.tp_size // parts if parts and not view.tp_size % parts else 0
     # Of a target with an MTP layer, or DSPARK's, SGLang knows; of others it would load the target.
     if draft and args.speculative_draft_model_path in (None, args.model_path):
@@ -163,7 +141,7 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
     refused += _refused(role, line, view, args)
     return Server(
         **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=tuple(stock),
-        attention_tp=attention_tp, target=target, stage=_stage(target, view), draft=draft,
+        attention_tp=attention_tp, target=target, stage=stage_of(target, view), draft=draft,
         refused=tuple(refused), notes=tuple(notes),
         tcp="MC_FORCE_TCP" in line.environ or line.environ.get("MOONCAKE_PROTOCOL") == "tcp",
     )  # fmt: skip
@@ -241,70 +219,6 @@ def _refused(role: str, line: Line, view: Any, args: argparse.Namespace) -> Iter
     if view.disaggregation_mode != role:
         text = f"expected --disaggregation-mode {role}; got {view.disaggregation_mode}"
         yield f"[MIXKV-START-03] {role}: {text}. Are the two launch lines swapped?"
-
-
-def _stage(target: Model, view: Any) -> Target:
-    from sglang.srt.distributed.utils import get_pp_indices
-
-    first, end = get_pp_indices(target.layers, 0, view.pp_size)
-    sizes, is_even = (view.pp_size, view.dcp_size), len(set(target.facts.head_bytes)) <= 1
-    return Target(target.kv_heads, 2 * (end - first), target.hybrid, is_even, *sizes, target.states)
-
-
-def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
-    """Raises MixKVError for a config.json that SGLang does not read."""
-    from sglang.srt.configs import model_config
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-    from sglang.srt.model_executor.model_runner_components import layer_setup
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    path = (view.speculative_draft_model_path if is_draft else None) or view.model_path
-    revision = view.speculative_draft_model_revision if is_draft else None
-    try:
-        config = model_config.ModelConfig.from_server_args(
-            server_args, model_path=path, model_revision=revision, is_draft_model=is_draft
-        )
-    except Exception as error:  # of SGLang, transformers or the model's own code
-        words = " ".join(str(error).split())
-        if (kind := re.search(r"model type `\w+`", words)) or "`model_type` key" in words:
-            words = f"SGLang {sglang_version()} has no loader for {kind[0] if kind else 'it'}. In "
-            words += "another engine's format, e.g. speculators', it needs a copy in SGLang's"
-        raise unreadable(f"{path}: {words.rstrip('.')}") from None
-    layers = layer_setup._compute_model_num_layers(
-        model=None, model_config=config, is_draft_worker=is_draft
-    )
-    algorithm = SpeculativeAlgorithm.from_string(view.speculative_algorithm)
-    dtype = configure_kv_cache_dtype(
-        server_args_kv_cache_dtype=view.kv_cache_dtype, model=None, model_dtype=config.dtype,
-        is_draft_worker=is_draft, is_dflash=algorithm.is_dflash_family(),
-        speculative_draft_attention_backend=view.speculative_draft_attention_backend,
-        speculative_draft_kv_cache_dtype=view.speculative_draft_kv_cache_dtype,
-    )[1]  # fmt: skip
-    is_v4 = model_config.is_deepseek_v4(config.hf_config)
-    alike = config.attention_arch == model_config.AttentionArch.MLA or is_v4
-    widths = [] if alike else [config.head_dim, config.v_head_dim]
-    facts = DraftFacts(
-        config.hf_config.architectures[0], view.speculative_algorithm or "" if is_draft else "",
-        0 if alike else config.get_total_num_kv_heads(),
-        tuple(width * dtype.itemsize for width in widths for _ in range(layers)),
-        str(dtype).removeprefix("torch."),
-    )  # fmt: skip
-    window = window_of(view, config.hf_config) if is_draft else None
-    states = {
-        "minimax_index_k": model_config.is_minimax_sparse(config.hf_config),
-        "block_scale": view.kv_cache_dtype == "mxfp8", "swa": config.is_hybrid_swa,
-    }  # fmt: skip
-    met = dict[str, Any]()
-    if is_v4:  # get_pd_kv_layout and get_dsv41_spec_layout in disaggregation/utils.py
-        is_wide = view.dsv4_attn_backend == "trtllm"
-        met["kv_layout"] = f"trtllm's {is_wide}, {os.environ.get('SGLANG_DSV4_KV_LAYOUT')}"
-        if 2 in getattr(config.hf_config, "compress_ratios", ()) and algorithm.is_dspark():
-            met["dsv41_spec_layout"] = {"num_draft_tokens": view.speculative_num_draft_tokens}
-    return Model(
-        facts, layers, bool(mambaish_config(config)), window,
-        () if alike or is_draft else tuple(name for name, has in states.items() if has), met,
-    )  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):

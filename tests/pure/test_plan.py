@@ -29,8 +29,9 @@ from sglang_mixkv.draft.layout import DraftFacts, contacted, heads_on_rank
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_pair, plan_server
+from sglang_mixkv.tools.plan_model import Model
 from sglang_mixkv.tools.plan_pair import SCHEMA, Fleet, Plan, make_plan, need_of
-from sglang_mixkv.tools.plan_server import Model, Server, read
+from sglang_mixkv.tools.plan_server import Server, read
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
 TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
