@@ -130,7 +130,8 @@ class Fleet:
         time.sleep(SETTLE_S)
         began, cpu = time.perf_counter(), self._cpu()
         for start, (sent, decode, handle) in zip(starts, made, strict=True):
-            time.sleep(max(0.0, began + start - time.perf_counter()))
+            if start:  # or all at once
+                time.sleep(max(0.0, began + start - time.perf_counter()))
             decode.target_arrived(handle)
             self._prefill.add_chunk(sent, 0, len(pages), True, Pages(pages, 1))
         for *_, handle in made:
