@@ -167,7 +167,7 @@ def broken(
     the arguments before SGLang resolved them."""
     found = [
         str(rule) if given is None or rule.applies(given) else f"{rule.name} is not supported, and "
-        "SGLang sets it by itself here: start both sides without --enable-mixkv"
+        "SGLang sets it itself here: start both sides without --enable-mixkv"
         for rule in rules if rule.applies(args)
     ]  # fmt: skip
     if truth("SGLANG_RUST_SERVER", environ):

@@ -163,13 +163,14 @@ class Worker(ABC):
         """Carry out actions. Small copies are made at once, and so is what follows from them. What
         a device copies is waited for, as long as that is shorter than to sleep."""
         while True:
-            for action in self._machine.actions():
+            for action in (actions := self._machine.actions()):
                 try:
                     self._do(action)
                 except Exception as error:  # the other actions are still carried out
                     name = type(action).__name__
                     logger.exception("[MIXKV-SELF-01] the draft channel failed on %s", name)
                     self._call(self._machine.on_action_failed, action, error)
+            if actions:
                 self._poller.came = time.monotonic()
             while not ((copies := self._copies) and copies.done):
                 if not (copies and copies.polled and time.monotonic() < copies.launched + ASKED):

@@ -137,7 +137,7 @@ class Links:
 
     def ended(self) -> Iterator[tuple[act.StartRead, str]]:
         """Yield the reads that have ended, and why they failed. A broken connection is made again
-        in the background, since no backend reconnects by itself."""
+        in the background, since no backend reconnects on its own."""
         if self._store is None:
             return
         for (action, link, memory), error in self._store.plane.ended():

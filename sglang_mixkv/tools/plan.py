@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
             begins(f"SGLang resolves the {role} line")
             args[role] = _text(args[role], stdin)
             servers.append(read(role, args[role], gpu=args["gpu"]))
-        except (OSError, ValueError) as error:  # what is wrong with both lines is said once
+        except (OSError, ValueError) as error:  # an error of both lines is printed once
             errors.setdefault(str(error).replace(f"{role}: ", ""), str(error))
         except ImportError as error:
             why = f": {error}" if find_spec("sglang") else " is not installed here"

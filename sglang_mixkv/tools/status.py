@@ -250,7 +250,7 @@ def _of_server(server: Server, page: Page) -> Iterator[tuple[str, str]]:
     elif 0 < server.slots <= server.slots_used:
         yield "all slots of a rank are in use", f"{MEMORY} if it stays so"
     if not all(one.total() for one in page.ranks("gpu_kernels")):
-        what = "torch copies draft KV on a GPU, 13 to 30 times slower than kernels"
+        what = "torch copies draft KV on a GPU, by estimate 13 to 30 times slower"
         yield what, "Search its log for MIXKV-START-07"
     for reason, number in page.counts("peers_refused_total", "reason").items():
         what = f"{number} requests failed: a prefill server is refused ({reason})"

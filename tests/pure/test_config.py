@@ -123,7 +123,7 @@ def test_what_sglang_sets_by_itself_is_no_flag_to_drop() -> None:
     """As it does for some models; and what was given is."""
     given, resolved = arguments(), arguments(enable_multi_layer_eagle=True, use_ray=True)
     rules = refusals.ARGUMENT_RULES
-    for raw, word in ((given, "sets it by itself"), (resolved, "drop the flag")):
+    for raw, word in ((given, "sets it itself"), (resolved, "drop the flag")):
         words = refusals.broken(rules, resolved, {}, raw)
         assert word in next(text for text in words if "multi-layer" in text)
     assert refusals.broken(rules, given, {}, resolved) == []

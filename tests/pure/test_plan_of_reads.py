@@ -100,6 +100,13 @@ def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
     assert plan(row(), *rows).version == 4
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 6), (6, 4), (3, 2)])
+def test_a_server_of_a_size_that_does_not_fit_is_refused_before_a_request(theirs, ours):
+    """Not by each of its requests alone, which prefill would hold until its timeout."""
+    with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
+        judge(prefill(theirs, facts=None), row(tp=ours, facts=None), serve_mismatch=True)
+
+
 SHORTER = (8, 7)
 
 

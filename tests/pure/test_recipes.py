@@ -328,7 +328,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "MiMo-V2: SGLang itself turns multi-layer EAGLE on": (
         f"{SERVER} --model-path XiaomiMiMo/MiMo-V2-Flash {MTP} {ON}", "--tp 4", "--tp 4",
         False, "both sides have", {"found": ["--enable-multi-layer-eagle is not supported, and "
-                                            "SGLang sets it by itself here: start both"] * 2}),
+                                            "SGLang sets it itself here: start both"] * 2}),
     "GLM-5.2, MoRI, HiCache (InferenceX#2679)": (
         f"{GLM} {MTP} --disaggregation-transfer-backend mori --page-size 64 --tp 8",
         "--enable-hierarchical-cache", "--dp 8 --enable-dp-attention", False,
