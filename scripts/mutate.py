@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+ENDS = (signal.SIGINT, signal.SIGTERM)
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sglang-mixkv")
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -126,10 +126,33 @@ def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
     return set[Mutant]().union(*claims.values())
 
 
+class End:
+    """When a run ends, `seconds` from now or at a signal. Handlers do not raise: they would in
+    whatever runs just then, and what an import's or a fork's callback raises is lost.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+        self._signals, writes = os.pipe()
+        os.set_blocking(writes, False)
+        signal.set_wakeup_fd(writes)
+        for number in ENDS:
+            signal.signal(number, lambda *_: None)
+
+    def wait(self, fds: Iterable[int], until: float) -> set[int]:
+        """Those that can be read by `until`; it raises SystemExit at the end."""
+        wait = max(0.0, min(until, self._at) - time.monotonic())
+        ready = set(select.select([self._signals, *fds], [], [], min(wait, 1e6))[0])
+        if self._signals in ready or time.monotonic() >= self._at:
+            sys.exit(130 if self._signals in ready else 0)
+        return ready
+
+
 class Runner:
     """Runs tests on copies of these files."""
 
-    def __init__(self, files: list[str], folder: Path, jobs: int) -> None:
+    def __init__(self, files: list[str], folder: Path, jobs: int, end: End) -> None:
+        self._end = end
         self._copies = [folder / str(number) for number in range(jobs)]
         for copy in self._copies:
             for file in files:
@@ -151,7 +174,7 @@ class Runner:
             if not running:
                 return
             first = min(entry[3] for entry in running.values())
-            ready = select.select(running, [], [], max(0.0, first - time.monotonic()))[0]
+            ready = self._end.wait(running, first)
             late = {fd for fd, entry in running.items() if time.monotonic() >= entry[3]}
             for fd in late.union(ready):
                 pid, one, copy, _ = running.pop(fd)
@@ -167,7 +190,11 @@ class Runner:
         if tests not in self._clean:
             for module in ("numpy", "msgspec", "zmq", *part.get("preload", ())):
                 importlib.import_module(module)
+            self._end.wait((), 0)
             begun, pid = time.monotonic(), self._start(part, copy, None)
+            ended = os.pidfd_open(pid)
+            self._end.wait([ended], float("inf"))
+            os.close(ended)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self.stop(pid):
                 sys.exit(f"these fail without a mutant: {tests}")
             self._clean[tests] = time.monotonic() - begun
@@ -180,6 +207,9 @@ class Runner:
             os.utime(copy / one.file, (self._written, self._written))
         pid = os.fork()
         if not pid:
+            signal.set_wakeup_fd(-1)
+            for number in ENDS:
+                signal.signal(number, signal.SIG_DFL)
             code = 1
             try:
                 code = run_tests(part["tests"], ROOT, copy)
@@ -208,27 +238,17 @@ def report(chosen: list[Mutant], known: Known) -> None:
     print(f"killed: {', '.join(shares) or 'none'}; {rest} not run", flush=True)
 
 
-def leave(number: int, _: object) -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)  # again: between a fork's callbacks it is lost
-    sys.exit(0 if number == signal.SIGALRM else 130)
-
-
 def main() -> None:
     args = arguments()
-    end = time.monotonic() + args.seconds
-    for number in ENDS:
-        signal.signal(number, leave)
+    end = End(args.seconds)
     files = [f for f in git("ls-files", "-co", "--exclude-standard") if (ROOT / f).is_file()]
     chosen, known = choose(files, args), Known(files)
     with tempfile.TemporaryDirectory(prefix="mixkv-mutants-", ignore_cleanup_errors=True) as folder:
-        runner = Runner(files, Path(folder), args.jobs)
+        runner = Runner(files, Path(folder), args.jobs, end)
         try:
-            signal.setitimer(signal.ITIMER_REAL, max(end - time.monotonic(), 1e-3))
             for one, killed in runner.run([m for m in chosen if m not in known.killed]):
                 known.add(one, killed)
         finally:
-            for number in ENDS:
-                signal.signal(number, signal.SIG_IGN)
             for pid in list(runner.children):
                 runner.stop(pid)
             report(chosen, known)
