@@ -76,9 +76,9 @@ def network() -> Iterator[Network]:
 def flow(
     rank: Key, seconds: float = 10, network: Network | None = None, every: float = 0.05, **more: Any
 ) -> Traffic:
-    """Requests to what the rank belongs to, and to others: long enough for what lasts so long, and
-    for the probe after it."""
-    tail = int((min(seconds, LONGEST_WAIT) + 6) / every)
+    """Requests to what the rank belongs to, and to others: long enough for what lasts so long, for
+    the probe after it, and for those in a row that are warm on a busy machine."""
+    tail = int((min(seconds, LONGEST_WAIT) + 15) / every)
     most = int(2 * (AT + (seconds + 5) / every + tail))
     sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
     if network is not None:
