@@ -107,12 +107,12 @@ def need_of(prefill: Server, decode: Server) -> Need:
         return Need(False, "the drafter is MLA, so each rank has the same rows")
     if theirs == ours:
         return Need(False, f"both sides have attention TP {ours}")
-    if heads <= min(sizes):
-        return Need(False, f"each rank holds one KV head of the drafter's {heads}")
     if decode.target.kv_heads:
         if all(_row_bytes(decode.target, tp) == _row_bytes(decode.draft, tp) for tp in sizes):
             return Need(False, "SGLang cuts the drafter's KV by heads exactly as the target's")
         return Need(True, "SGLang cuts the drafter's rows as the target's, of another length", None)
+    if heads <= min(sizes):
+        return Need(False, f"each rank holds one KV head of the drafter's {heads}")
     held, needed = (max(1, heads // tp) for tp in sizes)
     is_nixl = decode.disaggregation_transfer_backend == "nixl"
     if decode.dcp_size > 1 and is_nixl:

@@ -105,7 +105,9 @@ def test_the_share_is_what_stocks_copy_leaves_wrong(heads: int, page: int, backe
 @pytest.mark.parametrize(
     ("sizes", "heads", "target", "reason"),
     [((2, 1), 8, GQA, "by heads exactly"), ((2, 1), 8, WIDE, "by heads exactly"),
-     ((8, 1), 8, WIDE, "another length"), ((2, 1), 4, GQA, "another length")],
+     ((8, 1), 8, WIDE, "another length"), ((2, 1), 4, GQA, "another length"),
+     ((8, 4), 4, GQA, "another length"), ((8, 16), 8, GQA, "by heads exactly"),
+     ((8, 16), 8, WIDE, "another length")],
 )  # fmt: skip
 def test_whether_it_is_needed_beside_a_target_with_kv_heads(
     sizes: tuple[int, int], heads: int, target: Model, reason: str

@@ -112,6 +112,26 @@ MODELS = {
         v_head_dim=128, sliding_window=128, hybrid_layer_pattern=[0, 1] * 24,
         swa_num_key_value_heads=8, swa_num_attention_heads=64, swa_head_dim=192,
         swa_v_head_dim=128),
+    "meituan-longcat/LongCat-Flash": {
+        "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", **MLA,
+        "dtype": "bfloat16", "num_layers": 28, "num_attention_heads": 64, "hidden_size": 6144,
+        "num_nextn_predict_layers": 1},
+    "inclusionAI/Ling-2.5": {
+        "architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid", **MLA,
+        "dtype": "bfloat16", "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "hidden_size": 8192, "head_dim": 128, "layer_group_size": 8,
+        "rope_scaling": None, "num_nextn_predict_layers": 1},
+    "stepfun-ai/Step-3.5-Flash": {
+        "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "dtype": "bfloat16",
+        "num_attention_heads": 64, "num_attention_groups": 8, "num_hidden_layers": 48,
+        "head_dim": 128, "hidden_size": 4096, "sliding_window": 512, "layer_types":
+        ["full_attention", *["sliding_attention"] * 3] * 12, "num_nextn_predict_layers": 3},
+    "meta-llama/Llama-4-Maverick": {
+        "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4",
+        "text_config": {"model_type": "llama4_text", "dtype": "bfloat16", "num_hidden_layers": 48,
+                        "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+                        "hidden_size": 5120, "attention_chunk_size": 8192},
+        "vision_config": {"model_type": "llama4_vision_model"}},
     "lightseekorg/kimi-k2.6-eagle3-mla": like("target", **V3 | {
         "architectures": ["Eagle3DeepseekV2ForCausalLM"], "num_hidden_layers": 1}),
     "lightseekorg/kimi-k3-dspark": {"architectures": ["K3DSparkModel"], "model_type": "k3_dspark"},
@@ -250,6 +270,22 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f"sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --tp 4 {NIXL} "
         "--speculative-algorithm DSPARK --moe-runner-backend marlin", "", "--base-gpu-id 4",
         False, "the drafter is MLA", {}),
+    "DeepSeek-V4 with its MTP layer (sglang#34410)": (
+        f"{SERVER} --model-path deepseek-ai/DeepSeek-V4-Flash --tp 4 {MTP}", "",
+        "--dp 4 --enable-dp-attention", False, "the drafter is MLA", {}),
+    "LongCat-Flash with its MTP layer": (
+        f"{SERVER} --model-path meituan-longcat/LongCat-Flash {MTP}", "--tp 8",
+        "--tp 8 --dp 8 --enable-dp-attention", False, "the drafter is MLA", {}),
+    "Ling-2.5, a hybrid MLA target, with its MTP layer": (
+        f"{SERVER} --model-path inclusionAI/Ling-2.5 {MTP}", "--tp 8", "--tp 4", False,
+        "the drafter is MLA", {}),
+    "Step-3.5: SGLang itself turns multi-layer EAGLE on": (
+        f"{SERVER} --model-path stepfun-ai/Step-3.5-Flash {MTP} {ON}", "--tp 8", "--tp 8",
+        False, "both sides have", {"found": ["--enable-multi-layer-eagle is not supported, and "
+                                            "SGLang sets it itself here: start both"] * 2}),
+    "Llama-4 with an EAGLE3 head of as many KV heads": (
+        f"{SERVER} --model-path meta-llama/Llama-4-Maverick {HEAD3} eagle3", "--tp 8", "--tp 4",
+        False, "by heads exactly", {}),
     "Ascend (sglang#13208)": (
         f"{SERVER} {V31} --tp-size 16 --attention-backend ascend --device npu --quantization "
         "w8a8_int8 --disaggregation-transfer-backend ascend --enable-dp-attention "
