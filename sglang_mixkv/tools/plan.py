@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_mixkv.tools import as_json, begins, bounded, parser, point, table
-from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan
+from sglang_mixkv.tools import as_json, begins, parser, point, table
+from sglang_mixkv.tools.plan_pair import Plan, Read, make_plan
 from sglang_mixkv.tools.plan_server import GPUS, Server, read
 
 ROLES = ("prefill", "decode")
@@ -32,9 +32,6 @@ def main(argv: list[str]) -> int:
     both = "GPU to resolve both lines for (default: the first on which SGLang starts them)"
     add("--gpu", choices=GPUS, help=both)
     add("--json", action="store_true", help="print JSON")
-    for role in ROLES:
-        of = f"number of {role} servers, to size each rank's slots (default: 1)"
-        add(f"--{role}-servers", metavar="N", type=bounded(1, 1000), default=1, help=of)
     args = vars(made.parse_args(argv))
     servers, errors = [], dict[str, str]()
     stdin = sys.stdin.read() if "-" in (args["prefill"], args["decode"]) else ""
@@ -54,7 +51,7 @@ def main(argv: list[str]) -> int:
     if len({one.gpu for one in servers} - {""}) > 1:  # one starts on the last alone: both might
         again = [read(one.role, args[one.role], gpu=[*GPUS][-1]) for one in servers]
         servers = servers if any(one.stock for one in again) else again
-    plan = make_plan(servers[0], servers[1], (args["prefill_servers"], args["decode_servers"]))
+    plan = make_plan(*servers)
     print(as_json(plan) if args["json"] else text(plan))
     return 1 if plan.findings else 0
 
@@ -69,10 +66,13 @@ def _text(given: str, stdin: str) -> str:
 def text(plan: Plan) -> str:
     lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
     transfers = plan.prefill.enabled or plan.decode.enabled or (plan.need and plan.need.needed)
-    if plan.fleet and transfers:
+    if plan.reads and transfers:
+        sides = (plan.prefill, plan.decode)
+        each = (f"{one.config.staging_mb:,} MiB on each {one.role} rank" for one in sides)
         head = "decode rank", "reads from prefill rank", "draft heads", "bytes per token"
         rows = (_row(read, plan) for read in plan.reads)
-        lines += ["", *table([head, *rows]), "", *_staging(plan, plan.fleet)]
+        lines += ["", *table([head, *rows]), ""]
+        lines += [f"staging  {', '.join(each)}, outside --mem-fraction-static"]
     lines += ["", "findings:" if plan.findings else "findings: none", *_list(plan.findings)]
     return "\n".join([*lines, *["notes:"] * bool(plan.notes), *_list(plan.notes)])
 
@@ -118,21 +118,6 @@ def _row(read: Read, plan: Plan) -> tuple[str, ...]:
     heads = "..".join(dict.fromkeys(map(str, (*read.heads[:1], *read.heads[-1:]))))
     size = f"{read.bytes_per_token:,}" if heads else "-"
     return f"{read.decode_rank}{each}", f"{read.prefill_rank}{one}", heads or "-", size
-
-
-def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
-    here, there = plan.prefill.config.staging_mb, plan.decode.config.staging_mb
-    yield from point(
-        f"{here:,} MiB on each prefill rank, {there:,} MiB on each decode rank, outside "
-        "--mem-fraction-static", "staging  ")  # fmt: skip
-    share = f"two ranks then share {fleet.slots} slots, which hold {fleet.tokens:,} tokens"
-    if not fleet.slots:
-        enough = -(-16 * max(fleet.readers, fleet.sources) // 3)  # of three quarters, 4 MiB each
-        share = f"then some have no slot; with --mixkv-staging-mb {enough} each has one"
-    yield from point(
-        f"{fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
-        f"{fleet.sources:,} (--prefill-servers {fleet.prefill_servers}, --decode-servers "
-        f"{fleet.decode_servers}): {share}", "busy     ")  # fmt: skip
 
 
 def _list(points: Iterable[str]) -> list[str]:
