@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_mixkv.tools import as_json, begins, parser, point, table
-from sglang_mixkv.tools.plan_pair import Plan, Read, make_plan
+from sglang_mixkv.tools import as_json, begins, parser, point
+from sglang_mixkv.tools.plan_pair import Plan, make_plan
 from sglang_mixkv.tools.plan_server import GPUS, Server, read
 
 ROLES = ("prefill", "decode")
@@ -65,14 +65,8 @@ def _text(given: str, stdin: str) -> str:
 
 def text(plan: Plan) -> str:
     lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
-    transfers = plan.prefill.enabled or plan.decode.enabled or (plan.need and plan.need.needed)
-    if plan.reads and transfers:
-        sides = (plan.prefill, plan.decode)
-        each = (f"{one.config.staging_mb:,} MiB on each {one.role} rank" for one in sides)
-        head = "decode rank", "reads from prefill rank", "draft heads", "bytes per token"
-        rows = (_row(read, plan) for read in plan.reads)
-        lines += ["", *table([head, *rows]), ""]
-        lines += [f"staging  {', '.join(each)}, outside --mem-fraction-static"]
+    if plan.need and (plan.need.needed or plan.prefill.enabled or plan.decode.enabled):
+        lines += _transfer(plan)
     lines += ["", "findings:" if plan.findings else "findings: none", *_list(plan.findings)]
     return "\n".join([*lines, *["notes:"] * bool(plan.notes), *_list(plan.notes)])
 
@@ -110,14 +104,18 @@ def _models(plan: Plan) -> Iterator[str]:
         yield f"drafter  {draft}, {draft.facts.algorithm}, {draft.facts.dtype}{bytes_of}"
 
 
-def _row(read: Read, plan: Plan) -> tuple[str, ...]:
-    each, one = (
-        f" {which} {side.groups} groups" * (side.groups > 1)
-        for which, side in (("of each of", plan.decode), ("of one of", plan.prefill))
-    )
-    heads = "..".join(dict.fromkeys(map(str, (*read.heads[:1], *read.heads[-1:]))))
-    size = f"{read.bytes_per_token:,}" if heads else "-"
-    return f"{read.decode_rank}{each}", f"{read.prefill_rank}{one}", heads or "-", size
+def _transfer(plan: Plan) -> Iterator[str]:
+    """What the plugin would move, and the memory for it."""
+    facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
+    if facts is None or facts != plan.prefill.facts:
+        return
+    held, needed = (max(1, facts.total_heads // side.attention_tp) for side in sides)
+    heads = min(held, needed)
+    size, ranks = facts.bytes_per_token(heads), needed // heads
+    where = f"from each of {ranks} prefill ranks" if ranks > 1 else "from one prefill rank"
+    yield f"reads    {heads} of the drafter's heads, {size:,} bytes per token, {where}"
+    each = (f"{side.config.staging_mb:,} MiB on each {side.role} rank" for side in sides)
+    yield f"staging  {', '.join(each)}, outside --mem-fraction-static"
 
 
 def _list(points: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The plan of a pair as a value: whether it needs the plugin, who reads what, what goes wrong.
+"""The plan of a pair as a value: whether it needs the plugin, and what goes wrong.
 
 Stock SGLang 0.5.23: beside an MLA target each decode rank gets the rows of one prefill rank as they
 are, which is right where both hold the same heads. Mooncake writes them at prefill's row
@@ -25,7 +25,7 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.compare import Difference, Severity, differences
 from sglang_mixkv.draft import layout
 from sglang_mixkv.draft.handshake import Row
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_model import Model
@@ -42,23 +42,12 @@ class Need(msgspec.Struct, frozen=True):
     wrong_share: float | None = 0.0
 
 
-class Read(msgspec.Struct, frozen=True):
-    """The read of a decode rank from a prefill rank: attention-TP ranks, the same in each group."""
-
-    decode_rank: int
-    prefill_rank: int
-    heads: tuple[int, ...]
-    bytes_per_token: int
-
-
 class Plan(msgspec.Struct, frozen=True):
-    """`need`: None where nothing serves the pair. `reads` is empty without a route. `findings`:
-    what is refused or goes wrong."""
+    """`need`: None where nothing serves the pair. `findings`: what is refused or goes wrong."""
 
     need: Need | None
     prefill: Server
     decode: Server
-    reads: tuple[Read, ...]
     findings: tuple[str, ...]
     notes: tuple[str, ...]
     schema: int = SCHEMA
@@ -66,17 +55,14 @@ class Plan(msgspec.Struct, frozen=True):
 
 def make_plan(prefill: Server, decode: Server) -> Plan:
     """Make the plan, with all findings at once."""
-    facts, found = decode.facts, _differences(prefill, decode)
+    found = _differences(prefill, decode)
     of_target = [f"[MIXKV-PAIR-03] {one}" for one in found if one.what.startswith(_TARGETS)]
     no_route = [*_no_route(prefill, decode)] or of_target or [*_asked_of_sglang(prefill, decode)]
     need = None if no_route else need_of(prefill, decode)
-    reads = list[Read]()
-    if facts is not None and facts == prefill.facts and not no_route:
-        reads = [*_reads(facts, prefill.attention_tp, decode.attention_tp)]
     others = (f"[MIXKV-PAIR-03] {one}" for one in found)
     findings = dict.fromkeys((*_findings(prefill, decode, need), *no_route, *others))
     notes = dict.fromkeys(_notes(prefill, decode, need))
-    return Plan(need, prefill, decode, tuple(reads), tuple(findings), tuple(notes))
+    return Plan(need, prefill, decode, tuple(findings), tuple(notes))
 
 
 def need_of(prefill: Server, decode: Server) -> Need:
@@ -120,15 +106,6 @@ def need_of(prefill: Server, decode: Server) -> Need:
 
 def _row_bytes(model: Model, tp: int) -> set[int]:
     return {width * max(1, model.kv_heads // tp) for width in model.facts.head_bytes}
-
-
-def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:
-    for rank in range(ours):
-        ranks = layout.contacted(theirs, ours, rank)
-        held = [layout.heads_on_rank(facts.total_heads, theirs, other) for other in ranks]
-        table = layout.routes(held, layout.heads_on_rank(facts.total_heads, ours, rank))
-        for other, heads in zip(ranks, table, strict=True):
-            yield Read(rank, other, tuple(heads), facts.bytes_per_token(len(heads)))
 
 
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:

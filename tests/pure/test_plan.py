@@ -25,7 +25,7 @@ import mixkv_demo
 from sglang_mixkv import tools
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.handshake import Target
-from sglang_mixkv.draft.layout import DraftFacts, contacted, heads_on_rank
+from sglang_mixkv.draft.layout import DraftFacts, contacted, heads_on_rank, routes
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_pair, plan_server
@@ -160,19 +160,29 @@ def test_ranks_are_read_that_sglang_asks() -> None:
             assert [*contacted(theirs, ours, rank)] == info.target_tp_ranks
 
 
-def test_figures_of_an_eagle3_drafter_of_8_heads() -> None:
-    """2 -> 1: 2 x 256 bytes x 4 heads from each rank."""
+def test_figures_of_an_eagle3_drafter() -> None:
+    """Of 2 x 256 bytes a head, of which each rank reads as the channel would."""
+    for (theirs, ours), heads in product(SIZES, (1, 2, 8, 32)):
+        held = [heads_on_rank(heads, theirs, rank) for rank in contacted(theirs, ours, 0)]
+        table = [*filter(None, routes(held, heads_on_rank(heads, ours, 0)))]
+        ranks = f"each of {len(table)} prefill ranks" if len(table) > 1 else "one prefill rank"
+        size = f"{512 * len(table[0]):,} bytes per token"
+        text = tool.text(make_plan(*pair(theirs, ours, heads)))
+        assert f"\nreads    {len(table[0])} of the drafter's heads, {size}, from {ranks}\n" in text
     prefill, decode = pair(2, 1, 8)
-    plan = make_plan(prefill, decode)
-    assert [(r.heads, r.bytes_per_token) for r in plan.reads] == [
-        ((0, 1, 2, 3), 2048), ((4, 5, 6, 7), 2048),
-    ]  # fmt: skip
     small = make_plan(prefill, replace(decode, config=Config(staging_mb=64)))
     assert "256 MiB on each prefill rank, 64 MiB on each decode rank" in tool.text(small)
-    prefill, decode = pair(8, 1, 8)
-    text = tool.text(make_plan(prefill, replace(decode, attn_dp_size=8)))
-    assert "0 of each of 8 groups  7 " in text
-    assert "0 of one of" not in text
+
+
+def test_what_is_not_moved_has_no_figures() -> None:
+    """Other drafters, MLA ones, no route, and stock servers that need no plugin."""
+    other, latent = pair(2, 1, 8), {"draft": LATENT}
+    for sides in (
+        (other[0], replace(other[1], draft=eagle3(4))), pair(2, 1, 8, **latent), pair(3, 2, 6),
+        pair(2, 2, 8, enabled=False),
+    ):  # fmt: skip
+        assert "staging" not in tool.text(make_plan(*sides))
+    assert "\nstaging " in tool.text(make_plan(*pair(2, 1, 8, enabled=False)))
 
 
 # ---------------------------------------------------------------- findings
