@@ -22,7 +22,7 @@ from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, problems, version_of
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools import as_json, begins, bounded, doctor_read, hidden, parser
+from sglang_mixkv.tools import as_json, bounded, doctor_read, hidden, parser
 
 SCHEMA = 2
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
@@ -53,7 +53,6 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from map(partial(as_asked, args), environment())
     yield from rdma(args.devices)
     if not args.no_seams:
-        begins("comparing SGLang's functions with those that the plugin relies on")
         yield from map(partial(as_asked, args), seams())
     if not args.no_transfer:
         yield from data_plane(args)
@@ -172,7 +171,6 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     try:
         wire = doctor_read.Wire(args.backend, by_gpu(args.devices)[0], config.resolve(args))
         yield Finding(section, "chosen", f"{wire.plane.name}: {wire.plane.why}")
-        begins("reading slots of another process")
         found = doctor_read.result(wire, args.listen, args.peer)
     except (doctor_read.ReadFailed, OSError, ValueError) as error:
         yield Finding(section, "read", "failed", str(error))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_mixkv.tools import as_json, begins, parser, point
+from sglang_mixkv.tools import as_json, parser, point
 from sglang_mixkv.tools.plan_pair import Plan, make_plan
 from sglang_mixkv.tools.plan_server import GPUS, Server, read
 
@@ -37,7 +37,6 @@ def main(argv: list[str]) -> int:
     stdin = sys.stdin.read() if "-" in (args["prefill"], args["decode"]) else ""
     for role in ROLES:
         try:
-            begins(f"SGLang resolves the {role} line")
             args[role] = _text(args[role], stdin)
             servers.append(read(role, args[role], gpu=args["gpu"]))
         except (OSError, ValueError) as error:  # an error of both lines is printed once

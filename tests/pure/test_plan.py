@@ -22,7 +22,6 @@ import pytest
 from msgspec.structs import replace
 
 import mixkv_demo
-from sglang_mixkv import tools
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts, contacted, heads_on_rank, routes
@@ -335,24 +334,6 @@ def test_a_line_is_resolved_for_a_gpu_on_which_it_starts(
     assert get_platform().device_sm not in (90, 100)
 
 
-@pytest.mark.parametrize(
-    ("line", "is_amd"),
-    [(f"SGLANG_USE_AITER=1 x {flags()}", True), (f"SGLANG_USE_AITER=0 x {flags()}", False),
-     (flags("--attention-backend aiter"), True), (flags("--decode-attention-backend wave"), True)],
-)  # fmt: skip
-def test_a_line_for_amd_gpus(monkeypatch: pytest.MonkeyPatch, line: str, is_amd: bool) -> None:
-    """Or any line in an image for them."""
-    monkeypatch.setenv("SGLANG_USE_AITER", "1")  # of this shell: it does not count
-    found = read("decode", line)
-    assert sum(note.startswith("decode: no AMD GPU") for note in found.notes) == is_amd
-    with monkeypatch.context() as image:
-        image.setattr("torch.version.hip", "6.4")
-        view = SimpleNamespace(
-            attention_backend=None, prefill_attention_backend=None, decode_attention_backend=None
-        )
-        assert [*plan_server._amd("decode", view, {})]
-
-
 @of_the_newest
 @pytest.mark.parametrize(
     ("line", "shape"),
@@ -470,15 +451,6 @@ def test_one_kind_of_gpu_for_both_lines(capsys: pytest.CaptureFixture[str]) -> N
                         "prefill: resolved as on a Hopper")):  # fmt: skip
         tool.main(["--prefill", flags(more), "--decode", flags(CUTEDSL)])
         assert gpus in capsys.readouterr().out
-
-
-def test_what_takes_some_seconds_is_named_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for is_terminal, said in ((True, "a long work ...\n"), (False, "")):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        tools.begins("a long work")
-        assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["doctor", "--no-seams", "--no-transfer"]])
