@@ -5,13 +5,12 @@
 
 The same token ids go to both, greedy. A baseline is the file that an earlier run wrote with
 `--json`: its prompts, and what the single server answered then. Side by side: accept length,
-acceptance by position, time to the first token, and whether the outputs agree. The accept length's
-loss is judged by what so many prompts can tell, with 95 % confidence, and on each of decode's DP
-ranks.
+acceptance by position, and whether the outputs agree. The accept length's loss is judged by what so
+many prompts can tell, with 95 % confidence, and on each of decode's DP ranks.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
 nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
-speculate, or one that fakes its accept length.
+speculate.
 
 Servers that ask for an API key get that of SGLANG_MIXKV_API_KEY.
 """
@@ -37,26 +36,19 @@ LEAST = 1.1  # an accept length of a drafter that is of use; below it there is n
 NOT_JUDGED, INTERRUPTED = 2, 130
 EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UNDECIDED: NOT_JUDGED}
 
-SIMULATED_TOKEN, SIMULATED_TOKENS = 100, 16
-"""What SGLang answers with SGLANG_SIMULATE_ACC_LEN, with which it accepts so many drafts a round
-whatever they are (speculative/spec_utils.py). Fewer of this token in a row can be an answer."""
+
+Prompt = tuple[int, ...] | dict[str, Any]
+"""Its token ids, or what a server's /tokenize makes them of."""
 
 
-class Prompt(msgspec.Struct):
-    """A row has one of the first four. `turns`: as in SPEED-Bench (speed_bench.py in SGLang's
-    benchmark/datasets/), whose first is taken. CHAT: what /tokenize takes besides."""
+class _Row(msgspec.Struct):
+    """A row has one of these. `turns`: as in SPEED-Bench (speed_bench.py in SGLang's
+    benchmark/datasets/), whose first is taken."""
 
     input_ids: tuple[int, ...] = ()
     text: str = ""
     messages: list[dict[str, Any]] = []
     turns: list[str] = []
-    tools: Any = None
-    tool_choice: Any = None
-    reasoning_effort: Any = None
-    chat_template_kwargs: Any = None
-
-
-CHAT = Prompt.__struct_fields__[4:]
 
 
 class _Tokens(msgspec.Struct):
@@ -77,28 +69,30 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _prompt(where: str, line: str) -> Prompt:
     if not line.lstrip().startswith("{"):
-        return Prompt(text=line.rstrip("\r"))
+        return {"prompt": line.rstrip("\r")}
     try:
-        row = msgspec.json.decode(line, type=Prompt)
+        row = msgspec.json.decode(line, type=_Row)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if not (row.input_ids or row.text or row.messages or row.turns):
-        raise ValueError(f"{where}: expected input_ids, text, messages or turns")
-    return row
+    if row.input_ids:
+        return row.input_ids
+    if row.text:
+        return {"prompt": row.text}
+    if row.messages:
+        whole: dict[str, Any] = msgspec.json.decode(line)  # with its tools and the template's words
+        return whole
+    if row.turns:
+        return {"messages": [{"role": "user", "content": row.turns[0]}]}
+    raise ValueError(f"{where}: expected input_ids, text, messages or turns")
 
 
 def token_ids(url: str, prompt: Prompt) -> tuple[int, ...]:
     """A prompt as the single server's /tokenize has it, so that both deployments get the same ids.
     Raises RequestFailed."""
-    if prompt.input_ids:
-        return prompt.input_ids
-    what: dict[str, Any] = {"prompt": prompt.text}
-    if not prompt.text:
-        first = [{"role": "user", "content": turn} for turn in prompt.turns[:1]]
-        given = {name: getattr(prompt, name) for name in CHAT if getattr(prompt, name) is not None}
-        what = {"messages": prompt.messages or first, **given}
+    if isinstance(prompt, tuple):
+        return prompt
     url = f"{url}/tokenize"
-    return read_event(url, request("POST", url, json=what).content, _Tokens).tokens
+    return read_event(url, request("POST", url, json=prompt).content, _Tokens).tokens
 
 
 class Baseline(msgspec.Struct):
@@ -188,10 +182,6 @@ def why_invalid(names: list[str], asked: list[Asked], compared: Comparison) -> I
     of the pair."""
     sides = [one.single for one in asked], [one.pair for one in asked]
     for name, answers in zip(names, sides, strict=True):
-        outputs = [answer.tokens for answer in answers]
-        if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
-            text = "fakes its accept length: restart its servers without SGLANG_SIMULATE_ACC_LEN"
-            yield f"{name} {text}"
         drafting = sum(answer.verify_rounds > 0 for answer in answers)
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
         if silent or not drafting:

@@ -40,7 +40,6 @@ class Stub:
     key: str | None = None
     broken_rank: int | None = None
     broken: list = field(default_factory=lambda: [10, 0, 0, 0])
-    fixed: bool = False
     new_only: bool = False
     other_from: int = 10**6
 
@@ -67,7 +66,7 @@ class Stub:
         histogram = self.broken if number % 2 == self.broken_rank else self.histogram
         rounds = sum(histogram)
         tokens = rounds + sum(i * n for i, n in enumerate(histogram)) or 3
-        output = [7] + [100] * tokens if self.fixed else list(range(tokens))
+        output = list(range(tokens))
         output[self.other_from :] = [5] * len(output[self.other_from :])
         info = {
             "spec_verify_ct": rounds, "spec_correct_drafts_histogram": histogram,
@@ -163,7 +162,6 @@ def test_the_verdict_on_a_pair(
     assert words in capsys.readouterr().out
     assert found["single"]["accept_length"] == 4.0
     assert len(found["each"]) + len(found["failed"]) == 2 * FEWEST
-    assert 0 < found["pair"]["first_token_s"] < 60
     assert sorted(pair.asked) == sorted(ids for ids in single.asked if ids not in pair.refused)
 
 
@@ -174,10 +172,9 @@ def test_the_verdict_on_a_pair(
         ({"drafted": 3}, {"drafted": 5}, "draft {3} and {5} tokens a round"),
         ({}, {"histogram": []}, "reports no speculative decoding"),
         ({}, {"broken_rank": 1, "broken": []}, "reports no speculative decoding"),
-        ({"fixed": True}, {}, "fakes its accept length"),
         ({"key": "other"}, {}, "HTTP 401"),
-        ({"url": DEAD}, {}, "no answer from http://127.0.0.1:9/generate: nothing listens there"),
-        ({}, {"url": "nowhere"}, "not a URL"),
+        ({"url": DEAD}, {}, "no answer from http://127.0.0.1:9/generate: HTTPConnection(host="),
+        ({}, {"url": "nowhere"}, "no answer from nowhere/generate: Invalid URL"),
         ({}, {"refused": [[5, 3]]}, "1 of 16 prompts failed, the first: HTTP 503"),
     ],
 )
@@ -260,7 +257,7 @@ def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
 def answer(right: int, rounds: int, dp_rank: int | None = None, first: int = 0) -> Answer:
     """Of one right draft in so many of the rounds; `first`: its first token."""
     tokens = (first, *range(1, right + rounds))
-    return Answer(tokens, rounds, (rounds - right, right), 0.0, dp_rank=dp_rank)
+    return Answer(tokens, rounds, (rounds - right, right), dp_rank=dp_rank)
 
 
 def compared(pairs: list[Answer], gate: float = 0.05) -> Comparison:
