@@ -57,10 +57,7 @@ class _Tokens(msgspec.Struct):
 
 def read_prompts(path: Path) -> list[Prompt]:
     """One prompt a line: plain text, or JSON. Raises ValueError, OSError."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: {error}") from None
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
     found = [_prompt(f"{path}, line {n}", ln) for n, ln in enumerate(lines, 1) if ln.strip()]
     if not found:
         raise ValueError(f"{path} has no prompts: one a line, text or JSON")

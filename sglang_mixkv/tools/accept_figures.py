@@ -33,13 +33,6 @@ class Asked(msgspec.Struct, frozen=True):
     single: Answer
     pair: Answer
 
-    @property
-    def differs_at(self) -> int | None:
-        """The first place where the outputs differ, None where they are equal."""
-        one, two = self.single.tokens, self.pair.tokens
-        places = (n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-        return None if one == two else next(places, min(len(one), len(two)))
-
 
 class Side(msgspec.Struct, frozen=True):
     """All answers of one deployment. `accept_length`: 0 without a verify round."""
@@ -121,8 +114,8 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
     tables = [*map(_at_least, sides)]
     single, pair = map(_side, tables)
     one, two = single.accept_length, pair.accept_length
-    differ = [a.differs_at for a in asked if a.differs_at is not None]
-    early = sum(place < EARLY for place in differ)
+    same = sum(a.single.tokens == a.pair.tokens for a in asked)
+    early = sum(a.single.tokens[:EARLY] != a.pair.tokens[:EARLY] for a in asked)
     ranks = sorted({a.pair.dp_rank for a in asked if a.pair.dp_rank is not None})
     # The more ranks there are, the less may chance do on each.
     by_dp_rank = {
@@ -130,7 +123,7 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
         for rank in ranks if len(ranks) > 1
     }  # fmt: skip
     return Comparison(
-        len(asked), len(asked) - len(differ), single, pair,
+        len(asked), same, single, pair,
         two / one if one and two else None, _interval(tables, tail),
         len(asked) >= FEWEST and not is_chance(early, len(asked)), gate, by_dp_rank,
     )  # fmt: skip

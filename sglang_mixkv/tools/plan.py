@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_mixkv.tools import as_json, parser, point
@@ -42,8 +41,7 @@ def main(argv: list[str]) -> int:
         except (OSError, ValueError) as error:  # an error of both lines is printed once
             errors.setdefault(str(error).replace(f"{role}: ", ""), str(error))
         except ImportError as error:
-            why = f": {error}" if find_spec("sglang") else " is not installed here"
-            errors["SGLang"] = f"SGLang{why}. Run the plan in the servers' image."
+            errors["SGLang"] = f"{error}. Run the plan in the servers' image, which has SGLang."
     if errors:
         print(*(f"error: {error}" for error in errors.values()), sep="\n", file=sys.stderr)
         return 2

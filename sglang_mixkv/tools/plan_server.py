@@ -65,11 +65,6 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     @property
-    def groups(self) -> int:
-        """Sets of attention-TP ranks, each of which has the whole KV of its requests."""
-        return self.attn_dp_size * self.dp_size
-
-    @property
     def facts(self) -> DraftFacts | None:
         """The facts of a drafter with KV heads."""
         return self.draft.facts if self.draft and self.draft.kv_heads else None

@@ -122,7 +122,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     for text, why in (
         (b"{no json", "line 1"), (b'a\n{"prompt": "b"}', "line 2: expected input_ids"),
-        (b"\n", "no prompts"), (b"\xff", "prompts: .*decode"),
+        (b"\n", "no prompts"), (b"\xff", "'utf-8' codec can't decode byte 0xff"),
         (b'{"input_ids": 5}', r"line 1: Expected `array`, got `int` - at `\$.input_ids`"),
         (b'{"turns": {"a": 1}}', "line 1: .*turns"),
         (b'{"input_ids": "abc"}', "line 1: .*input_ids"),

@@ -438,7 +438,7 @@ def test_exit_statuses(
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)
     plan_server._parser.cache_clear()
     assert tool.main([*prefill, *decode]) == 2
-    assert capsys.readouterr().err.count("Run the plan in the servers' image.") == 1
+    assert capsys.readouterr().err.count("Run the plan in the servers' image") == 1
 
 
 @of_the_newest
