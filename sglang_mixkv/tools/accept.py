@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_mixkv.tools import as_json, hidden, parser
+from sglang_mixkv.tools import as_json, parser
 from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict, compare
 from sglang_mixkv.tools.client import RequestFailed, read_event, request, stream
 
@@ -151,8 +151,8 @@ def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]
 def judge(args: argparse.Namespace) -> int:
     """Ask, tell everything, and return the exit status."""
     asked, failed, number, left = ask_all(args)
-    compared, names = compare(asked, args.gate), (args.baseline or args.single, args.pair)
-    why_not = [*why_invalid([hidden(str(n)) for n in names], asked, compared)]
+    compared = compare(asked, args.gate)
+    why_not = [*why_invalid(asked, compared)]
     why_not += [f"interrupted: {left} prompts were not asked, or not answered"] * (left > 0)
     verdict = compared.verdict
     if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stays one where prompts failed
@@ -174,25 +174,22 @@ def judge(args: argparse.Namespace) -> int:
     return INTERRUPTED if left else EXIT[verdict]
 
 
-def why_invalid(names: list[str], asked: list[Asked], compared: Comparison) -> Iterator[str]:
-    """Say why these answers show nothing of the pair's drafter. `names`: of the single server and
-    of the pair."""
+def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:
+    """Say why these answers show nothing of the pair's drafter."""
     sides = [one.single for one in asked], [one.pair for one in asked]
-    for name, answers in zip(names, sides, strict=True):
+    for name, answers in zip(("single server", "pair"), sides, strict=True):
         drafting = sum(answer.verify_rounds > 0 for answer in answers)
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
         if silent or not drafting:
-            text = f"for {len(answers) - drafting} of {len(answers)} answers"
-            yield f"{name} reports no speculative decoding {text}: start its servers with it"
-    if 0 < compared.single.accept_length < LEAST:
-        text = (
-            f"its own drafter drafts nothing ({compared.single.accept_length:.3f} tokens a round)"
-        )
-        yield f"{names[0]}: {text}. Give it the right one"
+            text = f"for {len(answers) - drafting} of {len(answers)} answers: start it with that"
+            yield f"the {name} reports no speculative decoding {text}"
+    if 0 < (length := compared.single.accept_length) < LEAST:
+        text = f"drafts nothing ({length:.3f} tokens a round). Give it the right one"
+        yield f"the single server's own drafter {text}"
     drafted = [{a.drafted for a in answers} - {0} for answers in sides]
     if all(drafted) and drafted[0] != drafted[1]:
-        text = f"draft {drafted[0]} and {drafted[1]} tokens a round: give both the same flags"
-        yield f"{' and '.join(names)} {text}"
+        text = "tokens a round: give both the same flags"
+        yield f"the single server and the pair draft {drafted[0]} and {drafted[1]} {text}"
 
 
 _URL: dict[str, Any] = {"metavar": "URL", "type": lambda url: url.rstrip("/")}

@@ -9,7 +9,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -107,7 +107,7 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
         server_args = ServerArgs.from_cli_args(args)
         # `refused` has what the plugin's hook would raise.
         setattr(server_args, ATTRIBUTE, Config())
-        with as_on(gpu):
+        with as_on(gpu) if gpu else nullcontext():
             stock = [*_not_started(role, server_args)]
         if not stock:
             break
@@ -256,14 +256,11 @@ def alone(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def as_on(gpu: str) -> Iterator[None]:
-    """Answers what SGLang asks of a GPU while it resolves a line, as this GPU would ("": none). It
-    decides attention backends and types of KV."""
+    """Answers what SGLang asks of a GPU while it resolves a line, as this GPU would. It decides
+    attention backends and types of KV."""
     import torch
     from sglang.srt.runtime_context import override_platform
 
-    if not gpu:
-        yield
-        return
     capability, is_hopper = GPUS[gpu], gpu == "hopper"
     facts = dict.fromkeys(("is_sm90", "is_hopper_with_cuda_12_3"), is_hopper)
     facts |= dict.fromkeys(("is_sm100", "is_sm100_or_sm110", "is_blackwell"), not is_hopper)
