@@ -14,9 +14,10 @@ from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, request
 
 
 class Answer(client.Answer, frozen=True):
-    """`cached_tokens`: of the prompt, found in a radix cache; `host_tokens`, `storage_tokens`: of
-    these, restored from its host tier and from storage."""
+    """`seconds`: until it came. `cached_tokens`: of the prompt, found in a radix cache;
+    `host_tokens`, `storage_tokens`: of these, restored from its host tier and from storage."""
 
+    seconds: float = 0.0
     cached_tokens: int = 0
     host_tokens: int = 0
     storage_tokens: int = 0
@@ -42,11 +43,13 @@ def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S)
         if isinstance(cause, requests.Timeout) or "Read timed out" in str(cause):
             raise NoAnswer(str(error)) from error
         raise
-    parsed = client.parse_answer(client.read_event(url, reply.content), time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    parsed = client.parse_answer(client.read_event(url, reply.content))
     info = reply.json()["meta_info"]
     details = info.get("cached_tokens_details") or {}
     return Answer(
         **msgspec.structs.asdict(parsed),
+        seconds=seconds,
         cached_tokens=info.get("cached_tokens") or 0,
         host_tokens=details.get("host", 0),
         storage_tokens=details.get("storage", 0),

@@ -14,8 +14,8 @@ def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:
     Raises ValueError."""
     own = {PREFIX.replace(":", "_") + one.name: one for one in SERIES}
     found: Counter[tuple[str, ...]] = Counter()
-    for sample, value in samples(text):
+    for sample in samples(text):
         if one := own.get(sample.name.removesuffix("_count")):
-            labels = (sample.label(name) for name in one.labels if name != without)
-            found[one.name, *filter(None, labels)] += value  # type: ignore[assignment]
+            labels = (sample.labels.get(name) for name in one.labels if name != without)
+            found[one.name, *filter(None, labels)] += sample.value  # type: ignore[assignment]
     return found

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from sglang_mixkv import __version__
 
 COMMANDS = {
-    "plan": "whether two launch lines need the plugin, who reads what, and what would be refused",
+    "plan": "whether two launch lines need the plugin, what moves, and what would be refused",
     "doctor": "versions, SGLang's functions, settings, a real read: what to paste into an issue",
     "status": "running servers on one screen: drafters, transfers, what is wrong and what to do",
     "accept": "acceptance of your own pair of servers against a single one, on your prompts",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from textwrap import wrap
 from typing import Any
@@ -57,9 +56,3 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (head, ["-" * width for width in widths], *others)
     ]
-
-
-def begins(what: str) -> None:
-    """Says on a terminal what takes some seconds."""
-    if sys.stderr.isatty():
-        print(f"{what} ...", file=sys.stderr, flush=True)

@@ -5,13 +5,12 @@
 
 The same token ids go to both, greedy. A baseline is the file that an earlier run wrote with
 `--json`: its prompts, and what the single server answered then. Side by side: accept length,
-acceptance by position, time to the first token, and whether the outputs agree. The accept length's
-loss is judged by what so many prompts can tell, with 95 % confidence, and on each of decode's DP
-ranks.
+acceptance by position, and whether the outputs agree. The accept length's loss is judged by what so
+many prompts can tell, with 95 % confidence, and on each of decode's DP ranks.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
 nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
-speculate, or one that fakes its accept length.
+speculate.
 
 Servers that ask for an API key get that of SGLANG_MIXKV_API_KEY.
 """
@@ -28,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_mixkv.tools import as_json, hidden, parser
+from sglang_mixkv.tools import as_json, parser
 from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict, compare
 from sglang_mixkv.tools.client import RequestFailed, read_event, request, stream
 
@@ -37,26 +36,19 @@ LEAST = 1.1  # an accept length of a drafter that is of use; below it there is n
 NOT_JUDGED, INTERRUPTED = 2, 130
 EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UNDECIDED: NOT_JUDGED}
 
-SIMULATED_TOKEN, SIMULATED_TOKENS = 100, 16
-"""What SGLang answers with SGLANG_SIMULATE_ACC_LEN, with which it accepts so many drafts a round
-whatever they are (speculative/spec_utils.py). Fewer of this token in a row can be an answer."""
+
+Prompt = tuple[int, ...] | dict[str, Any]
+"""Its token ids, or what a server's /tokenize makes them of."""
 
 
-class Prompt(msgspec.Struct):
-    """A row has one of the first four. `turns`: as in SPEED-Bench (speed_bench.py in SGLang's
-    benchmark/datasets/), whose first is taken. CHAT: what /tokenize takes besides."""
+class _Row(msgspec.Struct):
+    """A row has one of these. `turns`: as in SPEED-Bench (speed_bench.py in SGLang's
+    benchmark/datasets/), whose first is taken."""
 
     input_ids: tuple[int, ...] = ()
     text: str = ""
     messages: list[dict[str, Any]] = []
     turns: list[str] = []
-    tools: Any = None
-    tool_choice: Any = None
-    reasoning_effort: Any = None
-    chat_template_kwargs: Any = None
-
-
-CHAT = Prompt.__struct_fields__[4:]
 
 
 class _Tokens(msgspec.Struct):
@@ -65,10 +57,7 @@ class _Tokens(msgspec.Struct):
 
 def read_prompts(path: Path) -> list[Prompt]:
     """One prompt a line: plain text, or JSON. Raises ValueError, OSError."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: {error}") from None
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
     found = [_prompt(f"{path}, line {n}", ln) for n, ln in enumerate(lines, 1) if ln.strip()]
     if not found:
         raise ValueError(f"{path} has no prompts: one a line, text or JSON")
@@ -77,28 +66,30 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _prompt(where: str, line: str) -> Prompt:
     if not line.lstrip().startswith("{"):
-        return Prompt(text=line.rstrip("\r"))
+        return {"prompt": line.rstrip("\r")}
     try:
-        row = msgspec.json.decode(line, type=Prompt)
+        row = msgspec.json.decode(line, type=_Row)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if not (row.input_ids or row.text or row.messages or row.turns):
-        raise ValueError(f"{where}: expected input_ids, text, messages or turns")
-    return row
+    if row.input_ids:
+        return row.input_ids
+    if row.text:
+        return {"prompt": row.text}
+    if row.messages:
+        whole: dict[str, Any] = msgspec.json.decode(line)  # with its tools and the template's words
+        return whole
+    if row.turns:
+        return {"messages": [{"role": "user", "content": row.turns[0]}]}
+    raise ValueError(f"{where}: expected input_ids, text, messages or turns")
 
 
 def token_ids(url: str, prompt: Prompt) -> tuple[int, ...]:
     """A prompt as the single server's /tokenize has it, so that both deployments get the same ids.
     Raises RequestFailed."""
-    if prompt.input_ids:
-        return prompt.input_ids
-    what: dict[str, Any] = {"prompt": prompt.text}
-    if not prompt.text:
-        first = [{"role": "user", "content": turn} for turn in prompt.turns[:1]]
-        given = {name: getattr(prompt, name) for name in CHAT if getattr(prompt, name) is not None}
-        what = {"messages": prompt.messages or first, **given}
+    if isinstance(prompt, tuple):
+        return prompt
     url = f"{url}/tokenize"
-    return read_event(url, request("POST", url, json=what).content, _Tokens).tokens
+    return read_event(url, request("POST", url, json=prompt).content, _Tokens).tokens
 
 
 class Baseline(msgspec.Struct):
@@ -160,8 +151,8 @@ def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]
 def judge(args: argparse.Namespace) -> int:
     """Ask, tell everything, and return the exit status."""
     asked, failed, number, left = ask_all(args)
-    compared, names = compare(asked, args.gate), (args.baseline or args.single, args.pair)
-    why_not = [*why_invalid([hidden(str(n)) for n in names], asked, compared)]
+    compared = compare(asked, args.gate)
+    why_not = [*why_invalid(asked, compared)]
     why_not += [f"interrupted: {left} prompts were not asked, or not answered"] * (left > 0)
     verdict = compared.verdict
     if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stays one where prompts failed
@@ -183,29 +174,22 @@ def judge(args: argparse.Namespace) -> int:
     return INTERRUPTED if left else EXIT[verdict]
 
 
-def why_invalid(names: list[str], asked: list[Asked], compared: Comparison) -> Iterator[str]:
-    """Say why these answers show nothing of the pair's drafter. `names`: of the single server and
-    of the pair."""
+def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:
+    """Say why these answers show nothing of the pair's drafter."""
     sides = [one.single for one in asked], [one.pair for one in asked]
-    for name, answers in zip(names, sides, strict=True):
-        outputs = [answer.tokens for answer in answers]
-        if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
-            text = "fakes its accept length: restart its servers without SGLANG_SIMULATE_ACC_LEN"
-            yield f"{name} {text}"
+    for name, answers in zip(("single server", "pair"), sides, strict=True):
         drafting = sum(answer.verify_rounds > 0 for answer in answers)
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
         if silent or not drafting:
-            text = f"for {len(answers) - drafting} of {len(answers)} answers"
-            yield f"{name} reports no speculative decoding {text}: start its servers with it"
-    if 0 < compared.single.accept_length < LEAST:
-        text = (
-            f"its own drafter drafts nothing ({compared.single.accept_length:.3f} tokens a round)"
-        )
-        yield f"{names[0]}: {text}. Give it the right one"
+            text = f"for {len(answers) - drafting} of {len(answers)} answers: start it with that"
+            yield f"the {name} reports no speculative decoding {text}"
+    if 0 < (length := compared.single.accept_length) < LEAST:
+        text = f"drafts nothing ({length:.3f} tokens a round). Give it the right one"
+        yield f"the single server's own drafter {text}"
     drafted = [{a.drafted for a in answers} - {0} for answers in sides]
     if all(drafted) and drafted[0] != drafted[1]:
-        text = f"draft {drafted[0]} and {drafted[1]} tokens a round: give both the same flags"
-        yield f"{' and '.join(names)} {text}"
+        text = "tokens a round: give both the same flags"
+        yield f"the single server and the pair draft {drafted[0]} and {drafted[1]} {text}"
 
 
 _URL: dict[str, Any] = {"metavar": "URL", "type": lambda url: url.rstrip("/")}

@@ -4,7 +4,6 @@ are what a verify round yields, its right drafts and one token more, without an 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import zip_longest
@@ -34,13 +33,6 @@ class Asked(msgspec.Struct, frozen=True):
     single: Answer
     pair: Answer
 
-    @property
-    def differs_at(self) -> int | None:
-        """The first place where the outputs differ, None where they are equal."""
-        one, two = self.single.tokens, self.pair.tokens
-        places = (n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-        return None if one == two else next(places, min(len(one), len(two)))
-
 
 class Side(msgspec.Struct, frozen=True):
     """All answers of one deployment. `accept_length`: 0 without a verify round."""
@@ -48,19 +40,17 @@ class Side(msgspec.Struct, frozen=True):
     accept_length: float
     by_position: list[float]
     verify_rounds: int
-    first_token_s: float
 
     def row(self, name: str) -> str:
         shares = "  ".join(f"{share:6.1%}" for share in self.by_position)
-        first = 1e3 * self.first_token_s
-        return f"{name:>8}  {self.accept_length:13.3f}  {first:8.0f} ms  {shares}"
+        return f"{name:>8}  {self.accept_length:13.3f}  {shares}"
 
 
 class Comparison(msgspec.Struct, frozen=True):
     """`ratio`: the pair's accept length to the single server's; None where one has no rounds.
     `interval`: where it lies; None for too few prompts. `differs`: outputs do too soon, too often.
     `gate`: the share that the pair may lose. `by_dp_rank`: of decode's, where several answered,
-    since one may be broken. `differ_from`: the median of the first tokens that differ."""
+    since one may be broken."""
 
     prompts: int
     same_output: int
@@ -71,7 +61,6 @@ class Comparison(msgspec.Struct, frozen=True):
     differs: bool
     gate: float
     by_dp_rank: dict[int, Comparison]
-    differ_from: float
 
     @property
     def is_below(self) -> bool:
@@ -103,11 +92,9 @@ class Comparison(msgspec.Struct, frozen=True):
         }[self.verdict]
 
     def table(self) -> Iterator[str]:
-        yield f"{'':>8}  accept length  first token  by position"
+        yield f"{'':>8}  accept length  by position"
         yield from (self.single.row("single"), self.pair.row("pair"))
-        where = f"; the others differ from token {self.differ_from:.0f} on"
-        where *= self.same_output < self.prompts
-        yield f"outputs equal: {self.same_output} of {self.prompts}{where}"
+        yield f"outputs equal: {self.same_output} of {self.prompts}"
         for rank, one in self.by_dp_rank.items():
             yield f"decode's DP rank {rank}: {one.summary()}"
         yield f"pair to single: {self.summary()}"
@@ -125,10 +112,10 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
     """`tail`: the probability on either side of the interval."""
     sides = [a.single for a in asked], [a.pair for a in asked]
     tables = [*map(_at_least, sides)]
-    single, pair = map(_side, sides, tables)
+    single, pair = map(_side, tables)
     one, two = single.accept_length, pair.accept_length
-    differ = [a.differs_at for a in asked if a.differs_at is not None]
-    early = sum(place < EARLY for place in differ)
+    same = sum(a.single.tokens == a.pair.tokens for a in asked)
+    early = sum(a.single.tokens[:EARLY] != a.pair.tokens[:EARLY] for a in asked)
     ranks = sorted({a.pair.dp_rank for a in asked if a.pair.dp_rank is not None})
     # The more ranks there are, the less may chance do on each.
     by_dp_rank = {
@@ -136,10 +123,9 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
         for rank in ranks if len(ranks) > 1
     }  # fmt: skip
     return Comparison(
-        len(asked), len(asked) - len(differ), single, pair,
+        len(asked), same, single, pair,
         two / one if one and two else None, _interval(tables, tail),
         len(asked) >= FEWEST and not is_chance(early, len(asked)), gate, by_dp_rank,
-        statistics.median(differ or [0]),
     )  # fmt: skip
 
 
@@ -151,11 +137,10 @@ def _at_least(answers: list[Answer]) -> Any:
     return padded[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
-def _side(answers: list[Answer], at_least: Any) -> Side:
+def _side(at_least: Any) -> Side:
     sums = at_least.sum(axis=0)
     rounds = max(1, int(sums[0]))
-    first = statistics.fmean(answer.first_token_s for answer in answers)
-    return Side(float(sums.sum()) / rounds, (sums[1:] / rounds).tolist(), int(sums[0]), first)
+    return Side(float(sums.sum()) / rounds, (sums[1:] / rounds).tolist(), int(sums[0]))
 
 
 def _interval(tables: list[Any], tail: float) -> tuple[float, float] | None:

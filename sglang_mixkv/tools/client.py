@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,31 +15,16 @@ from sglang_mixkv.tools import hidden
 
 REQUEST_TIMEOUT_S = 180.0
 
-NO_URL = "not a URL: expected http://HOST:PORT"
-NO_KEY = f"{API_KEY_ENV} has characters that no key may have"
-WHY = {
-    "Connection refused": "nothing listens there. Is the server up, and is it that port?",
-    "Failed to resolve": "no host has that name",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is unknown: set REQUESTS_CA_BUNDLE",
-    "SSL": "it has no TLS: try http://",
-    "header value": NO_KEY,
-    "codec can't encode": NO_KEY,
-}
-"""What requests says of a failure -> what that means. The first that fits."""
-
 
 class Answer(msgspec.Struct, frozen=True):
     """A server's answer to one prompt. `drafted`: tokens drafted a verify round. `dp_rank`: who
-    decoded it, None where the server does not say. `first_token_s`: when the first token came, of
-    `stream` alone."""
+    decoded it, None where the server does not say."""
 
     tokens: tuple[int, ...]
     verify_rounds: int
     rounds_by_right_drafts: tuple[int, ...]
-    seconds: float
     drafted: int = 0
     dp_rank: int | None = None
-    first_token_s: float = 0.0
 
 
 class _Info(msgspec.Struct):
@@ -64,11 +48,14 @@ class RequestFailed(RuntimeError):
 
 
 def session() -> requests.Session:
-    """Make a session without proxies, with the environment's certificates and the servers' key."""
+    """Make a session without proxies, with the environment's certificates and the servers' key.
+    Raises RequestFailed for one that no header can have, which requests would print."""
     made = requests.Session()
     made.trust_env = False
     made.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
     if key := os.environ.get(API_KEY_ENV, "").strip():
+        if not (key.isascii() and key.isprintable()):
+            raise RequestFailed(f"{API_KEY_ENV} has characters that no key may have")
         made.headers["Authorization"] = f"Bearer {key}"
     return made
 
@@ -86,13 +73,11 @@ def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[req
                 raise RequestFailed(f"HTTP {response.status_code} from {shown}: {text}")
             yield response
     except (OSError, UnicodeError) as error:  # all of requests' are an OSError
-        text = str(error)
         # Of a stream, requests has a timeout for a broken connection.
-        if isinstance(error, requests.Timeout) or "Read timed out" in text:
+        if isinstance(error, requests.Timeout) or "Read timed out" in str(error):
             raise RequestFailed(f"no answer from {shown} within {timeout:.0f} s") from error
-        other = NO_URL if isinstance(error, ValueError) else text
-        why = next((words for sign, words in WHY.items() if sign in text), other)
-        raise RequestFailed(f"no answer from {shown}: {why}") from error
+        why = getattr((*error.args, error)[0], "reason", error)  # urllib3's has no URL
+        raise RequestFailed(f"no answer from {shown}: {hidden(str(why))}") from error
 
 
 def request(
@@ -106,28 +91,26 @@ def request(
 def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
     """One prompt's answer from a server or router, token by token. `timeout`: of the first one, and
     between two of them. Raises RequestFailed."""
-    begin, url = time.monotonic(), f"{url}/generate"
+    url = f"{url}/generate"
     with _answered("POST", url, timeout, json={**body, "stream": True}, stream=True) as response:
-        reply, first = read_stream(hidden(url), response.iter_lines())
-    return parse_answer(reply, time.monotonic() - begin, first - begin)
+        return parse_answer(read_stream(hidden(url), response.iter_lines()))
 
 
-def read_stream(url: str, lines: Iterable[bytes]) -> tuple[Event, float]:
-    """The last event with all tokens, and when the first one came. An event has all tokens so far,
-    or, from a server with --incremental-streaming-output, the new ones."""
-    event, tokens, first = None, (), 0.0
+def read_stream(url: str, lines: Iterable[bytes]) -> Event:
+    """The last event, with all tokens. An event has all tokens so far, or, from a server with
+    --incremental-streaming-output, the new ones."""
+    event, tokens = None, ()
     for line in lines:
         # SGLang's small router passes an error on without the field's name.
         if line.startswith((b"data:", b"{")) and not line.endswith(b"[DONE]"):
             event = read_event(url, line.removeprefix(b"data:"))
-            first = first or time.monotonic()
             is_all = event.meta_info.completion_tokens == len(event.output_ids)
             tokens = event.output_ids if is_all else (*tokens, *event.output_ids)
     if event is None:
         raise RequestFailed(f"no answer from {url}: it sent no event")
     if not event.meta_info.finish_reason or event.meta_info.completion_tokens != len(tokens):
         raise RequestFailed(f"the stream of {url} broke off after {len(tokens)} tokens")
-    return Event(tokens, event.meta_info), first
+    return Event(tokens, event.meta_info)
 
 
 def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
@@ -138,14 +121,13 @@ def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
         raise RequestFailed(f"{url} sent {text[:200]!r}, not an SGLang answer: {error}") from None
 
 
-def parse_answer(reply: Event, seconds: float, first_token_s: float = 0.0) -> Answer:
+def parse_answer(reply: Event) -> Answer:
     """Raises RequestFailed for a request that was aborted."""
     info = reply.meta_info
     if (info.finish_reason or {}).get("type") == "abort":
         raise RequestFailed(f"the request was aborted: {info.finish_reason}")
     rounds = info.spec_verify_ct or 0
     return Answer(
-        reply.output_ids, rounds, info.spec_correct_drafts_histogram or (), seconds,
+        reply.output_ids, rounds, info.spec_correct_drafts_histogram or (),
         drafted=(info.spec_num_proposed_drafts or 0) // max(1, rounds), dp_rank=info.dp_rank,
-        first_token_s=first_token_s,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, problems, version_of
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools import as_json, begins, bounded, doctor_read, hidden, parser
+from sglang_mixkv.tools import as_json, bounded, doctor_read, hidden, parser
 
 SCHEMA = 2
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
@@ -53,7 +53,6 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from map(partial(as_asked, args), environment())
     yield from rdma(args.devices)
     if not args.no_seams:
-        begins("comparing SGLang's functions with those that the plugin relies on")
         yield from map(partial(as_asked, args), seams())
     if not args.no_transfer:
         yield from data_plane(args)
@@ -150,8 +149,8 @@ def by_gpu(devices: str) -> list[str]:
         raise argparse.ArgumentTypeError(f"{devices}: {error}") from None
 
 
-def rdma(names: str) -> Iterator[Finding]:
-    """The devices, and whether those that the servers are to use are there."""
+def rdma(names: list[str]) -> Iterator[Finding]:
+    """The devices, and whether those that the servers are to use, by GPU, are there."""
     here = devices()
     for name, ports in (here or {"devices": "none"}).items():
         yield Finding("RDMA", name, ports)
@@ -159,7 +158,7 @@ def rdma(names: str) -> Iterator[Finding]:
         has = ["nvidia_peermem"] * PEERMEM.exists() + ["dma-buf"] * (" Open " in NVIDIA.read_text())
         advice = "expected nvidia_peermem to be loaded, or the driver's open kernel modules"
         yield Finding("RDMA", "GPU memory", ", ".join(has) or "no way to it", "" if has else advice)
-    wanted = dict.fromkeys(re.findall(r"[^\s,]+", ",".join(by_gpu(names))))
+    wanted = dict.fromkeys(re.findall(r"[^\s,]+", ",".join(names)))
     if wrong := [name for name in wanted if " ACTIVE " not in here.get(name, "")]:
         known = ", ".join(here) or "it has none"
         problem = f"expected devices of this host ({known}) with an active port: name others"
@@ -170,9 +169,8 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     """Reads from a peer, by a peer, or between two processes here."""
     section = "data plane"
     try:
-        wire = doctor_read.Wire(args.backend, by_gpu(args.devices)[0], config.resolve(args))
+        wire = doctor_read.Wire(args.backend, args.devices[0], config.resolve(args))
         yield Finding(section, "chosen", f"{wire.plane.name}: {wire.plane.why}")
-        begins("reading slots of another process")
         found = doctor_read.result(wire, args.listen, args.peer)
     except (doctor_read.ReadFailed, OSError, ValueError) as error:
         yield Finding(section, "read", "failed", str(error))
@@ -240,8 +238,7 @@ def main(argv: list[str]) -> int:
     add("--disaggregation-transfer-backend", choices=refusals.BACKENDS, help=backend,
         default=refusals.BACKENDS[0], dest="backend")  # fmt: skip
     names = "the servers' RDMA devices, as SGLang takes them (default: the transport's choice)"
-    add(DEVICES_FLAG, metavar="DEVICES", default="", dest="devices", help=names,
-        type=lambda text: text if by_gpu(text) else "")  # fmt: skip
+    add(DEVICES_FLAG, metavar="DEVICES", default=[""], dest="devices", type=by_gpu, help=names)
     add("--no-transfer", action="store_true", help="leave out the reads and what they would use")
     add("--no-seams", action="store_true", help="do not import SGLang")
     add("--json", action="store_true", help="print JSON instead of text")

@@ -1,6 +1,6 @@
 """Slots of one process are read by another, as a decode rank reads those of a prefill rank.
 
-    serve   listens on a port; fills slots, and answers each reader with where they are
+    serve   listens on a port; fills slots, and answers each reader with the facts of a rank's
     read    asks a listener, reads its slots, compares each byte, and tells it what was wrong
 
 Each takes what a rank of such a server would take, and is a process of its own, since a transport
@@ -34,6 +34,7 @@ from sglang_mixkv.channel.slot_format import PROBE_OFFSET
 from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
+from sglang_mixkv.draft.handshake import StagingFacts
 
 READ = 8
 """How many slots are read, all at once; twice, and the faster counts."""
@@ -70,18 +71,16 @@ class Result(msgspec.Struct):
     seconds: float = 0.0
 
 
-# A release with other messages has other tags.
-class Ask(msgspec.Struct, tag="ask 4"):
+class Ask(msgspec.Struct, tag="ask 5"):
+    """A release with other messages has another tag."""
+
     plane: str
     host: str  # the listener's address, as the reader reaches it
     wrong: list[str] | None = None  # at the reader's end
 
 
-class Offer(msgspec.Struct, tag="offer 4"):
-    endpoint: bytes = b""
-    address: int = 0  # of the first slot
-    slot_bytes: int = 0
-    failed: str = ""
+Offer = StagingFacts | str
+"""The slots of a listener, or why it has none."""
 
 
 def text_of(file: Path) -> str:
@@ -117,19 +116,16 @@ class Side:
         gpu = 0 if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        self._torch, (count, self.slot_bytes) = torch, slots_of(wire.config.staging_mb)
-        where = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
-        staging = Staging(count, self.slot_bytes, where)
+        count, size = slots_of(wire.config.staging_mb)
+        staging = Staging(count, size, torch.device("cpu" if gpu is None else f"cuda:{gpu}"))
         self.slot = staging.slot
         self.plane = planes.make(wire.plane.name, host, wire.devices, wire.config.nixl_params)
         memory = Memory(staging.address, staging.size, gpu)
         self.plane.register(memory, staging.address + PROBE_OFFSET)
+        endpoint = self.plane.endpoint
+        self.facts = StagingFacts(wire.plane.name, endpoint, staging.address, size, count)
         kind = "host" if gpu is None else "GPU"
-        self.memory = f"{kind}, {count} slots of {self.slot_bytes >> 10:,} KiB"
-
-    def fill(self) -> None:
-        for number in range(READ):
-            self.slot(number).copy_(self._torch.from_numpy(pattern(number, self.slot_bytes)))
+        self.memory = f"{kind}, {count} slots of {size >> 10:,} KiB"
 
 
 @contextmanager
@@ -158,14 +154,15 @@ def serve(host: str, port: int, wire: Wire) -> Result:
                     raise ReadFailed(f"{text}, got {ask.plane}: set {PLANE_ENV} on both sides")
                 if side is None:
                     side = Side(wire, ask.host)
-                    side.fill()
+                    for number, slot in enumerate(map(side.slot, range(READ))):
+                        slot.copy_(slot.new_tensor(pattern(number, side.facts.slot_bytes)))
                 if ask.wrong is not None:
                     return Result(side.memory, devices_in_use(), ask.wrong)
-                offer = Offer(side.plane.endpoint, side.slot(0).data_ptr(), side.slot_bytes)
+                offer: Offer = side.facts
             except msgspec.DecodeError:
-                offer = Offer(failed="expected the same release of the doctor on both sides")
+                offer = "expected the same release of the doctor on both sides"
             except Exception as error:
-                offer = Offer(failed=str(error) or repr(error))
+                offer = str(error) or repr(error)
             listener.send(msgspec.msgpack.encode(offer))
 
 
@@ -184,22 +181,22 @@ def read(host: str, port: int, wire: Wire) -> Result:
             text = f"no doctor --listen answers at {host}:{port}: start it, and open its port"
             raise ReadFailed(text)
         offer = msgspec.msgpack.decode(asking.recv(), type=Offer)
-        if offer.failed:
-            raise ReadFailed(f"on the other side: {offer.failed}")
+        if isinstance(offer, str):
+            raise ReadFailed(f"on the other side: {offer}")
         found = _read_slots(side, side.plane.connect(offer.endpoint), offer)
         ask.wrong = found.wrong
         asking.send(msgspec.msgpack.encode(ask))
     return found
 
 
-def _read_slots(side: Side, peer: Peer, offer: Offer) -> Result:
+def _read_slots(side: Side, peer: Peer, offer: StagingFacts) -> Result:
     """Twice, into other slots, since the first read also connects."""
-    size, seconds, wrong = min(offer.slot_bytes, side.slot_bytes), [], dict[int, str]()
+    size, seconds, wrong = min(offer.slot_bytes, side.facts.slot_bytes), [], dict[int, str]()
     what = f"a read of {READ} x {size:,} bytes"
     for first in (0, READ):
         begin = time.monotonic()
         side.plane.start(first, peer, [
-            (side.slot(first + n).data_ptr(), offer.address + n * offer.slot_bytes, size)
+            (side.slot(first + n).data_ptr(), offer.base + n * offer.slot_bytes, size)
             for n in range(READ)
         ])  # fmt: skip
         while not (ended := side.plane.ended()):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_mixkv.tools import as_json, begins, bounded, parser, point, table
-from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan
+from sglang_mixkv.tools import as_json, parser, point
+from sglang_mixkv.tools.plan_pair import Plan, make_plan
 from sglang_mixkv.tools.plan_server import GPUS, Server, read
 
 ROLES = ("prefill", "decode")
@@ -32,29 +31,24 @@ def main(argv: list[str]) -> int:
     both = "GPU to resolve both lines for (default: the first on which SGLang starts them)"
     add("--gpu", choices=GPUS, help=both)
     add("--json", action="store_true", help="print JSON")
-    for role in ROLES:
-        of = f"number of {role} servers, to size each rank's slots (default: 1)"
-        add(f"--{role}-servers", metavar="N", type=bounded(1, 1000), default=1, help=of)
     args = vars(made.parse_args(argv))
     servers, errors = [], dict[str, str]()
     stdin = sys.stdin.read() if "-" in (args["prefill"], args["decode"]) else ""
     for role in ROLES:
         try:
-            begins(f"SGLang resolves the {role} line")
             args[role] = _text(args[role], stdin)
             servers.append(read(role, args[role], gpu=args["gpu"]))
         except (OSError, ValueError) as error:  # an error of both lines is printed once
             errors.setdefault(str(error).replace(f"{role}: ", ""), str(error))
         except ImportError as error:
-            why = f": {error}" if find_spec("sglang") else " is not installed here"
-            errors["SGLang"] = f"SGLang{why}. Run the plan in the servers' image."
+            errors["SGLang"] = f"{error}. Run the plan in the servers' image, which has SGLang."
     if errors:
         print(*(f"error: {error}" for error in errors.values()), sep="\n", file=sys.stderr)
         return 2
     if len({one.gpu for one in servers} - {""}) > 1:  # one starts on the last alone: both might
         again = [read(one.role, args[one.role], gpu=[*GPUS][-1]) for one in servers]
         servers = servers if any(one.stock for one in again) else again
-    plan = make_plan(servers[0], servers[1], (args["prefill_servers"], args["decode_servers"]))
+    plan = make_plan(*servers)
     print(as_json(plan) if args["json"] else text(plan))
     return 1 if plan.findings else 0
 
@@ -68,11 +62,8 @@ def _text(given: str, stdin: str) -> str:
 
 def text(plan: Plan) -> str:
     lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
-    transfers = plan.prefill.enabled or plan.decode.enabled or (plan.need and plan.need.needed)
-    if plan.fleet and transfers:
-        head = "decode rank", "reads from prefill rank", "draft heads", "bytes per token"
-        rows = (_row(read, plan) for read in plan.reads)
-        lines += ["", *table([head, *rows]), "", *_staging(plan, plan.fleet)]
+    if plan.need and (plan.need.needed or plan.prefill.enabled or plan.decode.enabled):
+        lines += _transfer(plan)
     lines += ["", "findings:" if plan.findings else "findings: none", *_list(plan.findings)]
     return "\n".join([*lines, *["notes:"] * bool(plan.notes), *_list(plan.notes)])
 
@@ -110,29 +101,18 @@ def _models(plan: Plan) -> Iterator[str]:
         yield f"drafter  {draft}, {draft.facts.algorithm}, {draft.facts.dtype}{bytes_of}"
 
 
-def _row(read: Read, plan: Plan) -> tuple[str, ...]:
-    each, one = (
-        f" {which} {side.groups} groups" * (side.groups > 1)
-        for which, side in (("of each of", plan.decode), ("of one of", plan.prefill))
-    )
-    heads = "..".join(dict.fromkeys(map(str, (*read.heads[:1], *read.heads[-1:]))))
-    size = f"{read.bytes_per_token:,}" if heads else "-"
-    return f"{read.decode_rank}{each}", f"{read.prefill_rank}{one}", heads or "-", size
-
-
-def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
-    here, there = plan.prefill.config.staging_mb, plan.decode.config.staging_mb
-    yield from point(
-        f"{here:,} MiB on each prefill rank, {there:,} MiB on each decode rank, outside "
-        "--mem-fraction-static", "staging  ")  # fmt: skip
-    share = f"two ranks then share {fleet.slots} slots, which hold {fleet.tokens:,} tokens"
-    if not fleet.slots:
-        enough = -(-16 * max(fleet.readers, fleet.sources) // 3)  # of three quarters, 4 MiB each
-        share = f"then some have no slot; with --mixkv-staging-mb {enough} each has one"
-    yield from point(
-        f"{fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
-        f"{fleet.sources:,} (--prefill-servers {fleet.prefill_servers}, --decode-servers "
-        f"{fleet.decode_servers}): {share}", "busy     ")  # fmt: skip
+def _transfer(plan: Plan) -> Iterator[str]:
+    """What the plugin would move, and the memory for it."""
+    facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
+    if facts is None or facts != plan.prefill.facts:
+        return
+    held, needed = (max(1, facts.total_heads // side.attention_tp) for side in sides)
+    heads = min(held, needed)
+    size, ranks = facts.bytes_per_token(heads), needed // heads
+    where = f"from each of {ranks} prefill ranks" if ranks > 1 else "from one prefill rank"
+    yield f"reads    {heads} of the drafter's heads, {size:,} bytes per token, {where}"
+    each = (f"{side.config.staging_mb:,} MiB on each {side.role} rank" for side in sides)
+    yield f"staging  {', '.join(each)}, outside --mem-fraction-static"
 
 
 def _list(points: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The plan of a pair as a value: whether it needs the plugin, who reads what, what goes wrong.
+"""The plan of a pair as a value: whether it needs the plugin, and what goes wrong.
 
 Stock SGLang 0.5.23: beside an MLA target each decode rank gets the rows of one prefill rank as they
 are, which is right where both hold the same heads. Mooncake writes them at prefill's row
@@ -12,7 +12,6 @@ tests/protocol/test_stock.py runs these cases.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
@@ -23,17 +22,16 @@ import msgspec
 
 from sglang_mixkv import __version__, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.channel.slots import share_of, slots_of
 from sglang_mixkv.decode.compare import Difference, Severity, differences
 from sglang_mixkv.draft import layout
 from sglang_mixkv.draft.handshake import Row
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_model import Model
 from sglang_mixkv.tools.plan_server import Server
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -44,56 +42,27 @@ class Need(msgspec.Struct, frozen=True):
     wrong_share: float | None = 0.0
 
 
-class Read(msgspec.Struct, frozen=True):
-    """The read of a decode rank from a prefill rank: attention-TP ranks, the same in each group."""
-
-    decode_rank: int
-    prefill_rank: int
-    heads: tuple[int, ...]
-    bytes_per_token: int
-
-
-class Fleet(msgspec.Struct, frozen=True):
-    """So many servers of each role. `readers`: decode ranks that read a prefill rank; `sources`:
-    prefill ranks that a decode rank reads. `slots`: what two ranks share while all are busy, 0
-    where some have to wait for one, and how many `tokens` fit them."""
-
-    prefill_servers: int
-    decode_servers: int
-    readers: int
-    sources: int
-    slots: int
-    tokens: int
-
-
 class Plan(msgspec.Struct, frozen=True):
-    """`need`: None where nothing serves the pair. `reads` is empty and `fleet` None without a
-    route. `findings`: what is refused or goes wrong."""
+    """`need`: None where nothing serves the pair. `findings`: what is refused or goes wrong."""
 
     need: Need | None
     prefill: Server
     decode: Server
-    reads: tuple[Read, ...]
-    fleet: Fleet | None
     findings: tuple[str, ...]
     notes: tuple[str, ...]
     schema: int = SCHEMA
 
 
-def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)) -> Plan:
-    """Make the plan, with all findings at once. `servers`: how many there are of each role."""
-    facts, found = decode.facts, _differences(prefill, decode)
+def make_plan(prefill: Server, decode: Server) -> Plan:
+    """Make the plan, with all findings at once."""
+    found = _differences(prefill, decode)
     of_target = [f"[MIXKV-PAIR-03] {one}" for one in found if one.what.startswith(_TARGETS)]
     no_route = [*_no_route(prefill, decode)] or of_target or [*_asked_of_sglang(prefill, decode)]
     need = None if no_route else need_of(prefill, decode)
-    reads, fleet = list[Read](), None
-    if facts is not None and facts == prefill.facts and not no_route:
-        reads = [*_reads(facts, prefill.attention_tp, decode.attention_tp)]
-        fleet = _fleet(reads, prefill, decode, servers)
     others = (f"[MIXKV-PAIR-03] {one}" for one in found)
     findings = dict.fromkeys((*_findings(prefill, decode, need), *no_route, *others))
     notes = dict.fromkeys(_notes(prefill, decode, need))
-    return Plan(need, prefill, decode, tuple(reads), fleet, tuple(findings), tuple(notes))
+    return Plan(need, prefill, decode, tuple(findings), tuple(notes))
 
 
 def need_of(prefill: Server, decode: Server) -> Need:
@@ -137,30 +106,6 @@ def need_of(prefill: Server, decode: Server) -> Need:
 
 def _row_bytes(model: Model, tp: int) -> set[int]:
     return {width * max(1, model.kv_heads // tp) for width in model.facts.head_bytes}
-
-
-def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:
-    for rank in range(ours):
-        ranks = layout.contacted(theirs, ours, rank)
-        held = [layout.heads_on_rank(facts.total_heads, theirs, other) for other in ranks]
-        table = layout.routes(held, layout.heads_on_rank(facts.total_heads, ours, rank))
-        for other, heads in zip(ranks, table, strict=True):
-            yield Read(rank, other, tuple(heads), facts.bytes_per_token(len(heads)))
-
-
-def _fleet(reads: list[Read], prefill: Server, decode: Server, servers: tuple[int, int]) -> Fleet:
-    """Each decode rank may read from every prefill server, and from each of its groups."""
-    assert decode.facts is not None
-    read = [one for one in reads if one.heads]
-    sources = Counter(one.decode_rank for one in read).most_common(1)[0][1]
-    readers = Counter(one.prefill_rank for one in read).most_common(1)[0][1]
-    sources *= servers[0] * prefill.groups
-    readers *= servers[1] * decode.groups
-    sides = (slots_of(side.config.staging_mb) for side in (prefill, decode))
-    counts, sizes = zip(*sides, strict=True)
-    slots = min(map(share_of, counts, (readers, sources)))
-    per_slot = decode.facts.tokens_in(min(sizes), max(len(one.heads) for one in read))
-    return Fleet(*servers, readers, sources, slots, slots * per_slot)
 
 
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:

@@ -9,7 +9,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from unittest.mock import patch
 import msgspec
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve, truth
+from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve
 from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.engine.releases import rules, sglang_version
@@ -65,11 +65,6 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     @property
-    def groups(self) -> int:
-        """Sets of attention-TP ranks, each of which has the whole KV of its requests."""
-        return self.attn_dp_size * self.dp_size
-
-    @property
     def facts(self) -> DraftFacts | None:
         """The facts of a drafter with KV heads."""
         return self.draft.facts if self.draft and self.draft.kv_heads else None
@@ -112,14 +107,13 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
         server_args = ServerArgs.from_cli_args(args)
         # `refused` has what the plugin's hook would raise.
         setattr(server_args, ATTRIBUTE, Config())
-        with as_on(gpu):
+        with as_on(gpu) if gpu else nullcontext():
             stock = [*_not_started(role, server_args)]
         if not stock:
             break
     if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
         stock, notes = [], [*notes, f"{role}: what SGLang checks on {args.device} was not checked"]
     view = resolving_view(server_args)
-    notes += _amd(role, view, line.environ)
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
     if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
@@ -158,16 +152,6 @@ def _unread(role: str, line: Line, of_dynamo: list[str], args: argparse.Namespac
             setattr(args, name, None)
             flag = f"--{name.replace('_', '-')}"
             yield f"{role}: {flag} {value} depends on the server's host and was not looked at"
-
-
-def _amd(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
-    """For AMD's GPUs, of which a line says no more than this; `torch` is that of this image."""
-    import torch
-
-    flags = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
-    named = {"aiter", "wave"} & {getattr(view, flag) for flag in flags}
-    if named or truth("SGLANG_USE_AITER", environ) or torch.version.hip:
-        yield f"{role}: no AMD GPU has run the plugin; torch would make its copies there, slowly"
 
 
 def _check_models(args: argparse.Namespace) -> None:
@@ -272,14 +256,11 @@ def alone(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def as_on(gpu: str) -> Iterator[None]:
-    """Answers what SGLang asks of a GPU while it resolves a line, as this GPU would ("": none). It
-    decides attention backends and types of KV."""
+    """Answers what SGLang asks of a GPU while it resolves a line, as this GPU would. It decides
+    attention backends and types of KV."""
     import torch
     from sglang.srt.runtime_context import override_platform
 
-    if not gpu:
-        yield
-        return
     capability, is_hopper = GPUS[gpu], gpu == "hopper"
     facts = dict.fromkeys(("is_sm90", "is_hopper_with_cuda_12_3"), is_hopper)
     facts |= dict.fromkeys(("is_sm100", "is_sm100_or_sm110", "is_blackwell"), not is_hopper)

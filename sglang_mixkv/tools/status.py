@@ -15,11 +15,12 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from math import isfinite
-from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
-from typing import NamedTuple
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from sglang_mixkv.series import MEMORY, NOTES, PREFILL, STATES, ColdReason
 from sglang_mixkv.tools import as_json, bounded, hidden, parser, point, table
@@ -30,36 +31,27 @@ OURS, NONE, TIMEOUT_S = "sglang_mixkv_", "-", 5.0
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
 
 
-class Sample(NamedTuple):
-    """One series. `labels`: sorted pairs."""
-
-    name: str
-    labels: tuple[tuple[str, str], ...]
-
-    def label(self, name: str) -> str:
-        return dict(self.labels).get(name, "")
-
-
-def samples(text: str) -> Iterator[tuple[Sample, float]]:
+def samples(text: str) -> Iterator[Sample]:
     """Read the finite samples of a Prometheus page. A server's own begins its names with `sglang:`,
     the router's with `sglang_`, as here. Raises ValueError."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
         if isfinite(one.value):
-            name = one.name.replace(":", "_", 1)
-            yield Sample(name, tuple(sorted(one.labels.items()))), one.value
+            yield one._replace(name=one.name.replace(":", "_", 1))
 
 
-class Page(dict[Sample, float]):
+def _rank(sample: Sample) -> tuple[str, ...]:
+    return tuple(sample.labels.get(name, "") for name in RANK)
+
+
+class Page(list[Sample]):
     """The plugin's series of one server."""
 
     def ranks(self, name: str, by: str = "", **labels: Collection[str]) -> list[Counter[str]]:
         """Sum the series of this name on each rank by a label, whose others have these values."""
         found: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
-        for sample, value in self.items():
-            if sample.name == name and all(sample.label(n) in some for n, some in labels.items()):
-                found[tuple(map(sample.label, RANK))][sample.label(by)] += round(value)
+        for one in (sample for sample in self if sample.name == name):
+            if all(one.labels.get(label, "") in some for label, some in labels.items()):
+                found[_rank(one)][one.labels.get(by, "")] += round(one.value)
         return [*found.values()]
 
     def most(self, name: str, **labels: Collection[str]) -> int:
@@ -70,7 +62,7 @@ class Page(dict[Sample, float]):
     ) -> Counter[str]:
         """A counter's requests by a label. The ranks of a DP rank serve the same ones, so the one
         with most stands for them, `but` not counted."""
-        groups = {sample.label("dp_rank") for sample in self}
+        groups = {sample.labels.get("dp_rank", "") for sample in self}
         each = (self.ranks(name, by, dp_rank=[one], **labels) for one in groups)
         most = (max(one, key=lambda n: n.total() - n[but], default=Counter()) for one in each)
         return sum(most, Counter())
@@ -86,9 +78,14 @@ class Page(dict[Sample, float]):
 
     def since(self, before: Page) -> Page:
         """Counters as what was added to them, all of them where the server was restarted."""
-        counters = (sample for sample in self if sample.name.endswith(("_total", "_bucket")))
-        added = {sample: self[sample] - before.get(sample, 0) for sample in counters}
-        return Page(self | added) if all(value >= 0 for value in added.values()) else self
+        counters = (one for one in before if one.name.endswith(("_total", "_bucket")))
+        was = {_key(one): one.value for one in counters}
+        added = Page(one._replace(value=one.value - was.get(_key(one), 0)) for one in self)
+        return added if all(one.value >= 0 for one in added) else self
+
+
+def _key(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
+    return sample.name, frozenset(sample.labels.items())
 
 
 Pages = dict[str, Page]
@@ -100,11 +97,11 @@ def read(url: str, text: str) -> Pages:
     Prometheus' own. Raises ValueError."""
     server = url.rpartition("@")[2].rpartition("://")[2].removesuffix("/metrics")
     pages = {server: Page()}
-    for sample, value in samples(text):
+    for sample in samples(text):
         if sample.name.startswith(OURS):
-            name = sample.label("worker_addr") or sample.label("instance") or server
+            name = sample.labels.get("worker_addr") or sample.labels.get("instance") or server
             page = pages.setdefault(name.rpartition("://")[2], Page())
-            page[sample._replace(name=sample.name.removeprefix(OURS))] = value
+            page.append(sample._replace(name=sample.name.removeprefix(OURS)))
     if len(pages) > 1 and not pages[server]:
         del pages[server]  # the router's or Prometheus' own
     return pages
@@ -117,27 +114,22 @@ def page_url(url: str) -> str:
 
 
 def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[str, str]]:
-    """Look at all pages side by side; and say why which could not be read. One that drips is given
-    up after twice the time of one that is silent."""
+    """Look at all pages side by side; and say why which could not be read."""
     pages, unread, wholes = Pages(), dict[str, str](), [*map(page_url, urls)]
-    end = time.monotonic() + 2 * timeout
     with ThreadPool(len(wholes)) as pool:
         answers = [pool.apply_async(request, ("GET", url, timeout)) for url in wholes]
         for url, answer in zip(map(hidden, wholes), answers, strict=True):
             try:
-                pages |= read(url, answer.get(max(0.0, end - time.monotonic())).text)
+                pages |= read(url, answer.get().text)
             except RequestFailed as error:
                 remedy = ". Start it with --enable-metrics" * str(error).startswith("HTTP 404")
                 unread[url] = f"{error}{remedy}"
-            except TimeoutError:
-                unread[url] = f"{url} did not end within {2 * timeout:.0f} s"
             except ValueError as error:
                 unread[url] = f"{url} is no page of metrics: {error}"
     return pages, unread
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(msgspec.Struct, frozen=True):
     """`ranks`: that have series of the plugin. `slots_used`: of the rank that uses most. `p50`,
     `p99`: seconds within which so many requests had their draft KV; on prefill, chunks their READY.
     """
@@ -156,8 +148,7 @@ class Server:
         return self.name, self.role, str(self.ranks or NONE), slots, *waits
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """A decode server and a prefill server's bootstrap address. `rooms`: requests by reason of a
     cold drafter, and those that were warm; what ended before is left out. `accept_lengths`: tokens
     a verify round of requests that have ended, over all ranks, by state; None without any."""
@@ -178,8 +169,7 @@ class Pair:
         return self.decode, self.prefill, f"{self.rooms.total():,}", warm, *accepted
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(msgspec.Struct, frozen=True):
     """`wrong`: a server, or a decode server and its prefill server, with what, and what to do.
     `unread`: URL -> why."""
 
@@ -200,8 +190,7 @@ class Status:
         return "\n".join(lines if points else [*lines, "nothing is wrong"])
 
 
-@dataclass(frozen=True)
-class Wrong:
+class Wrong(msgspec.Struct, frozen=True):
     where: str
     what: str
     remedy: str
@@ -220,8 +209,8 @@ def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> St
 
 
 def _server(name: str, page: Page) -> Server:
-    role = max((sample.label("engine_type") for sample in page), default="no plugin")
-    ranks = len({tuple(map(sample.label, RANK)) for sample in page})
+    role = max((one.labels.get("engine_type", "") for one in page), default="no plugin")
+    ranks = len({*map(_rank, page)})
     wait = "ready_seconds" if role == PREFILL else "wait_seconds"
     waits = page.within(wait, 0.5), page.within(wait, 0.99)
     return Server(name, role, ranks, page.most("slots"), page.most("slots_used"), *waits)
@@ -229,7 +218,7 @@ def _server(name: str, page: Page) -> Server:
 
 def _pairs(since: Pages) -> Iterator[Pair]:
     for name, page in sorted(since.items()):
-        for prefill in sorted({sample.label("prefill") for sample in page} - {""}):
+        for prefill in sorted({one.labels.get("prefill", "") for one in page} - {""}):
             # A request is warm only where no rank says cold: the rank with most colds counts.
             rooms = page.counts("prefill_rooms_total", "reason", "", prefill=[prefill],
                                 state=["warm", "cold"])  # fmt: skip

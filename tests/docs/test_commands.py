@@ -12,14 +12,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import astuple
 
 from sglang_mixkv.__main__ import COMMANDS
-from sglang_mixkv.config import Config
-from sglang_mixkv.draft.layout import DraftFacts
+from sglang_mixkv.channel.slots import share_of, slots_of
+from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank, readers_of
 from sglang_mixkv.tools import plan_pair, plan_server
 
 from .pages import IDS, PAGES, ROOT, Block, bash, prose, readme_flags, words
@@ -113,20 +111,20 @@ def test_the_readme_comes_to_the_point() -> None:
     assert len(readme.split()) <= 800
 
 
-def test_the_sizes_of_a_fleet_are_the_plans() -> None:
-    """Kimi-K2's EAGLE3 head, TP 8 -> 8 DP-attention groups, as docs/deploy.md has it."""
+def test_the_sizes_of_a_fleet_are_the_channels() -> None:
+    """Kimi-K2's EAGLE3 head, TP 8 -> 8 DP-attention groups, as docs/deploy.md has it: each group
+    reads from all prefill ranks, as much as one of them holds."""
     facts = DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 64, (256, 256), "bfloat16")
-    prefill, decode = (
-        SimpleNamespace(facts=facts, groups=groups, config=Config(staging_mb=256))
-        for groups in (1, 8)
-    )
+    count, size = slots_of(256)
+    per_slot = facts.tokens_in(size, len(heads_on_rank(64, 8, 0)))
     page = (ROOT / "docs" / "deploy.md").read_text()
     rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|", page, re.M)
     assert rows
     for row in rows:
-        figures = tuple(int(cell.replace(",", "")) for cell in row)
-        reads = [*plan_pair._reads(facts, 8, 1)]
-        assert astuple(plan_pair._fleet(reads, prefill, decode, figures[:2])) == figures
+        prefills, decodes, *figures = (int(cell.replace(",", "")) for cell in row)
+        readers, owners = 8 * decodes * readers_of(8, 1), 8 * prefills
+        slots = min(share_of(count, readers), share_of(count, owners))
+        assert figures == [readers, owners, slots, slots * per_slot]
 
 
 def test_the_simulator_runs(tmp_path: Path) -> None:

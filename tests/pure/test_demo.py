@@ -10,7 +10,7 @@ from rich.console import Console
 from mixkv_demo import report
 from mixkv_demo.client import Answer
 
-RIGHT, OTHER = Answer((1, 2, 3, 4), 1, (), 1.0), Answer((1, 2, 3, 9), 1, (), 1.0)
+RIGHT, OTHER = (Answer((1, 2, 3, last), 1, (), seconds=1.0) for last in (4, 9))
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_transport_that_was_not_meant_is_a_problem(
 )
 def test_a_device_that_is_named_has_to_be_active(host: Any, state: str, wrong: str) -> None:
     host(state)
-    device, named = doctor.rdma("mlx5_0, mlx5_7")
+    device, named = doctor.rdma(["mlx5_0, mlx5_7"])
     assert device.value == (f"port 1 {state[3:]} (Ethernet)" if state else "none")
     assert (device.problem, named.value) == ("", wrong)
     assert "with an active port" in named.problem
@@ -215,11 +215,11 @@ def test_what_lets_a_nic_reach_gpu_memory(
     value: str,
 ) -> None:  # fmt: skip
     host(UP)
-    assert len([*doctor.rdma("")]) == 1, "there is no GPU"
+    assert len([*doctor.rdma([""])]) == 1, "there is no GPU"
     (tmp_path / "version").write_text(version)
     monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "version")
     monkeypatch.setattr(doctor, "PEERMEM", tmp_path / ("version" if module else "none"))
-    _, found = doctor.rdma("")
+    _, found = doctor.rdma([""])
     assert (found.name, found.value) == ("GPU memory", value)
     assert bool(found.problem) == (value == "no way to it")
 

@@ -15,7 +15,7 @@ from rig.process.answers import serving, silent
 from sglang_mixkv import series
 from sglang_mixkv.config import API_KEY_ENV
 from sglang_mixkv.tools import status
-from sglang_mixkv.tools.client import session
+from sglang_mixkv.tools.client import RequestFailed, session
 from sglang_mixkv.tools.status import Pages, page_url, read
 
 ONE, TWO = "10.0.0.1:8998", "10.0.0.2:8998"
@@ -204,13 +204,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert set(found["wrong"][0]) == {"where", "what", "remedy"}
         urls = ["http://127.0.0.1:9", f"{url}/none", f"{url}/html", "http://", "http://[::1"]
         urls += [f"http://user:hush@{address}/401", f"{url}/404?token=hush"]
+        urls += ["http://127.0.0.1:9/a?token=hush", "http://user:hush@/a", "http://user:hush@[::1"]
         assert status.main([f"{url}/decode", *urls]) == 2
     text = " ".join(capsys.readouterr().out.split())
     for words in (
-        "http://127.0.0.1:9/metrics: nothing listens there. Is the server up",
+        "http://127.0.0.1:9/metrics: HTTPConnection(host='127.0.0.1', port=9): Failed to establish",
         "Start it with --enable-metrics", "/html/metrics is no page of metrics",
-        "from http://***@127", "/404?***:", "from http://[::1/metrics: not a URL",
-        "from http:/metrics: not a URL: expected http://HOST:PORT", ONE,
+        "from http://***@127", "/404?***:", "from http://[::1/metrics: Failed to parse",
+        "from http:/metrics: Invalid URL 'http:/metrics': No host supplied", ONE,
     ):  # fmt: skip
         assert words in text
     assert "nothing is wrong" not in text
@@ -233,12 +234,19 @@ def test_numbers_that_are_none_and_keys_of_a_file(monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
     monkeypatch.setenv(API_KEY_ENV, "key\n")
     assert session().headers["Authorization"] == "Bearer key"
+    for odd in ("two\nlines", "clé"):
+        monkeypatch.setenv(API_KEY_ENV, odd)
+        with pytest.raises(RequestFailed, match="characters that no key may have") as refused:
+            session()
+        assert odd not in str(refused.value)
 
 
-def test_a_page_that_drips_has_a_limit_in_all() -> None:
+def test_a_page_that_does_not_come_or_does_not_end() -> None:
     begin, head = time.monotonic(), b"HTTP/1.1 200 OK\r\n\r\n"
-    with silent(head, drip=b"# x\n") as address:
-        pages, unread = status.look([address], timeout=0.4)
+    with silent() as address, silent(head) as other:
+        pages, unread = status.look([address, other], timeout=1)
     assert pages == {}
-    assert "did not end within 1 s" in unread[f"http://{address}/metrics"]
+    assert {*unread.values()} == {
+        f"no answer from http://{one}/metrics within 1 s" for one in (address, other)
+    }
     assert time.monotonic() - begin < 3
