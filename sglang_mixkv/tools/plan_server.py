@@ -18,7 +18,7 @@ from unittest.mock import patch
 import msgspec
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve
+from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve, truth
 from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.engine.releases import rules, sglang_version
@@ -114,6 +114,7 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
     if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
         stock, notes = [], [*notes, f"{role}: what SGLang checks on {args.device} was not checked"]
     view = resolving_view(server_args)
+    notes += _amd(role, view, line.environ)
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
     if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
@@ -152,6 +153,16 @@ def _unread(role: str, line: Line, of_dynamo: list[str], args: argparse.Namespac
             setattr(args, name, None)
             flag = f"--{name.replace('_', '-')}"
             yield f"{role}: {flag} {value} depends on the server's host and was not looked at"
+
+
+def _amd(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
+    """For AMD's GPUs, of which a line says no more than this; `torch` is that of this image."""
+    import torch
+
+    flags = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
+    named = {"aiter", "wave"} & {getattr(view, flag) for flag in flags}
+    if named or truth("SGLANG_USE_AITER", environ) or torch.version.hip:
+        yield f"{role}: no AMD GPU has run the plugin; torch would make its copies there, slowly"
 
 
 def _check_models(args: argparse.Namespace) -> None:

@@ -334,6 +334,24 @@ def test_a_line_is_resolved_for_a_gpu_on_which_it_starts(
     assert get_platform().device_sm not in (90, 100)
 
 
+@pytest.mark.parametrize(
+    ("line", "is_amd"),
+    [(f"SGLANG_USE_AITER=1 x {flags()}", True), (f"SGLANG_USE_AITER=0 x {flags()}", False),
+     (flags("--attention-backend aiter"), True), (flags("--decode-attention-backend wave"), True)],
+)  # fmt: skip
+def test_a_line_for_amd_gpus(monkeypatch: pytest.MonkeyPatch, line: str, is_amd: bool) -> None:
+    """Or any line in an image for them."""
+    monkeypatch.setenv("SGLANG_USE_AITER", "1")  # of this shell: it does not count
+    found = read("decode", line)
+    assert sum(note.startswith("decode: no AMD GPU") for note in found.notes) == is_amd
+    with monkeypatch.context() as image:
+        image.setattr("torch.version.hip", "6.4")
+        view = SimpleNamespace(
+            attention_backend=None, prefill_attention_backend=None, decode_attention_backend=None
+        )
+        assert [*plan_server._amd("decode", view, {})]
+
+
 @of_the_newest
 @pytest.mark.parametrize(
     ("line", "shape"),

@@ -374,7 +374,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         "--tp 8 > d.log 2>&1 &", False, "the drafter is MLA", {}),
     "Kimi-K2.6 on MI355X, Mooncake (ROCm's Infera)": (
         f"{K26} {HEAD3} eagle3 --attention-backend aiter", "", "--dp 8 --enable-dp-attention",
-        True, FROM_ONE, {"share": 1.0}),
+        True, FROM_ONE, {"share": 1.0, "noted": "prefill: no AMD GPU has run the plugin"}),
     "one side for Blackwell, the other for either": (
         f"{K26} {HEAD3} eagle3 {ON}", "", "--tp-size 4 --attention-backend trtllm_mla",
         True, FROM_ONE, {"share": 1.0, "gpu": "blackwell", "noted": "prefill and decode: resolved "
@@ -430,7 +430,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "a script for AMD's GPUs": (
         f"set -ex\nexport SGLANG_USE_AITER=1 SGLANG_HOST_IP=10.2.224.32\n{SERVER} {V31} --tp 8 "
         "--host $SGLANG_HOST_IP --mem-fraction-static 0.5 2>&1 | tee log_ROLE.log", "", "",
-        False, NEITHER, {}),
+        False, NEITHER, {"noted": "no AMD GPU has run the plugin"}),
     "options of a script for Hygon's": (
         f'model_path={V31.split()[1]}\noption="--chunked-prefill-size -1"\n'
         f'option+=" {MTP} --disaggregation-ib-device mlx5_0,mlx5_1 "\n'
