@@ -8,7 +8,7 @@ from pathlib import Path
 import sglang_mixkv
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
-FILES = [path for path in PACKAGE.rglob("*.py") if "tools" not in path.parts]
+FILES = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "tools" not in path.parents]
 
 
 def test_little_is_logged_in_sglangs_format() -> None:
