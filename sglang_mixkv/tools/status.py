@@ -16,6 +16,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from math import isfinite
+from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
 
 import msgspec
@@ -114,16 +115,20 @@ def page_url(url: str) -> str:
 
 
 def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[str, str]]:
-    """Look at all pages side by side; and say why which could not be read."""
+    """Read all pages side by side, and say why any could not be read. A page that drips is given
+    up after twice `timeout`, the seconds for one that is silent."""
     pages, unread, wholes = Pages(), dict[str, str](), [*map(page_url, urls)]
+    end = time.monotonic() + 2 * timeout
     with ThreadPool(len(wholes)) as pool:
         answers = [pool.apply_async(request, ("GET", url, timeout)) for url in wholes]
         for url, answer in zip(map(hidden, wholes), answers, strict=True):
             try:
-                pages |= read(url, answer.get().text)
+                pages |= read(url, answer.get(max(0.0, end - time.monotonic())).text)
             except RequestFailed as error:
                 remedy = ". Start it with --enable-metrics" * str(error).startswith("HTTP 404")
                 unread[url] = f"{error}{remedy}"
+            except TimeoutError:
+                unread[url] = f"{url} did not end within {2 * timeout:.0f} s"
             except ValueError as error:
                 unread[url] = f"{url} is no page of metrics: {error}"
     return pages, unread

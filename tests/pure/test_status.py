@@ -241,6 +241,15 @@ def test_numbers_that_are_none_and_keys_of_a_file(monkeypatch: pytest.MonkeyPatc
         assert odd not in str(refused.value)
 
 
+def test_a_page_that_drips_has_a_limit_in_all() -> None:
+    begin, head = time.monotonic(), b"HTTP/1.1 200 OK\r\n\r\n"
+    with silent(head, drip=b"# x\n") as address:
+        pages, unread = status.look([address], timeout=0.4)
+    assert pages == {}
+    assert "did not end within 1 s" in unread[f"http://{address}/metrics"]
+    assert time.monotonic() - begin < 3
+
+
 def test_a_page_that_does_not_come_or_does_not_end() -> None:
     begin, head = time.monotonic(), b"HTTP/1.1 200 OK\r\n\r\n"
     with silent() as address, silent(head) as other:
