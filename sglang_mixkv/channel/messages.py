@@ -20,14 +20,8 @@ import msgspec
 from msgspec import Meta
 
 PROTOCOL = (3, 3)
-"""The oldest and the newest version that this build reads; a pair uses the newest of both.
-
-2  the first draft channel. Version 1 was that of releases 0.1 and 0.2, which had no channel.
-3  READY and ACK carry lists; a slot always carries its sum.
-Raise the newest when a message, a slot or a facts row changes its meaning, and keep the oldest
-until no supported release needs it. A field that an old reader may ignore is appended, at no new
-version.
-"""
+"""The oldest and the newest version that this build reads; a pair uses the newest of both. When to
+raise which, and what each changed: docs/protocol.md, "Versions"."""
 
 MAX_BYTES = 4096  # of one message; longer ones are dropped by the socket
 MAX_LIST = 32  # segments of one READY, and slots of one ACK

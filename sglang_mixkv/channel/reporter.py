@@ -1,15 +1,25 @@
-"""The interface through which a channel reports; engine/metrics.py counts and logs it."""
+"""What a channel reports, and to what; engine/metrics.py counts and logs it."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Something to count, by `what`, and to log once for each peer: a prefill rank as decode names
+    it, or the instance of a reader."""
+
+    what: str
+    peer: bytes = b""
+    detail: str = ""
+
 
 class Reporter(Protocol):
     """Several threads call it. None of its methods raises."""
 
-    def __call__(self, note: Any) -> None:
-        """A Note of one of the state machines."""
+    def __call__(self, note: Note) -> None: ...
 
     def moved(self, size: int, seconds: float) -> None:
         """`size` bytes of draft KV were packed, or put in place."""

@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open
+from sglang_mixkv.channel.reporter import Note
 from sglang_mixkv.decode.transfer import Peer, Request, Segment
 
 
@@ -63,14 +64,6 @@ class Forget(msgspec.Struct, frozen=True):
     """Another instance is at this peer's address: resolve it again."""
 
     peer: Peer
-
-
-class Note(msgspec.Struct, frozen=True):
-    """Something to count, by `what`, and to log once per peer."""
-
-    what: str
-    peer: Peer = b""
-    detail: str = ""
 
 
 Action = Send | StartRead | StartCopies | Verdict | Forget | Note

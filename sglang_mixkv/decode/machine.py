@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_mixkv.channel.messages import Fail, Open, Ready
+from sglang_mixkv.channel.reporter import Note
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
@@ -109,7 +110,7 @@ class Machine:
             transfer = request.transfers.get(source.peer)
             if reason or (transfer is not None and not transfer.last and not request.cold):
                 self._out.append(act.Send(source.peer, request.failure("closed", reason)))
-        request.closed = True
+        request.decided = True
         self._segments.drop(request)
 
     # -- peers
@@ -123,7 +124,7 @@ class Machine:
             self._segments.acknowledge(peer, self._segments.not_read(peer, ready.segments))
             return
         if ready.segment < transfer.announced:
-            self._out.append(act.Note("doubled", peer, f"segment {ready.segment}"))
+            self._out.append(Note("doubled", peer, f"segment {ready.segment}"))
             return  # the ACK of the first copy serves both
         if violation := transfer.violation(ready, request.opened):
             self._segments.acknowledge(peer, ready.segments)
@@ -224,10 +225,10 @@ class Machine:
         """`peers`: named in the log. `strikes`: peers that it counts against."""
         request.cold = why
         for peer in peers or (b"",):
-            self._out.append(act.Note(why, peer, detail))
+            self._out.append(Note(why, peer, detail))
         for peer in strikes:
             if self.breaker.record_failure(peer, request.generation, self._clock):
-                self._out.append(act.Note("breaker_opened", peer, detail))
+                self._out.append(Note("breaker_opened", peer, detail))
         self.breaker.release_probe(request.generation)
         for transfer in request.transfers.values():
             if not transfer.last:
@@ -237,7 +238,7 @@ class Machine:
 
     def _clear(self, request: Request) -> None:
         """Zero a cold request's rows that are not in place, once nothing else writes to them."""
-        if request.pending or request.copying or request.decided or request.closed:
+        if request.pending or request.copying or request.decided:
             return
         if (first := request.placed_to) >= request.opened.end:
             self._decide(request, act.State.COLD)
@@ -245,12 +246,12 @@ class Machine:
             self._segments.copy(act.Clear(request, first, request.opened.end))
 
     def _cleared(self, request: Request, outcome: Outcome) -> None:
-        if request.closed or outcome is None:
+        if request.decided or outcome is None:
             return
         if outcome is SlotCheck.OK:
             self._decide(request, act.State.COLD)
         else:
-            self._out.append(act.Note("not_cleared", b"", detail := repr(outcome)[:300]))
+            self._out.append(Note("not_cleared", b"", detail := repr(outcome)[:300]))
             self._decide(request, act.State.FAILED, detail)
 
     def _decide(self, request: Request, state: act.State, detail: str = "") -> None:
@@ -276,8 +277,6 @@ class Machine:
                     request, ColdReason.DEADLINE, "its KV is late", *request.missing(), strikes=late
                 )
 
-    # -- actions that raised, and what is outstanding
-
     def on_action_failed(self, action: act.Action, error: Exception) -> None:
         """This action raised. A message concerns its generation alone; slots of an ACK expire."""
         match action:
@@ -287,12 +286,3 @@ class Machine:
                 self.read_ended(action, repr(error)[:300])
             case act.StartCopies(jobs):
                 self.copied(jobs, error)
-
-    def state(self, generation: Generation) -> Request | None:
-        """The request, to be read and not changed; None once it is closed."""
-        return self._requests.get(generation)
-
-    def outstanding(self) -> dict[str, int]:
-        """Count by name what requests still hold; empty on an idle rank."""
-        found = {"rooms": len(self._requests), **self._segments.outstanding()}
-        return {name: count for name, count in found.items() if count}

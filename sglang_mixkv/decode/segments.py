@@ -118,7 +118,3 @@ class Segments:
             job.request.copying -= 1
             if isinstance(job, Segment):
                 self.remove(job)
-
-    def outstanding(self) -> dict[str, int]:
-        reads = len(self._turns) + len(self._reads)
-        return {"reads": reads, "jobs": len(self._copying)}

@@ -21,7 +21,7 @@ from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Worker
 from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
-from sglang_mixkv.channel.reporter import Reporter
+from sglang_mixkv.channel.reporter import Note, Reporter
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.links import Link, Links
@@ -83,10 +83,10 @@ class DecodeWorker(Worker):
         self, machine: Machine, store: Store | None, times: Times, reporter: Reporter,
         forget_peer: Callable[[Peer], None], check_peer: Callable[[Peer], None],
     ) -> None:  # fmt: skip
+        super().__init__(machine, reporter, times, store)
         self._forget_peer, self._check_peer = forget_peer, check_peer
-        self._links = Links(store, times)
+        self._links = Links(store, times, self._poller)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
-        super().__init__(machine, self._links.poller, reporter, times, store)
         self._forwards: dict[Generation, Any] = {}  # events of pending requests
         self._draws = messages.draws()
         self._counter = itertools.count(next(self._draws) >> 33)  # 30 bits
@@ -103,9 +103,6 @@ class DecodeWorker(Worker):
         go cold at once: its server is gone."""
         self._call(self._drop, peer)
 
-    def knows(self, peer: Peer) -> bool:
-        return peer in self._links
-
     # -- the scheduler's thread
 
     def _new_generation(self) -> Generation:
@@ -120,13 +117,13 @@ class DecodeWorker(Worker):
 
     def open(
         self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[Source, ...],
-        first_token: int, end: int, cold: Cold = "", version: int = PROTOCOL[1], page_size: int = 1,
+        first_token: int, end: int, cold: Cold = "", version: int = PROTOCOL[1],
     ) -> None:  # fmt: skip
         """SGLang has sent the request's metadata; see Opened."""
         generation, pending = self._new_generation(), handle.event is not None
         handle.opened = opened = Opened(
             generation, bootstrap_room, sources, first_token, end, cold, pending, version, handle,
-            page_size,
+            handle.pages.page_size,
         )  # fmt: skip
         self._call(self._machine.open, opened)
         if pending:
@@ -205,7 +202,7 @@ class DecodeWorker(Worker):
             yield self._machine.read_ended, ended
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):
-                self._reporter(act.Note("unreadable", peer, str(message)))
+                self._reporter(Note("unreadable", peer, str(message)))
             elif isinstance(message, Ready):
                 yield self._machine.ready, (peer, message)
             elif isinstance(message, Fail):
@@ -234,7 +231,7 @@ class DecodeWorker(Worker):
             case act.Forget(peer):
                 self.drop(peer)
                 self._forget_peer(peer)
-            case act.Note():
+            case Note():
                 self._reporter(action)
 
     def _copy_of(self, job: Job) -> Copy:

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import msgspec
 
 from sglang_mixkv.channel.messages import Fail, Ready
+from sglang_mixkv.channel.reporter import Note
 from sglang_mixkv.prefill.transfer import Chunk, Segment
 
 
@@ -29,14 +30,6 @@ class PagesReleased(msgspec.Struct, frozen=True):
     """The sender may report SGLang's Success: nothing reads the request's pages any more."""
 
     handle: Hashable
-
-
-class Note(msgspec.Struct, frozen=True):
-    """Something to count, by `what`, and to log once per reader. `reader`: its instance."""
-
-    what: str
-    reader: bytes = b""
-    detail: str = ""
 
 
 Action = Pack | Send | PagesReleased | Note

@@ -19,8 +19,8 @@ from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Worker
 from sglang_mixkv.channel.messages import Ack, Fail, Open
-from sglang_mixkv.channel.reporter import Reporter
-from sglang_mixkv.channel.sockets import Poller, endpoint, has_message, new_context, new_socket
+from sglang_mixkv.channel.reporter import Note, Reporter
+from sglang_mixkv.channel.sockets import endpoint, has_message, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
@@ -64,12 +64,9 @@ class PrefillWorker(Worker):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(endpoint(host, port))
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
-        poller = Poller()
-        poller.register(self._socket)
-        super().__init__(machine, poller, reporter, times, store)
-        self._pending: deque[tuple[SendHandle, Pages]] = (
-            deque()
-        )  # of chunks that wait for a forward
+        super().__init__(machine, reporter, times, store)
+        self._poller.register(self._socket)
+        self._pending = deque[tuple[SendHandle, Pages]]()  # of chunks that wait for a forward
         self._lost: set[bytes] = set()
         self._thread.start()
 
@@ -149,7 +146,7 @@ class PrefillWorker(Worker):
             try:
                 message = messages.decode(frame)
             except ValueError as error:
-                self._reporter(act.Note("unreadable", b"", str(error)))
+                self._reporter(Note("unreadable", b"", str(error)))
                 continue
             if isinstance(message, Open | Ack | Fail):
                 yield self._machine.received, (connection, message)
@@ -163,7 +160,7 @@ class PrefillWorker(Worker):
                 self._send(action)
             case act.PagesReleased(SendHandle() as handle):
                 handle.pages_released = True
-            case act.Note():
+            case Note():
                 self._reporter(action)
 
     def _send(self, action: act.Send) -> None:

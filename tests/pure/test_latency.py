@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from rig.channel.invariants import outstanding
 from rig.channel.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
 from sglang_mixkv.channel import data_plane, loop
@@ -404,7 +405,7 @@ def test_a_request_ends_whose_forward_never_has_an_answer(
     assert rooms[1].state is None
     forward.error, forward.done = None, True
     assert wait_for(lambda: set(decode._forwards.values()) == {running}, LOST_S)
-    assert wait_for(lambda: not decode.outstanding().get("jobs"), LOST_S)
+    assert wait_for(lambda: not outstanding(decode._machine).get("jobs"), LOST_S)
     assert untouched(channel, rooms[0]), "rows were written behind the end"
     for room in rooms:
         decode.close(room)

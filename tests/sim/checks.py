@@ -12,7 +12,7 @@ from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.draft.copier import Copy, Kind
 from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.series import NOTES
-from tests.rig.channel.invariants import violations
+from tests.rig.channel.invariants import outstanding, violations
 from tests.sim import memory
 from tests.sim.finding import Finding
 from tests.sim.spared import is_spared
@@ -354,7 +354,7 @@ class Checks:
 
     def _at_rest(self, process: Process) -> None:
         machine = process.machine
-        if left := machine.outstanding():
+        if left := outstanding(machine):
             raise Finding("left", f"{process.name}: {left}")
         for wrong in violations(machine):
             raise Finding("invariants", f"{process.name}: {wrong}")

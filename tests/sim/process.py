@@ -18,6 +18,7 @@ from sglang_mixkv.decode import actions as decode
 from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.prefill import actions as prefill
 from sglang_mixkv.prefill import machine as prefill_machine
+from tests.rig.channel.invariants import outstanding
 from tests.sim import memory
 from tests.sim.workers import Blocked, Borrowed
 
@@ -37,8 +38,7 @@ TOLD = {
     + (method.__defaults__ or ())
     for machine in (prefill_machine.Machine, decode_machine.Machine)
     for name, method in vars(machine).items()
-    if name[0] != "_"
-    and name not in ("advance", "actions", "on_action_failed", "state", "outstanding")
+    if name[0] != "_" and name not in ("advance", "actions", "on_action_failed")
 }
 """The machines' methods that tell them something, and defaults of their arguments."""
 
@@ -368,7 +368,7 @@ class Process:
         if when != self._tick_time:
             return
         self._tick_time = None
-        if self.machine.outstanding():
+        if outstanding(self.machine):
             self._take((self.machine.tick, ()))
 
 

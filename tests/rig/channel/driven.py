@@ -238,7 +238,7 @@ class Decode(_Side):
         self.act()
 
     def wants(self, generation: int) -> bool:
-        return bool(self.machine.state(generation).wants)
+        return bool(self.machine._requests[generation].wants)
 
     def strikes(self, peer: bytes = PREFILL) -> int:
         return strikes(self.machine).get(peer, 0)
