@@ -85,7 +85,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _do(self, action: Any) -> None:
-        """Carry out an action of the machine (prefill/actions.py, decode/actions.py)."""
+        """Carry out an action of the machine."""
 
     def _run(self) -> None:
         try:

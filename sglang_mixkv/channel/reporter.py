@@ -1,19 +1,10 @@
-"""What a channel reports, and to what; engine/metrics.py counts and logs it."""
+"""The interface through which a channel reports; engine/metrics.py counts and logs it."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-import msgspec
-
-
-class Note(msgspec.Struct, frozen=True):
-    """Something to count, by `what`, and to log once for each peer: a prefill rank as decode names
-    it, or the instance of a reader."""
-
-    what: str
-    peer: bytes = b""
-    detail: str = ""
+from sglang_mixkv.channel.actions import Note
 
 
 class Reporter(Protocol):

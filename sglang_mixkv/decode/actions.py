@@ -7,14 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open
-from sglang_mixkv.channel.reporter import Note
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.decode.transfer import Peer, Request, Segment
-
-
-class Send(msgspec.Struct, frozen=True):
-    peer: Peer
-    message: Open | Ack | Fail
 
 
 class StartRead(msgspec.Struct, eq=False):
@@ -37,13 +31,6 @@ class Clear(msgspec.Struct, eq=False):
     request: Request
     first_token: int
     end: int
-
-
-class StartCopies(msgspec.Struct, frozen=True):
-    """Copy segments from their slots here to their requests' rows, through the requests' gates, and
-    clear rows: in any order, and together. `Machine.copied` follows for each, or for several."""
-
-    jobs: tuple[Segment | Clear, ...]
 
 
 class State(StrEnum):

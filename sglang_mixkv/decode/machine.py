@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.messages import Fail, Open, Ready
-from sglang_mixkv.channel.reporter import Note
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
@@ -73,7 +73,7 @@ class Machine:
         self._requests[opened.generation] = request
         for source in opened.sources:
             message = request.message(source, self._instance, self._slot_bytes)
-            self._out.append(act.Send(source.peer, message))
+            self._out.append(Send(source.peer, message))
         if cold:
             self._go_cold(request, cold, "")
         elif request.complete:
@@ -109,7 +109,7 @@ class Machine:
         for source in request.opened.sources:
             transfer = request.transfers.get(source.peer)
             if reason or (transfer is not None and not transfer.last and not request.cold):
-                self._out.append(act.Send(source.peer, request.failure("closed", reason)))
+                self._out.append(Send(source.peer, request.failure("closed", reason)))
         request.decided = True
         self._segments.drop(request)
 
@@ -186,7 +186,7 @@ class Machine:
             self._go_cold(request, ColdReason.READ, detail, read.peer, strikes=[read.peer])
 
     def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
-        """All these jobs of StartCopies actions have ended with this outcome."""
+        """All these jobs of StartCopies have ended with this outcome."""
         requests: dict[Request, None] = {}
         self._segments.end_jobs(jobs)
         for job in jobs:
@@ -232,7 +232,7 @@ class Machine:
         self.breaker.release_probe(request.generation)
         for transfer in request.transfers.values():
             if not transfer.last:
-                self._out.append(act.Send(transfer.source.peer, request.failure(why, detail)))
+                self._out.append(Send(transfer.source.peer, request.failure(why, detail)))
         self._segments.drop(request)
         self._clear(request)
 
@@ -280,9 +280,9 @@ class Machine:
     def on_action_failed(self, action: act.Action, error: Exception) -> None:
         """This action raised. A message concerns its generation alone; slots of an ACK expire."""
         match action:
-            case act.Send(peer, Open(_, room, generation) | Fail(room, generation)):
+            case Send(peer, Open(_, room, generation) | Fail(room, generation)):
                 self.failed(peer, Fail(room, generation, ColdReason.UNSENT, repr(error)[:300]))
             case act.StartRead():
                 self.read_ended(action, repr(error)[:300])
-            case act.StartCopies(jobs):
+            case StartCopies(jobs):
                 self.copied(jobs, error)

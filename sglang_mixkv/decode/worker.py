@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Worker
 from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
-from sglang_mixkv.channel.reporter import Note, Reporter
+from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.links import Link, Links
@@ -215,14 +216,14 @@ class DecodeWorker(Worker):
 
     def _do(self, action: act.Action) -> None:
         match action:
-            case act.Send(peer, message):
+            case Send(peer, message):
                 if not self._links.send(peer, message):
                     self._call(self._machine.peer_lost, peer, peer not in self._links)
                     self._check_peer(peer)
             case act.StartRead():
                 if not self._links.read(action):
                     self._call(self._machine.read_ended, action, "the prefill rank is gone")
-            case act.StartCopies(jobs):
+            case StartCopies(jobs):
                 assert self._copies is not None
                 self._copies.start(list(map(self._copy_of, jobs)))
             case act.Verdict(ReceiveHandle() as handle, state, reason):

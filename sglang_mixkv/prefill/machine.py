@@ -4,7 +4,7 @@ A Request is one request on this rank, a *room* in logs and metrics. Each reader
 rank, has a ReaderTransfer of it. An OPEN may come before SGLang's sender, and waits for it. Chunks
 of a request wait for its readers, and are cut into segments that fit a slot:
 
-    ReaderTransfer   opened --Pack--> packing --READY--> ... --last READY--> ended
+    ReaderTransfer   opened --copy--> packing --READY--> ... --last READY--> ended
                          \__________________ FAIL, either way _______________/
 
 Its pages are *released* when all readers have opened it and each transfer has ended. The
@@ -19,19 +19,29 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, fail
-from sglang_mixkv.channel.reporter import Note
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.prefill import actions as act
 from sglang_mixkv.prefill.transfer import Chunk, Packing, ReaderTransfer, Request, Segment
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
 """Transfers of one connection, and of all. Each takes some 500 bytes. Anybody with access to the
 port can invent readers without end, so the connection counts."""
 STEP = 1.0  # a rank's clock advances by so much at most between two calls
+
+
+class PagesReleased(msgspec.Struct, frozen=True):
+    """The sender may report SGLang's Success: nothing reads the request's pages any more."""
+
+    handle: Hashable
+
+
+Action = StartCopies | Send | PagesReleased | Note
 
 
 class Machine:
@@ -53,7 +63,7 @@ class Machine:
         self._early: dict[int, Request] = {}  # by number: opened, and no sender yet
         self._transfers: dict[int, ReaderTransfer] = {}  # by generation
         self._open: Counter[bytes] = Counter()  # transfers
-        self._out: list[act.Action] = []
+        self._out: list[Action] = []
         self._clock, self._seen = 0.0, float("inf")
 
     def advance(self, now: float) -> None:
@@ -63,16 +73,16 @@ class Machine:
         self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
 
-    def actions(self) -> list[act.Action]:
+    def actions(self) -> list[Action]:
         """Return the actions since the last time, in the order in which they must be done."""
         packing = self._packing
         for transfer, ready, chunks in packing.announce(self._clock) if packing.announcing else ():
             transfer.request.progress = self._clock
-            self._out.append(act.Send(transfer.connection, ready, chunks))
+            self._out.append(Send(transfer.connection, ready, chunks))
             if ready.last:
                 self._release_pages(transfer.request)
         if packing.turns.owners and (segments := packing.start()):
-            self._out.append(act.Pack(segments))
+            self._out.append(StartCopies(segments))
         actions, self._out = self._out, []
         return actions
 
@@ -193,7 +203,7 @@ class Machine:
 
     def _refuse(self, connection: bytes, opened: Open, code: str, detail: str) -> None:
         self._out.append(Note(code, opened.reader, detail))
-        self._out.append(act.Send(connection, fail(opened.room, opened.generation, code, detail)))
+        self._out.append(Send(connection, fail(opened.room, opened.generation, code, detail)))
 
     def _forget(self, transfer: ReaderTransfer) -> None:
         del self._transfers[transfer.opened.generation]
@@ -226,12 +236,12 @@ class Machine:
             return
         if given_up or request.all_ended:
             request.pages_released = True
-            self._out.append(act.PagesReleased(request.handle))
+            self._out.append(PagesReleased(request.handle))
 
     # -- packing
 
     def copied(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
-        """All these segments of Pack actions have ended with this outcome. If it is OK, their bytes
+        """All these segments of StartCopies have ended with this outcome. If it is OK, their bytes
         are in the slots."""
         if failed := self._packing.end(segments, outcome):
             self._fail(failed, "pack", repr(outcome)[:300])
@@ -265,10 +275,10 @@ class Machine:
         self._fail(request.transfers.values(), "slow", "packing made no progress")
         self._release_pages(request, given_up=True)
 
-    def on_action_failed(self, action: act.Action, error: Exception) -> None:
+    def on_action_failed(self, action: Action, error: Exception) -> None:
         """This action raised, and was not done."""
         match action:
-            case act.Pack(segments):
+            case StartCopies(segments):
                 self.copied(segments, error)
-            case act.Send(message=message):
+            case Send(message=Ready() | Fail() as message):
                 self.unsent(message)

@@ -16,17 +16,17 @@ from typing import Any
 import zmq
 
 from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Worker
 from sglang_mixkv.channel.messages import Ack, Fail, Open
-from sglang_mixkv.channel.reporter import Note, Reporter
+from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import endpoint, has_message, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import actions as act
-from sglang_mixkv.prefill.machine import Machine
+from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
 from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -151,30 +151,30 @@ class PrefillWorker(Worker):
             if isinstance(message, Open | Ack | Fail):
                 yield self._machine.received, (connection, message)
 
-    def _do(self, action: act.Action) -> None:
+    def _do(self, action: Action) -> None:
         match action:
-            case act.Pack(segments):
+            case StartCopies(segments):
                 assert self._copies is not None
                 self._copies.start(list(map(_copy_of, segments)))
-            case act.Send():
+            case Send():
                 self._send(action)
-            case act.PagesReleased(SendHandle() as handle):
+            case PagesReleased(SendHandle() as handle):
                 handle.pages_released = True
             case Note():
                 self._reporter(action)
 
-    def _send(self, action: act.Send) -> None:
+    def _send(self, action: Send) -> None:
         frame = messages.encode(action.message)
         self._poller.used(self._socket)
         try:
-            self._socket.send(action.connection, NOBLOCK | SNDMORE)
+            self._socket.send(action.peer, NOBLOCK | SNDMORE)
             self._socket.send(frame, NOBLOCK)
         except zmq.ZMQError:  # no route to it any more, or it takes nothing
             self._call(self._machine.unsent, action.message)
-            if action.connection not in self._lost:  # once for all answers that it does not take
-                self._lost.add(action.connection)
-                self._call(self._machine.connection_lost, action.connection)
-                self._call(self._lost.discard, action.connection)
+            if action.peer not in self._lost:  # once for all answers that it does not take
+                self._lost.add(action.peer)
+                self._call(self._machine.connection_lost, action.peer)
+                self._call(self._lost.discard, action.peer)
             return
         for chunk in action.chunks:
             self._reporter.announced(time.monotonic() - chunk.pages.written)

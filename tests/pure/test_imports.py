@@ -49,7 +49,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors", "series"}),
     "guards/": (
         {"sglang", "torch"},
-        {"background", "channel.reporter", "draft.cuda", "errors", "guards", "series"},
+        {"background", "channel.actions", "draft.cuda", "errors", "guards", "series"},
     ),
     "engine/": (
         {"aiohttp", "msgspec", "prometheus_client", "sglang", "torch"},

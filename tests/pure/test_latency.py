@@ -29,7 +29,6 @@ from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import actions as prefill_actions
 from sglang_mixkv.prefill import worker as prefill_worker
 
 LOST_S = 8.0  # far from a tick, and from what takes milliseconds
@@ -227,7 +226,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
     peer = channel.prefill.instance
     send = worker._do
     if side == "prefill":
-        fd, kind, message = worker._socket.fileno(), prefill_actions.Send, "Ready"
+        fd, kind, message = worker._socket.fileno(), decode_actions.Send, "Ready"
     else:
         fd, kind, message = worker._links._links[peer].dealer.fileno(), decode_actions.Send, "Ack"
     once, others = [True], list[Any]()
@@ -243,7 +242,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
             assert select.select([fd], [], [], LOST_S)[0]
             time.sleep(0.01)  # libzmq does not look at what came within the last millisecond
             if not leaves:
-                action = prefill_actions.Send(b"nobody", action.message)
+                action = decode_actions.Send(b"nobody", action.message)
         send(action)
 
     monkeypatch.setattr(worker, "_do", do)

@@ -241,8 +241,8 @@ class Held(Prefill):
         self.jobs: list[Any] = []
 
     def meet(self, action: Any) -> None:
-        if isinstance(action, machine.act.Pack):
-            self.jobs += action.segments
+        if isinstance(action, machine.StartCopies):
+            self.jobs += action.jobs
         else:
             super().meet(action)
 

@@ -18,7 +18,6 @@ from sglang_mixkv.decode import transfer as decode_transfer
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.decode.transfer import Opened, Source
-from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.prefill import machine as prefill_module
 from sglang_mixkv.prefill import transfer as prefill_transfer
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
@@ -39,7 +38,7 @@ class Driven:
         found = []
         for action in self.machine.actions():
             match action:
-                case pact.Pack(jobs) | dact.StartCopies(jobs):
+                case dact.StartCopies(jobs):
                     found += jobs
                 case _:
                     found.append(action)
@@ -69,8 +68,8 @@ def test_a_generation_names_one_part() -> None:
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.received, *opened(10, READER, readers=2))
     rooms.handle(0.0, rooms.machine.received, *opened(10, OTHER, readers=2))
-    ended = of(pact.Send, rooms.handle(0.1, rooms.machine.end, 0))
-    assert [send.connection for send in ended] == [b"connection" + READER]
+    ended = of(dact.Send, rooms.handle(0.1, rooms.machine.end, 0))
+    assert [send.peer for send in ended] == [b"connection" + READER]
     assert (outstanding(rooms.machine), violations(rooms.machine)) == ({}, [])
 
 
@@ -297,7 +296,7 @@ def test_invented_readers_are_bounded(
             generation = 100 * ord(connection) + number
             _, message = opened(generation, b"open%04d" % number, room=generation)
             found = rooms.handle(0.0, rooms.machine.received, connection.encode(), message)
-            codes.setdefault(connection, []).extend(a.message.code for a in of(pact.Send, found))
+            codes.setdefault(connection, []).extend(a.message.code for a in of(dact.Send, found))
             gone = fail(generation, generation, "closed", "")
             rooms.handle(0.0, rooms.machine.received, connection.encode(), gone)
     assert codes["c"] == ["full"] * 12
@@ -438,12 +437,12 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     first = tuple(Announced(*slot, 10) for _, slot in rank.unread[:4])
     ready = Ready(1, 1, 0, 0, first, last=True)
     for _ in range(2):
-        rank.do(rank.machine.on_action_failed, pact.Send(READER, ready), MemoryError())
+        rank.do(rank.machine.on_action_failed, dact.Send(READER, ready), MemoryError())
         assert len(rank.slots._published) == 4
         assert not rank.slots._signs[True], "its reader has read nothing"
     rank.open(3)
     rank.begin(3, 3, 400)
-    rank.do(rank.machine.on_action_failed, pact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
+    rank.do(rank.machine.on_action_failed, dact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
     sent = rank.sent[3]
     rank.acknowledge()
     assert rank.sent[3] == sent < 400

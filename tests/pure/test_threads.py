@@ -235,7 +235,8 @@ ACTIONS = [
     ("decode", "StartCopies", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
     ("prefill", "Send", ("cold", "deadline or protocol")),
-    ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "PagesReleased", ("warm", "")),
+    ("prefill", "StartCopies", ("cold", "prefill_pack")),
+    ("prefill", "PagesReleased", ("warm", "")),
 ]  # fmt: skip
 
 
