@@ -101,8 +101,6 @@ class Read:
 
 
 class DataPlane(ABC):
-    """The common part of all backends."""
-
     name: str
 
     def __init__(self) -> None:
@@ -144,14 +142,13 @@ class DataPlane(ABC):
         return peer
 
     def _answers(self, peer: Peer, until: float) -> bool:
-        """True if a byte of its memory can be read over a new connection, into one of slot 0's
-        header that means nothing."""
+        """True if a byte of its memory can be read over a new connection."""
         assert self._memory is not None
         try:
             self._open(peer)
         except Exception as error:
             raise ConnectionError(f"{self.name}: {error}") from error
-        read, scratch = Read(peer), self._memory.address + PROBE_OFFSET
+        read, scratch = Read(peer), self._memory.address + PROBE_OFFSET  # in slot 0's header
         self._begin(read, [(scratch, peer.endpoint.memory.address, 1)])
         while not self._has_ended(read):
             if time.monotonic() > until:

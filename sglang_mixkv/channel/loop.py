@@ -18,10 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from sglang_mixkv.channel.reporter import Reporter
+from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.channel.sockets import EventQueue, Poller
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.draft.copier import Store
+from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -39,14 +39,31 @@ class StateMachine(Protocol):
     def on_action_failed(self, action: Any, error: Exception) -> None: ...
 
 
+class Reporter(Protocol):
+    """What a worker reports to (engine/metrics.py), in several threads. It raises nothing."""
+
+    def __call__(self, note: Note) -> None: ...
+
+    def moved(self, size: int, seconds: float) -> None:
+        """`size` bytes of draft KV were packed, or put in place."""
+
+    def announced(self, seconds: float) -> None:
+        """A chunk's last READY was sent to a reader, so many seconds after it was written."""
+
+    def ended(self, handle: Any, reason: str) -> None:
+        """SGLang goes on with a request on decode, or has failed it for `reason`. The scheduler's
+        thread calls this."""
+
+    def ticked(self) -> None:
+        """The channel's thread calls this ten times a second."""
+
+
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 """What the channel thread calls, and with what: as a rule a method of its machine."""
 
 
 class Worker(ABC):
-    """`machine`: a state machine without I/O; its `actions` are carried out in order after each
-    batch of calls. `names`: of this thread, and of the one that copies. Both end with the process.
-    """
+    """`names`: of this thread, and of the one that copies. Both end with the process."""
 
     names: tuple[str, str]
 
@@ -58,7 +75,11 @@ class Worker(ABC):
         self._slowest = times.last_resort
         self._poller, self._queue = Poller(), EventQueue[Call]()
         self._poller.register(self._queue.fileno())
-        self._copies = store and store.copier(self.names[1], self._queue.wake, reporter.moved)
+        self._copies: HostCopier | GpuCopier | None = None
+        if store is not None and store.device is not None:
+            self._copies = GpuCopier(store, reporter.moved)
+        elif store is not None:
+            self._copies = HostCopier(store, reporter.moved, self.names[1], self._queue.wake)
         self._ticked, self._stopping = 0.0, False
         self._thread = threading.Thread(target=self._run, name=self.names[0], daemon=True)
 

@@ -40,13 +40,9 @@ Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=False):
     """A decode rank opens a room at each prefill rank of the drafter's stage that it contacts.
-
-    `prefill`, `reader`: the instances of the rank addressed and of the rank that opens.
-    `generation`: this use of the room number by this reader; a later one is greater.
-    `readers`: how many decode ranks open this prefill rank for this request.
-    `heads`: first and end, global numbers; equal where none are wanted.
-    `first_token`: where in the prompt the wanted rows begin: the decode side's cached prefix.
-    `slot_bytes`: of the reader's own slots; no segment may be larger.
+    `prefill`, `reader`: the instances of the rank addressed and of the rank that opens. `heads`:
+    first and end, global numbers; equal where none are wanted. `slot_bytes`: of the reader's own
+    slots; no segment may be larger. The others are terms of docs/protocol.md.
     """
 
     version: Small
@@ -73,12 +69,9 @@ class Announced(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """A prefill rank tells a reader that these segments of the room can be read.
-
-    Segments are numbered from 0 and follow each other in the prompt without a gap: those of this
-    list begin with number `segment`, at token `first_token`. `last`: no more come after them. The
-    list is empty where only the end of a chunk showed that none come.
-    """
+    """A prefill rank tells a reader that these segments of the room can be read. They begin with
+    number `segment`, at token `first_token`. `last`: no more come after them; there are none where
+    only the end of a chunk showed that."""
 
     room: Room
     generation: Secret

@@ -54,8 +54,7 @@ def share_of(count: int, owners: int) -> int:
 
 
 class SlotPool:
-    """`count` equal slots. `held`: how many each owner has that has any. Times are those of the
-    caller's clock, in seconds."""
+    """`count` equal slots. `held`: how many each owner has that has any. Times are the caller's."""
 
     def __init__(self, count: int, times: Times) -> None:
         self._times = times

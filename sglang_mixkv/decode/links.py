@@ -82,12 +82,10 @@ class Links:
         self._poller.register(link.dealer)
 
     def drop(self, peer: Peer) -> None:
-        link = self._links.pop(peer, None)
-        if link is None:
-            return
-        self._poller.unregister(link.dealer)
-        del self._of_dealer[link.dealer]
-        self.hang_up(link)
+        if (link := self._links.pop(peer, None)) is not None:
+            self._poller.unregister(link.dealer)
+            del self._of_dealer[link.dealer]
+            self.hang_up(link)
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._links

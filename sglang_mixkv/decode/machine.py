@@ -5,9 +5,8 @@ r"""A decode rank's state machine: calls in, actions out, time as an argument. N
                                           \--they cannot be--------> FAILED
 
 Each announced segment of a request is read into a slot of this rank, acknowledged, and copied to
-the pool through the request's gate. A fault on this rank, on a peer, or draft KV that is later than
-`Times` allows makes the request cold: rows that are not in place are zeroed, and it goes on with a
-cold drafter. The drafter ends a request only if even that fails.
+the pool. A fault on this rank, on a peer, or draft KV that is later than `Times` allows makes the
+request cold. The drafter ends a request only if rows cannot even be zeroed.
 
 A thread that stalled no longer trusts what it was sent before: a slot may have been reused
 meanwhile (docs/protocol.md, "When a slot is used again").

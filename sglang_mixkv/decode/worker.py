@@ -2,9 +2,8 @@
 
 SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`.
 Threads of the caller call `dial` and `add` for each prefill rank before its first request, and
-`drop` once its server is gone. The channel thread calls the machine, sends what it asks for, starts
-reads and copies, and polls them and the events that requests wait for. If it cannot go on, the
-scheduler's thread clears their rows, and they are cold.
+`drop` once its server is gone. The channel thread does what the machine says, and asks the events
+that requests wait for. If it cannot go on, the scheduler clears their rows, and they are cold.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import numpy as np
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.loop import Call, Worker
+from sglang_mixkv.channel.loop import Call, Reporter, Worker
 from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
-from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.links import Link, Links
@@ -78,7 +76,6 @@ class DecodeWorker(Worker):
 
     names = "mixkv-decode", "mixkv-unpack"
     _machine: Machine
-    _store: Store | None
 
     def __init__(
         self, machine: Machine, store: Store | None, times: Times, reporter: Reporter,

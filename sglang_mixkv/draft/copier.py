@@ -42,14 +42,6 @@ class Store(NamedTuple):
     plane: DataPlane
     device: GpuRows | None = None
 
-    def copier(
-        self, name: str, wake: Callable[[], None], moved: Callable[[int, float], None]
-    ) -> HostCopier | GpuCopier:
-        """Make what copies between both. `name`, `wake`: of its thread, if it has one."""
-        if self.device is not None:
-            return GpuCopier(self, moved)
-        return HostCopier(self, moved, name, wake)
-
 
 class Kind(StrEnum):
     PACK = "pack"

@@ -1,23 +1,15 @@
 """The drafter's KV rows on a GPU: batches of slots packed, unpacked and verified by kernels.
 
 A batch may mix requests, readers and ranges of heads. It is one upload of its jobs, 64 bytes each,
-and their page numbers, one or two launches (kernels.py) and one event:
+and their page numbers, one or two launches (kernels.py) and one event.
 
-    pack      _move gathers rows into slots and adds up their words in registers; _seal writes the
-              headers
-    unpack    _move scatters the rows of slots with the right stamp, and adds up what it stores;
-              then ("settle") it compares stamp and sum, and writes zeros into the rows of those
-              slots of which one is wrong
-    clear     _move writes zeros
+What is unpacked is stored, and compared then: a slot is read once, and the sum is of what was
+stored. Nothing reads a wrong slot's rows in between: the request has not begun. If a batch fails it
+may leave rows that were not checked: its rooms go cold, which zeroes them. To compare before
+anything is stored would be no safer: until then these rows hold another request's KV.
 
-So a slot is read once, and the sum is of what was stored. Nothing reads a wrong slot's rows in
-between: the request has not begun. If a batch fails it may leave rows that were not checked: its
-rooms go cold, which zeroes them. To compare before anything is stored would be no safer: until then
-these rows hold another request's KV.
-
-All kernels are compiled, loaded and run once by the constructor. Nothing in a batch can make it
-compile later: cuda.py launches the loaded functions, with grids that depend on the batch and
-arguments that do not. Triton's own launcher, which needs a C compiler, is not used.
+All kernels are compiled, loaded and run once by the constructor, and nothing in a batch can make it
+compile later. Triton's own launcher, which needs a C compiler, is not used.
 
 Order. Kernels of this stream see what was done on the device when the host started them:
 

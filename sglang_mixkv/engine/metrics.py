@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from sglang_mixkv import series
 from sglang_mixkv.channel.actions import Note
-from sglang_mixkv.channel.reporter import Reporter
+from sglang_mixkv.channel.loop import Reporter
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker

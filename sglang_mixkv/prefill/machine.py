@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, fail
+from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready, fail
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
@@ -109,7 +109,7 @@ class Machine:
         Chunks of a request follow each other in the prompt, and are written in their order.
         """
         if (request := self._requests.get(handle)) is not None:
-            request.chunks.append(Chunk(handle, first, count, last, pages, pending))
+            request.chunks.append(Chunk(first, count, last, pages, pending))
             self._packing.add(request.note_written(pending=False))
 
     def chunk_written(self, handle: Hashable) -> None:
@@ -138,7 +138,7 @@ class Machine:
 
     # -- readers
 
-    def received(self, connection: bytes, message: Open | Ack | Fail) -> None:
+    def received(self, connection: bytes, message: Message) -> None:
         """A reader's message. `connection`: what a reply is addressed to."""
         match message:
             case Open() as opened:

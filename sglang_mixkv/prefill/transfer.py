@@ -25,7 +25,6 @@ class Chunk(msgspec.Struct, frozen=True):
     """Tokens [first, first + count) of the prompt, in `pages`. `pending`: their KV may
     not be written yet."""
 
-    handle: Hashable
     first: int
     count: int
     last: bool

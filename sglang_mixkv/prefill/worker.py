@@ -1,8 +1,7 @@
 """A prefill rank's channel: what SGLang's scheduler calls, the thread that owns the socket, copies.
 
-The scheduler calls `begin`, `add_chunk`, `release` and `end`, which have the channel thread call
-the machine; `release` also says whether SGLang's Success may be shown. The channel thread sends
-what the machine says, starts copies and asks the events that chunks wait for.
+The scheduler calls `begin`, `add_chunk`, `release` and `end`. The channel thread does what the
+machine says, and asks the events that chunks wait for.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ import zmq
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.loop import Call, Worker
-from sglang_mixkv.channel.messages import Ack, Fail, Open
-from sglang_mixkv.channel.reporter import Reporter
+from sglang_mixkv.channel.loop import Call, Reporter, Worker
 from sglang_mixkv.channel.sockets import endpoint, has_message, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, Kind, Store
@@ -54,7 +51,6 @@ class PrefillWorker(Worker):
 
     names = "mixkv-prefill", "mixkv-pack"
     _machine: Machine
-    _store: Store
 
     def __init__(
         self, machine: Machine, store: Store, times: Times, reporter: Reporter, host: str, port: int
@@ -148,8 +144,7 @@ class PrefillWorker(Worker):
             except ValueError as error:
                 self._reporter(Note("unreadable", b"", str(error)))
                 continue
-            if isinstance(message, Open | Ack | Fail):
-                yield self._machine.received, (connection, message)
+            yield self._machine.received, (connection, message)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -181,9 +176,9 @@ class PrefillWorker(Worker):
 
 
 def _copy_of(segment: Segment) -> Copy:
-    chunk, heads = segment.chunk, segment.transfer.wanted
-    assert isinstance(chunk.handle, SendHandle)
+    chunk, transfer, handle = segment.chunk, segment.transfer, segment.transfer.request.handle
+    assert isinstance(handle, SendHandle)
     return Copy(
-        Kind.PACK, segment, chunk.handle.gate, chunk.pages, segment.first - chunk.first,
-        segment.count, heads, segment.slot, segment.stamp,
+        Kind.PACK, segment, handle.gate, chunk.pages, segment.first - chunk.first, segment.count,
+        transfer.wanted, segment.slot, segment.stamp,
     )  # fmt: skip

@@ -171,8 +171,8 @@ class PrefillRank(Process):
                 checks.fail_sent(self, message)
             case StartCopies(segments):
                 for one in segments:
-                    self.packed[one.stamp] = one.chunk.handle.sender
-                    checks.packs(self, one.chunk.handle.sender)
+                    self.packed[one.stamp] = one.transfer.request.handle.sender
+                    checks.packs(self, one.transfer.request.handle.sender)
             case PagesReleased(handle):
                 checks.released(self, handle.sender)
             case Note():
@@ -191,7 +191,7 @@ class PrefillRank(Process):
     # -- copies
 
     def owner_of(self, copy: Copy) -> Sender:
-        return copy.job.chunk.handle.sender
+        return copy.job.transfer.request.handle.sender
 
     def refusal(self, copy: Copy) -> Any:
         return None
