@@ -42,8 +42,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_f
     """A decode rank opens a room at each prefill rank of the drafter's stage that it contacts.
     `prefill`, `reader`: the instances of the rank addressed and of the rank that opens. `heads`:
     first and end, global numbers; equal where none are wanted. `slot_bytes`: of the reader's own
-    slots; no segment may be larger. The others are terms of docs/protocol.md.
-    """
+    slots; no segment may be larger. The others are terms of docs/protocol.md."""
 
     version: Small
     room: Room

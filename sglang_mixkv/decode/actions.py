@@ -12,11 +12,8 @@ from sglang_mixkv.decode.transfer import Peer, Request, Segment
 
 
 class StartRead(msgspec.Struct, eq=False):
-    """Read these segments, of one transfer. `Machine.read_ended` follows, however long it takes.
-
-    For the machine alone: when it `began`; `until`, its deadline; `failed`: its segments are not
-    used.
-    """
+    """Read these segments, of one transfer. `Machine.read_ended` follows, however long that takes.
+    For the machine: when it `began`; `until`, its deadline; `failed`: its segments are not used."""
 
     peer: Peer
     segments: list[Segment]

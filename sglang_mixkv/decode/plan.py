@@ -41,12 +41,7 @@ def judge(
 ) -> tuple[Cold, tuple[Difference, ...]]:
     """Return why requests to a server with these rows are cold, "" for warm, and which differences
     are served. MixKVError if it is refused. `serve_mismatch`: other drafters are cold."""
-    if len({row.instance for row in rows}) < len(rows):
-        raise refuse(
-            "MIXKV-PAIR-04", "an instance of its own for each prefill rank",
-            "one that two ranks share", "heads of one of them would never be read",
-            "Restart the prefill server",
-        )  # fmt: skip
+    _check_instances(rows)
     for row in rows:
         readers_of(row.attn_tp, own.attn_tp)
     known = {str(d): d for row in rows for d in differences(row, own)}
@@ -95,6 +90,15 @@ def _row_of(info: Any, rows: Rows) -> Row:
             "Start prefill with --enable-mixkv on every node",
         )  # fmt: skip
     return rows[rank]
+
+
+def _check_instances(rows: Collection[Row]) -> None:
+    if len({row.instance for row in rows}) < len(rows):
+        raise refuse(
+            "MIXKV-PAIR-04", "an instance of its own for each prefill rank",
+            "one that two ranks share", "heads of one of them would never be read",
+            "Restart the prefill server",
+        )  # fmt: skip
 
 
 def _source(row: Row, own: Row, heads: range, peer: bytes) -> Source:

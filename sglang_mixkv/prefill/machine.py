@@ -45,11 +45,9 @@ Action = StartCopies | Send | PagesReleased | Note
 
 
 class Machine:
-    """All requests of one prefill rank.
-
-    `heads`: those of the drafter on this rank. `segment_tokens`: how many tokens of so many heads
-    fit a slot here and one of so many bytes. `draw_stamp`: see Packing.
-    """
+    """All requests of one prefill rank. `heads`: those of the drafter here. `segment_tokens`: how
+    many tokens of so many heads fit a slot here and one of so many bytes. `draw_stamp`: see
+    Packing."""
 
     def __init__(
         self, instance: bytes, heads: range, segment_tokens: Callable[[int, int], int],

@@ -160,9 +160,7 @@ class ReaderTransfer:
 class Packing:
     """Segments on their way into slots. Transfers with something to pack wait for slots, and
     readers take turns. `announcing`: transfers with a packed segment, or at their end.
-
-    `draw_stamp`: draws a number that is unlike any earlier one and cannot be guessed.
-    """
+    `draw_stamp`: draws a number that is unlike any earlier one and cannot be guessed."""
 
     def __init__(self, slots: SlotPool, draw_stamp: Callable[[], int]) -> None:
         self._slots, self._draw = slots, draw_stamp
