@@ -114,7 +114,7 @@ class Fleet:
         self._readers = [
             (side, Source(side.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)) for side in decode
         ]
-        rig.wait_for(lambda: all(side.channel.knows(of.peer) for side, of in self._readers))
+        rig.wait_for(lambda: all(of.peer in side.channel._links for side, of in self._readers))
         self._rooms, self._draw = itertools.count(1), random.Random(readers)
 
     def run(

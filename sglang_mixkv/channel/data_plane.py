@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_mixkv.channel.slot_format import PROBE_OFFSET
 from sglang_mixkv.errors import refuse
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -100,24 +101,20 @@ class Read:
 
 
 class DataPlane(ABC):
-    """The common part of all backends."""
-
     name: str
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
-        self._probe_address: int | None = None
         self._running: list[Read] = []  # the channel thread's
         self._unanswered: tuple[Read, ...] = ()  # probes that a `connect` gave up
         self._lock = threading.Lock()  # to change these, and all peers' `reads` and `gone`
         self.endpoint = b""
 
-    def register(self, memory: Memory, probe_address: int | None = None) -> None:
-        """Register this rank's slots, once. `probe_address`: a scratch byte of them, into which
-        `connect` reads; None on a rank that never connects. MixKVError if it is refused."""
+    def register(self, memory: Memory) -> None:
+        """Register this rank's slots, once. MixKVError if it is refused."""
         endpoint = Endpoint(self.name, self._register(memory), memory, os.urandom(8))
         self.endpoint = msgspec.msgpack.encode(endpoint)
-        self._memory, self._probe_address = memory, probe_address
+        self._memory = memory
 
     @property
     def busy(self) -> bool:
@@ -146,13 +143,13 @@ class DataPlane(ABC):
 
     def _answers(self, peer: Peer, until: float) -> bool:
         """True if a byte of its memory can be read over a new connection."""
-        assert self._probe_address is not None
+        assert self._memory is not None
         try:
             self._open(peer)
         except Exception as error:
             raise ConnectionError(f"{self.name}: {error}") from error
-        read = Read(peer)
-        self._begin(read, [(self._probe_address, peer.endpoint.memory.address, 1)])
+        read, scratch = Read(peer), self._memory.address + PROBE_OFFSET  # in slot 0's header
+        self._begin(read, [(scratch, peer.endpoint.memory.address, 1)])
         while not self._has_ended(read):
             if time.monotonic() > until:
                 with self._lock:
@@ -189,16 +186,9 @@ class DataPlane(ABC):
             answered = [probe for probe in self._unanswered if self._has_ended(probe)]
             with self._lock:
                 self._unanswered = tuple(one for one in self._unanswered if one not in answered)
-        if not self._running:
-            return []
-        running, found = [], []
-        for read in self._running:
-            if self._has_ended(read):
-                found.append((read.tag, read.error or ""))
-            else:
-                running.append(read)
-        self._running = running
-        return found
+        ended = [read for read in self._running if self._has_ended(read)]
+        self._running = [read for read in self._running if read.error is None]
+        return [(read.tag, read.error or "") for read in ended]
 
     def forget(self, peer: Peer) -> None:
         """Let new reads from it fail, and release it when its reads have ended. Idempotent; for any

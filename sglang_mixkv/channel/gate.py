@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -27,9 +27,6 @@ class Ticket(Protocol):
 
     def over(self) -> bool:
         """True if they have ended; it does not wait."""
-
-
-T = TypeVar("T", bound=Ticket)
 
 
 class Gate:
@@ -80,11 +77,11 @@ class Gate:
             return not self._in_flight and all(ticket.over() for ticket in self._tickets)
 
 
-def launch_guarded(gates: Iterable[Gate], start: Callable[[list[bool]], T | None]) -> T | None:
+def launch_guarded(gates: Iterable[Gate], start: Callable[[list[bool]], Any]) -> Any:
     """Launch copies of several requests on a device. `start` is told for each gate whether it is
-    open, and starts only the copies of open ones; it returns None if it started nothing. The gates
-    are checked, and get the ticket, under all of their locks: a gate that closes either waits for
-    the ticket, or its copies were not started."""
+    open, starts only the copies of open ones, and returns their Ticket, or None if there are none.
+    The gates are checked, and get the ticket, under all of their locks: a gate that closes either
+    waits for the ticket, or its copies were not started."""
     gates = list(gates)
     with ExitStack() as stack:
         for gate in dict.fromkeys(gates):

@@ -5,8 +5,8 @@
 
 An iteration takes all that has come and asks for actions once, and again after copies that it made
 itself, so that what came together leaves together: eight slots are one message, one read, one
-launch. The thread decides nothing and raises nothing. If it cannot go on, `broken` is set, and
-SGLang's scheduler no longer waits for it.
+launch. The thread decides nothing and raises nothing. If it cannot go on it ends, and SGLang's
+scheduler no longer waits for it (`broken`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from sglang_mixkv.channel.reporter import Reporter
+from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.channel.sockets import EventQueue, Poller
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -36,22 +37,25 @@ class StateMachine(Protocol):
     def tick(self) -> None: ...
     def copied(self, jobs: Any, outcome: Any) -> None: ...
     def on_action_failed(self, action: Any, error: Exception) -> None: ...
-    def outstanding(self) -> dict[str, int]: ...
 
 
-class Copies(Protocol):
-    """What a worker's thread asks of its copier (draft/copier.py)."""
+class Reporter(Protocol):
+    """What a worker reports to (engine/metrics.py), in several threads. It raises nothing."""
 
-    launched: float
+    def __call__(self, note: Note) -> None: ...
 
-    @property
-    def is_alive(self) -> bool: ...
-    @property
-    def polled(self) -> bool: ...
-    @property
-    def done(self) -> object: ...
-    def start(self, copies: Sequence[Any]) -> None: ...
-    def ended(self) -> list[tuple[list[Any], Any]]: ...
+    def moved(self, size: int, seconds: float) -> None:
+        """`size` bytes of draft KV were packed, or put in place."""
+
+    def announced(self, seconds: float) -> None:
+        """A chunk's last READY was sent to a reader, so many seconds after it was written."""
+
+    def ended(self, handle: Any, reason: str) -> None:
+        """SGLang goes on with a request on decode, or has failed it for `reason`. The scheduler's
+        thread calls this."""
+
+    def ticked(self) -> None:
+        """The channel's thread calls this ten times a second."""
 
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
@@ -59,40 +63,31 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Worker(ABC):
-    """`machine`: a state machine without I/O; its `actions` are carried out in order after each
-    batch of calls. `names`: of this thread, and of the one that copies. Both end with the process.
-    """
+    """`names`: of this thread, and of the one that copies. Both end with the process."""
 
     names: tuple[str, str]
 
     def __init__(
-        self, machine: StateMachine, poller: Poller, reporter: Reporter, times: Times, store: Any
+        self, machine: StateMachine, reporter: Reporter, times: Times, store: Store | None
     ) -> None:
-        """`store`: of draft/copier.py; None on a rank without a drafter, which copies nothing."""
-        self._machine, self._poller, self._reporter = machine, poller, reporter
-        self._store = store
+        """`store`: None on a rank without a drafter, which copies nothing."""
+        self._machine, self._reporter, self._store = machine, reporter, store
         self._slowest = times.last_resort
-        self._queue: EventQueue[Call] = EventQueue()
-        poller.register(self._queue.fileno())
-        copier = store and store.copier(self.names[1], self._queue.wake, reporter.moved)
-        self._copies: Copies | None = copier
-        self._broken, self._stopping = threading.Event(), False
-        self._ticked = 0.0
+        self._poller, self._queue = Poller(), EventQueue[Call]()
+        self._poller.register(self._queue.fileno())
+        self._copies: HostCopier | GpuCopier | None = None
+        if store is not None and store.device is not None:
+            self._copies = GpuCopier(store, reporter.moved)
+        elif store is not None:
+            self._copies = HostCopier(store, reporter.moved, self.names[1], self._queue.wake)
+        self._ticked, self._stopping = 0.0, False
         self._thread = threading.Thread(target=self._run, name=self.names[0], daemon=True)
 
     @property
     def broken(self) -> bool:
         """True if a thread of the channel has ended."""
-        return self._broken.is_set() or not (self._copies is None or self._copies.is_alive)
-
-    def outstanding(self) -> dict[str, int]:
-        return self._machine.outstanding()
-
-    def check(self) -> list[str]:
-        """Report what is wrong with an idle rank."""
-        found = ["a thread of the draft channel has ended"] if self.broken else []
-        left = {name: count for name, count in self.outstanding().items() if name != "published"}
-        return found + [f"{count} {name} left" for name, count in left.items()]
+        copies = self._copies
+        return not (self._thread.is_alive() and (copies is None or copies.is_alive))
 
     def _call(self, method: Callable[..., object], *args: Any, wake: bool = True) -> None:
         """Have the channel thread call this, after earlier calls, and then carry out the machine's
@@ -111,7 +106,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _do(self, action: Any) -> None:
-        """Carry out an action of the machine (prefill/actions.py, decode/actions.py)."""
+        """Carry out an action of the machine."""
 
     def _run(self) -> None:
         try:
@@ -120,12 +115,12 @@ class Worker(ABC):
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
                 self._take(self._calls(self._poller.wait(TICK, polled or self._must_poll())))
-                self._take(self._ticks())
+                if time.monotonic() - self._ticked >= TICK:  # also where each poll raises
+                    self._ticked = time.monotonic()
+                    self._take([(self._machine.tick, ()), (self._reporter.ticked, ())])
                 self._act()
         except Exception:
             logger.exception("[MIXKV-SELF-01] the channel ends; drafters are cold until a restart")
-        finally:
-            self._broken.set()
 
     def _calls(self, ready: list[Any]) -> Iterator[Call]:
         """The calls of one iteration. The time of a call is taken after the call is obtained."""
@@ -137,13 +132,6 @@ class Worker(ABC):
     def _copied(self) -> Iterator[Call]:
         for ended in self._copies.ended() if self._copies else ():
             yield self._machine.copied, ended
-
-    def _ticks(self) -> Iterator[Call]:
-        """Kept apart from the others, so that a poll that keeps raising does not stop the clock."""
-        if time.monotonic() - self._ticked >= TICK:
-            self._ticked = time.monotonic()
-            yield self._machine.tick, ()
-            self._reporter.ticked()
 
     def _take(self, calls: Iterable[Call]) -> None:
         """Make these calls. An exception costs one of them, or the rest of one iteration."""

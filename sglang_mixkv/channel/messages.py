@@ -20,14 +20,8 @@ import msgspec
 from msgspec import Meta
 
 PROTOCOL = (3, 3)
-"""The oldest and the newest version that this build reads; a pair uses the newest of both.
-
-2  the first draft channel. Version 1 was that of releases 0.1 and 0.2, which had no channel.
-3  READY and ACK carry lists; a slot always carries its sum.
-Raise the newest when a message, a slot or a facts row changes its meaning, and keep the oldest
-until no supported release needs it. A field that an old reader may ignore is appended, at no new
-version.
-"""
+"""The oldest and the newest version that this build reads; a pair uses the newest of both. When to
+raise which, and what each changed: docs/protocol.md, "Versions"."""
 
 MAX_BYTES = 4096  # of one message; longer ones are dropped by the socket
 MAX_LIST = 32  # segments of one READY, and slots of one ACK
@@ -46,14 +40,9 @@ Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=False):
     """A decode rank opens a room at each prefill rank of the drafter's stage that it contacts.
-
-    `prefill`, `reader`: the instances of the rank addressed and of the rank that opens.
-    `generation`: this use of the room number by this reader; a later one is greater.
-    `readers`: how many decode ranks open this prefill rank for this request.
-    `heads`: first and end, global numbers; equal where none are wanted.
-    `first_token`: where in the prompt the wanted rows begin: the decode side's cached prefix.
-    `slot_bytes`: of the reader's own slots; no segment may be larger.
-    """
+    `prefill`, `reader`: the instances of the rank addressed and of the rank that opens. `heads`:
+    first and end, global numbers; equal where none are wanted. `slot_bytes`: of the reader's own
+    slots; no segment may be larger. The others are terms of docs/protocol.md."""
 
     version: Small
     room: Room
@@ -79,12 +68,9 @@ class Announced(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """A prefill rank tells a reader that these segments of the room can be read.
-
-    Segments are numbered from 0 and follow each other in the prompt without a gap: those of this
-    list begin with number `segment`, at token `first_token`. `last`: no more come after them. The
-    list is empty where only the end of a chunk showed that none come.
-    """
+    """A prefill rank tells a reader that these segments of the room can be read. They begin with
+    number `segment`, at token `first_token`. `last`: no more come after them; there are none where
+    only the end of a chunk showed that."""
 
     room: Room
     generation: Secret

@@ -8,11 +8,8 @@ Without an ACK it is free `slot_aside` seconds later, when nothing can read it a
 slot is allocated and published for a read, and free when its rows were copied out or nothing can
 land in it.
 
-An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
-it holds half of the slots at most, and no more than an equal share of three quarters among the
-owners that hold or want any. The last quarter is for owners that hold none, one slot each. Half of
-it is for any of these: several may be dead, as the ranks of one server. The rest is for those that
-live: heard from since a slot was published that is still out.
+An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others,
+nor can many that are dead: docs/protocol.md, "Who gets a slot".
 """
 
 from __future__ import annotations
@@ -57,12 +54,9 @@ def share_of(count: int, owners: int) -> int:
 
 
 class SlotPool:
-    """`count` equal slots. `held`: how many each owner has that has any. Times are those of the
-    caller's clock, in seconds."""
+    """`count` equal slots. `held`: how many each owner has that has any. Times are the caller's."""
 
     def __init__(self, count: int, times: Times) -> None:
-        if count < 2:
-            raise ValueError(f"{count} slots: at least two are needed")
         self._times = times
         self._free = deque(range(count))
         self._owner: dict[int, Hashable] = {}
@@ -72,10 +66,6 @@ class SlotPool:
         self.barred: set[Hashable] = set()  # they get none
         self.count = count
         self._reserve = count // 4
-
-    @property
-    def published(self) -> int:
-        return len(self._published)
 
     @property
     def free_slots(self) -> int:
@@ -197,6 +187,3 @@ class RoundRobin(Generic[T]):
                     self.owners[owner] = queue  # after the other owners
                     again.append(owner)
             owners = again
-
-    def __len__(self) -> int:
-        return sum(map(len, self.owners.values()))

@@ -7,21 +7,13 @@ from enum import StrEnum
 
 import msgspec
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.decode.transfer import Peer, Request, Segment
 
 
-class Send(msgspec.Struct, frozen=True):
-    peer: Peer
-    message: Open | Ack | Fail
-
-
 class StartRead(msgspec.Struct, eq=False):
-    """Read these segments, of one transfer. `Machine.read_ended` follows, however long it takes.
-
-    For the machine alone: when it `began`; `until`, its deadline; `failed`: its segments are not
-    used.
-    """
+    """Read these segments, of one transfer. `Machine.read_ended` follows, however long that takes.
+    For the machine: when it `began`; `until`, its deadline; `failed`: its segments are not used."""
 
     peer: Peer
     segments: list[Segment]
@@ -36,13 +28,6 @@ class Clear(msgspec.Struct, eq=False):
     request: Request
     first_token: int
     end: int
-
-
-class StartCopies(msgspec.Struct, frozen=True):
-    """Copy segments from their slots here to their requests' rows, through the requests' gates, and
-    clear rows: in any order, and together. `Machine.copied` follows for each, or for several."""
-
-    jobs: tuple[Segment | Clear, ...]
 
 
 class State(StrEnum):
@@ -63,14 +48,6 @@ class Forget(msgspec.Struct, frozen=True):
     """Another instance is at this peer's address: resolve it again."""
 
     peer: Peer
-
-
-class Note(msgspec.Struct, frozen=True):
-    """Something to count, by `what`, and to log once per peer."""
-
-    what: str
-    peer: Peer = b""
-    detail: str = ""
 
 
 Action = Send | StartRead | StartCopies | Verdict | Forget | Note

@@ -27,8 +27,7 @@ class _State:
 
 
 class Breaker:
-    """One state for each peer with strikes, until it is forgotten. Times are the caller's clock, in
-    seconds."""
+    """One state for each peer with strikes, until it is forgotten. Times are the caller's."""
 
     def __init__(self) -> None:
         self._states: dict[bytes, _State] = {}

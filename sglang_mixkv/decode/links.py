@@ -43,9 +43,9 @@ class Links:
     """`dial` and `hang_up` may run in any thread; everything else is the channel thread's. `store`:
     None on a rank without a drafter, which sends messages alone."""
 
-    def __init__(self, store: Store | None, times: Times) -> None:
-        self._store, self._times, self._context = store, times, new_context()
-        self.poller = Poller()
+    def __init__(self, store: Store | None, times: Times, poller: Poller) -> None:
+        self._store, self._times, self._poller = store, times, poller
+        self._context = new_context()
         self._links: dict[Peer, Link] = {}
         self._of_dealer: dict[Dealer, Link] = {}
 
@@ -79,15 +79,13 @@ class Links:
         """Add a link. It replaces an earlier one to the same peer."""
         self.drop(link.peer)
         self._links[link.peer] = self._of_dealer[link.dealer] = link
-        self.poller.register(link.dealer)
+        self._poller.register(link.dealer)
 
     def drop(self, peer: Peer) -> None:
-        link = self._links.pop(peer, None)
-        if link is None:
-            return
-        self.poller.unregister(link.dealer)
-        del self._of_dealer[link.dealer]
-        self.hang_up(link)
+        if (link := self._links.pop(peer, None)) is not None:
+            self._poller.unregister(link.dealer)
+            del self._of_dealer[link.dealer]
+            self.hang_up(link)
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._links
@@ -99,7 +97,7 @@ class Links:
         link = self._links.get(peer)
         with contextlib.suppress(zmq.ZMQError):
             if link is not None:
-                self.poller.used(link.dealer)
+                self._poller.used(link.dealer)
                 link.dealer.send(messages.encode(message), NOBLOCK)
                 return True
         return False
@@ -153,27 +151,26 @@ class Links:
                 target=self._connect_again, args=(link,), name="mixkv-reconnect", daemon=True
             ).start()
         except RuntimeError as error:  # no thread can be started
-            self._reconnected(link, error)
+            self._stays_broken(link, error)
 
     def _connect_again(self, link: Link) -> None:
         assert self._store is not None
         assert link.row.staging is not None
-        plane, error = self._store.plane, None
+        plane = self._store.plane
         try:
             self._store.rows.use_device()
             plane.forget(link.memory)
             link.memory = plane.connect(link.row.staging.endpoint)
             if link.closed:
                 plane.forget(link.memory)
-        except Exception as raised:
-            error = raised
-        self._reconnected(link, error)
+            link.reconnecting = False
+        except Exception as error:
+            self._stays_broken(link, error)
 
-    def _reconnected(self, link: Link, error: Exception | None) -> None:
-        """End a reconnect. After an error the link stays broken until the next read fails."""
+    def _stays_broken(self, link: Link, error: Exception) -> None:
+        """Until the next read fails."""
         link.reconnecting = False
-        if error is not None:
-            logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
+        logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
 
 
 def _check(address: str) -> None:

@@ -5,9 +5,8 @@ r"""A decode rank's state machine: calls in, actions out, time as an argument. N
                                           \--they cannot be--------> FAILED
 
 Each announced segment of a request is read into a slot of this rank, acknowledged, and copied to
-the pool through the request's gate. A fault on this rank, on a peer, or draft KV that is later than
-`Times` allows makes the request cold: rows that are not in place are zeroed, and it goes on with a
-cold drafter. The drafter ends a request only if even that fails.
+the pool. A fault on this rank, on a peer, or draft KV that is later than `Times` allows makes the
+request cold. The drafter ends a request only if rows cannot even be zeroed.
 
 A thread that stalled no longer trusts what it was sent before: a slot may have been reused
 meanwhile (docs/protocol.md, "When a slot is used again").
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.messages import Fail, Open, Ready
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
@@ -72,7 +72,7 @@ class Machine:
         self._requests[opened.generation] = request
         for source in opened.sources:
             message = request.message(source, self._instance, self._slot_bytes)
-            self._out.append(act.Send(source.peer, message))
+            self._out.append(Send(source.peer, message))
         if cold:
             self._go_cold(request, cold, "")
         elif request.complete:
@@ -108,8 +108,8 @@ class Machine:
         for source in request.opened.sources:
             transfer = request.transfers.get(source.peer)
             if reason or (transfer is not None and not transfer.last and not request.cold):
-                self._out.append(act.Send(source.peer, request.failure("closed", reason)))
-        request.closed = True
+                self._out.append(Send(source.peer, request.failure("closed", reason)))
+        request.decided = True
         self._segments.drop(request)
 
     # -- peers
@@ -123,7 +123,7 @@ class Machine:
             self._segments.acknowledge(peer, self._segments.not_read(peer, ready.segments))
             return
         if ready.segment < transfer.announced:
-            self._out.append(act.Note("doubled", peer, f"segment {ready.segment}"))
+            self._out.append(Note("doubled", peer, f"segment {ready.segment}"))
             return  # the ACK of the first copy serves both
         if violation := transfer.violation(ready, request.opened):
             self._segments.acknowledge(peer, ready.segments)
@@ -185,7 +185,7 @@ class Machine:
             self._go_cold(request, ColdReason.READ, detail, read.peer, strikes=[read.peer])
 
     def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
-        """All these jobs of StartCopies actions have ended with this outcome."""
+        """All these jobs of StartCopies have ended with this outcome."""
         requests: dict[Request, None] = {}
         self._segments.end_jobs(jobs)
         for job in jobs:
@@ -224,20 +224,20 @@ class Machine:
         """`peers`: named in the log. `strikes`: peers that it counts against."""
         request.cold = why
         for peer in peers or (b"",):
-            self._out.append(act.Note(why, peer, detail))
+            self._out.append(Note(why, peer, detail))
         for peer in strikes:
             if self.breaker.record_failure(peer, request.generation, self._clock):
-                self._out.append(act.Note("breaker_opened", peer, detail))
+                self._out.append(Note("breaker_opened", peer, detail))
         self.breaker.release_probe(request.generation)
         for transfer in request.transfers.values():
             if not transfer.last:
-                self._out.append(act.Send(transfer.source.peer, request.failure(why, detail)))
+                self._out.append(Send(transfer.source.peer, request.failure(why, detail)))
         self._segments.drop(request)
         self._clear(request)
 
     def _clear(self, request: Request) -> None:
         """Zero a cold request's rows that are not in place, once nothing else writes to them."""
-        if request.pending or request.copying or request.decided or request.closed:
+        if request.pending or request.copying or request.decided:
             return
         if (first := request.placed_to) >= request.opened.end:
             self._decide(request, act.State.COLD)
@@ -245,12 +245,12 @@ class Machine:
             self._segments.copy(act.Clear(request, first, request.opened.end))
 
     def _cleared(self, request: Request, outcome: Outcome) -> None:
-        if request.closed or outcome is None:
+        if request.decided or outcome is None:
             return
         if outcome is SlotCheck.OK:
             self._decide(request, act.State.COLD)
         else:
-            self._out.append(act.Note("not_cleared", b"", detail := repr(outcome)[:300]))
+            self._out.append(Note("not_cleared", b"", detail := repr(outcome)[:300]))
             self._decide(request, act.State.FAILED, detail)
 
     def _decide(self, request: Request, state: act.State, detail: str = "") -> None:
@@ -276,23 +276,12 @@ class Machine:
                     request, ColdReason.DEADLINE, "its KV is late", *request.missing(), strikes=late
                 )
 
-    # -- actions that raised, and what is outstanding
-
     def on_action_failed(self, action: act.Action, error: Exception) -> None:
         """This action raised. A message concerns its generation alone; slots of an ACK expire."""
         match action:
-            case act.Send(peer, Open(_, room, generation) | Fail(room, generation)):
+            case Send(peer, Open(_, room, generation) | Fail(room, generation)):
                 self.failed(peer, Fail(room, generation, ColdReason.UNSENT, repr(error)[:300]))
             case act.StartRead():
                 self.read_ended(action, repr(error)[:300])
-            case act.StartCopies(jobs):
+            case StartCopies(jobs):
                 self.copied(jobs, error)
-
-    def state(self, generation: Generation) -> Request | None:
-        """The request, to be read and not changed; None once it is closed."""
-        return self._requests.get(generation)
-
-    def outstanding(self) -> dict[str, int]:
-        """Count by name what requests still hold; empty on an idle rank."""
-        found = {"rooms": len(self._requests), **self._segments.outstanding()}
-        return {name: count for name, count in found.items() if count}

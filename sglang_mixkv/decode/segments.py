@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sglang_mixkv.channel.actions import Send, StartCopies
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.decode import actions as act
@@ -54,7 +55,7 @@ class Segments:
         found: list[act.Action] = []
         for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
-                found.append(act.Send(peer, Ack(tuple(slots[first : first + MAX_LIST]))))
+                found.append(Send(peer, Ack(tuple(slots[first : first + MAX_LIST]))))
         self._acks = {}
         if self._turns.owners:
             transfers: dict[SourceTransfer, list[Segment]] = {}
@@ -70,7 +71,7 @@ class Segments:
                     self._reads[read] = None
                     found.append(read)
         if self._jobs:
-            found.append(act.StartCopies(tuple(self._jobs)))
+            found.append(StartCopies(tuple(self._jobs)))
             self._jobs = []
         return found
 
@@ -118,7 +119,3 @@ class Segments:
             job.request.copying -= 1
             if isinstance(job, Segment):
                 self.remove(job)
-
-    def outstanding(self) -> dict[str, int]:
-        reads = len(self._turns) + len(self._reads)
-        return {"reads": reads, "jobs": len(self._copying)}

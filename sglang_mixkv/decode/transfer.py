@@ -166,8 +166,9 @@ class Request:
     `segments`: those that are announced and not in place, in this order.
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
-    `copying`: copies under way. `cold`: why it is cold, once it is. `limits`: times within which
-    this rank is done with a prefill rank's slot, by the smaller patience of both.
+    `copying`: copies under way. `cold`: why it is cold, once it is. `decided`: its Verdict is out,
+    or nobody waits for one any more. `limits`: times within which this rank is done with a prefill
+    rank's slot, by the smaller patience of both.
     """
 
     def __init__(self, opened: Opened, heads: bool, times: Times, now: float) -> None:
@@ -184,12 +185,12 @@ class Request:
         self.arrived: float | None = None
         self.copying = 0
         self.cold: Cold = ""
-        self.decided = self.closed = False
+        self.decided = False
 
     @property
     def wants(self) -> bool:
         """True if segments are still to be read and copied."""
-        return not (self.cold or self.decided or self.closed)
+        return not (self.cold or self.decided)
 
     @property
     def complete(self) -> bool:

@@ -2,9 +2,8 @@
 
 SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`.
 Threads of the caller call `dial` and `add` for each prefill rank before its first request, and
-`drop` once its server is gone. The channel thread calls the machine, sends what it asks for, starts
-reads and copies, and polls them and the events that requests wait for. If it cannot go on, the
-scheduler's thread clears their rows, and they are cold.
+`drop` once its server is gone. The channel thread does what the machine says, and asks the events
+that requests wait for. If it cannot go on, the scheduler clears their rows, and they are cold.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.loop import Call, Worker
+from sglang_mixkv.channel.loop import Call, Reporter, Worker
 from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
-from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.links import Link, Links
@@ -77,16 +76,15 @@ class DecodeWorker(Worker):
 
     names = "mixkv-decode", "mixkv-unpack"
     _machine: Machine
-    _store: Store | None
 
     def __init__(
         self, machine: Machine, store: Store | None, times: Times, reporter: Reporter,
         forget_peer: Callable[[Peer], None], check_peer: Callable[[Peer], None],
     ) -> None:  # fmt: skip
+        super().__init__(machine, reporter, times, store)
         self._forget_peer, self._check_peer = forget_peer, check_peer
-        self._links = Links(store, times)
+        self._links = Links(store, times, self._poller)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
-        super().__init__(machine, self._links.poller, reporter, times, store)
         self._forwards: dict[Generation, Any] = {}  # events of pending requests
         self._draws = messages.draws()
         self._counter = itertools.count(next(self._draws) >> 33)  # 30 bits
@@ -103,9 +101,6 @@ class DecodeWorker(Worker):
         go cold at once: its server is gone."""
         self._call(self._drop, peer)
 
-    def knows(self, peer: Peer) -> bool:
-        return peer in self._links
-
     # -- the scheduler's thread
 
     def _new_generation(self) -> Generation:
@@ -120,13 +115,13 @@ class DecodeWorker(Worker):
 
     def open(
         self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[Source, ...],
-        first_token: int, end: int, cold: Cold = "", version: int = PROTOCOL[1], page_size: int = 1,
+        first_token: int, end: int, cold: Cold = "", version: int = PROTOCOL[1],
     ) -> None:  # fmt: skip
         """SGLang has sent the request's metadata; see Opened."""
         generation, pending = self._new_generation(), handle.event is not None
         handle.opened = opened = Opened(
             generation, bootstrap_room, sources, first_token, end, cold, pending, version, handle,
-            page_size,
+            handle.pages.page_size,
         )  # fmt: skip
         self._call(self._machine.open, opened)
         if pending:
@@ -205,7 +200,7 @@ class DecodeWorker(Worker):
             yield self._machine.read_ended, ended
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):
-                self._reporter(act.Note("unreadable", peer, str(message)))
+                self._reporter(Note("unreadable", peer, str(message)))
             elif isinstance(message, Ready):
                 yield self._machine.ready, (peer, message)
             elif isinstance(message, Fail):
@@ -218,14 +213,14 @@ class DecodeWorker(Worker):
 
     def _do(self, action: act.Action) -> None:
         match action:
-            case act.Send(peer, message):
+            case Send(peer, message):
                 if not self._links.send(peer, message):
                     self._call(self._machine.peer_lost, peer, peer not in self._links)
                     self._check_peer(peer)
             case act.StartRead():
                 if not self._links.read(action):
                     self._call(self._machine.read_ended, action, "the prefill rank is gone")
-            case act.StartCopies(jobs):
+            case StartCopies(jobs):
                 assert self._copies is not None
                 self._copies.start(list(map(self._copy_of, jobs)))
             case act.Verdict(ReceiveHandle() as handle, state, reason):
@@ -234,7 +229,7 @@ class DecodeWorker(Worker):
             case act.Forget(peer):
                 self.drop(peer)
                 self._forget_peer(peer)
-            case act.Note():
+            case Note():
                 self._reporter(action)
 
     def _copy_of(self, job: Job) -> Copy:

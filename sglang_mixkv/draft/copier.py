@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -42,16 +42,8 @@ class Store(NamedTuple):
     plane: DataPlane
     device: GpuRows | None = None
 
-    def copier(
-        self, name: str, wake: Callable[[], None], moved: Callable[[int, float], None]
-    ) -> Copier:
-        """Make what copies between both. `name`, `wake`: of its thread, if it has one."""
-        if self.device is not None:
-            return GpuCopier(self, moved)
-        return HostCopier(self, moved, name, wake)
 
-
-class Kind(Enum):
+class Kind(StrEnum):
     PACK = "pack"
     UNPACK = "unpack"
     CLEAR = "clear"
@@ -178,11 +170,7 @@ class GpuCopier(Copier):
     def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
         super().__init__(store, moved)
         assert store.device is not None
-        self._device = device = store.device
-        self._starts = {
-            Kind.PACK: device.start_pack, Kind.UNPACK: device.start_unpack,
-            Kind.CLEAR: device.start_clear,
-        }  # fmt: skip
+        self._device = store.device
         self._waiting: deque[tuple[Copy, Any]] = deque()  # and as the device takes it
         self._flying: deque[tuple[Ticket, list[Copy], float]] = deque()
         self._over: list[Ended] = []
@@ -243,7 +231,7 @@ class GpuCopier(Copier):
                     jobs.append(job)
                 else:
                     self._over.append((copy, None, 0.0))
-            return self._starts[kind](jobs) if jobs else None
+            return self._device.start(kind, jobs) if jobs else None
 
         try:
             ticket = launch_guarded([copy.gate for copy, _ in batch], launch)

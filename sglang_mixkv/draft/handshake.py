@@ -21,10 +21,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 class Target(msgspec.Struct, frozen=True):
     """The target's KV on one rank, as SGLang's KV args have it. `heads`: of all ranks, 0 for MLA.
-
-    `entries`: buffers of this stage. `layer_ids`: whether they carry numbers of layers. `even`: K
-    and V rows are equally wide. `states`: SGLang's names of what it sends beside them.
-    """
+    `entries`: buffers of this stage. `states`: SGLang's names of what it sends beside them."""
 
     heads: Count
     entries: Count
@@ -50,13 +47,9 @@ class StagingFacts(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One rank. `protocol` stays the first key, and is read before the rest.
-
-    `rank_ip`, `rank_port`: SGLang's own key of the rank (PrefillRankInfo). `address`: where the
-    channel's socket listens, or "" on a rank without one. `aux_item_lens`: bytes of each metadata
-    row. `backend`: SGLang's, which moves the target. `draft`, `staging`: None on a rank without
-    draft KV of its own. `patience`: SGLANG_MIXKV_PATIENCE, by which its slots are used again.
-    """
+    """One rank; the fields are those of docs/protocol.md, "Facts". `protocol` stays the first key,
+    and is read before the rest. `address`: "" on a rank without a channel. `draft`, `staging`: None
+    on a rank without draft KV of its own."""
 
     protocol: tuple[Rank, Rank]
     plugin: Name

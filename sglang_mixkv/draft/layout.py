@@ -1,4 +1,4 @@
-r"""The drafter's KV cache on one rank, and who reads which of its heads.
+"""The drafter's KV cache on one rank, and who reads which of its heads.
 
 The cache is a list of *entries*, K of layer 0, K of layer 1, ..., then V of each layer. In an entry
 each token has a row of the rank's heads, heads x head_bytes[entry]. K and V may differ in width.
@@ -8,15 +8,8 @@ tp/total neighbouring ranks.
 
 Which ranks meet is SGLang's rule, `CommonKVManager._resolve_rank_mapping`
 (sglang/srt/disaggregation/common/conn.py); the decode rank takes them from its receiver's
-`bootstrap_infos`. One attention-TP size divides the other:
-
-    prefill TP 4       0   1   2   3          prefill TP 2      0       1
-                        \ /     \ /                            / \     / \
-    decode  TP 2         0       1            decode  TP 4     0   1   2   3
-
-Each head that the decode rank holds is read once, from the first of its prefill ranks that holds
-it. Where heads are replicated, nobody reads from some prefill ranks; they still get an OPEN, with
-no heads, since they cannot tell "not needed" from "not yet".
+`bootstrap_infos`. One attention-TP size divides the other. Each head that the decode rank holds is
+read once, from the first of its prefill ranks that holds it (drawn in docs/how-it-works.md).
 """
 
 from __future__ import annotations
@@ -147,7 +140,7 @@ class Pages:
     """
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
-        self._pages, self._size, self.events = pages, page_size, events
+        self._pages, self.page_size, self.events = pages, page_size, events
         self._on_device: Any = None
         self.written = 0.0
         self.error: Exception | None = None
@@ -156,9 +149,8 @@ class Pages:
         """Row numbers of `count` tokens, from `offset` tokens after the first page's start on."""
         if self.error is not None:
             raise self.error
-        tokens = np.arange(offset, offset + count)
-        pages = np.asarray(self._pages, dtype=np.int64)
-        return pages[tokens // self._size] * self._size + tokens % self._size
+        tokens, size = np.arange(offset, offset + count), self.page_size
+        return np.asarray(self._pages, dtype=np.int64)[tokens // size] * size + tokens % size
 
     def on(self, device: GpuRows) -> memoryview:
         """Return the page numbers as that device's jobs take them, made once for all segments."""

@@ -165,12 +165,11 @@ class DraftRows:
 
 
 class Staging:
-    """`count` equal slots side by side, zeroed: memory to register once. `pool`: the
-    torch.cuda.MemPool of the drafter's KV, if any, in which they have to lie too."""
+    """`count` equal slots side by side, of a multiple of HEADER bytes each, zeroed: memory to
+    register once. `pool`: the torch.cuda.MemPool of the drafter's KV, if any, in which they have to
+    lie too."""
 
     def __init__(self, count: int, slot_bytes: int, device: torch.device, pool: Any = None) -> None:
-        if min(count, slot_bytes) < 1 or slot_bytes % HEADER:
-            raise ValueError(f"{count} slots of {slot_bytes} bytes: not multiples of {HEADER}")
         self.count, self.slot_bytes, self.device = count, slot_bytes, device
         place, size = torch.cuda.use_mem_pool(pool) if pool else nullcontext(), count * slot_bytes
         with stream_of(device), torch.inference_mode(False), place:  # writable everywhere

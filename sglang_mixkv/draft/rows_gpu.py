@@ -1,34 +1,25 @@
 """The drafter's KV rows on a GPU: batches of slots packed, unpacked and verified by kernels.
 
 A batch may mix requests, readers and ranges of heads. It is one upload of its jobs, 64 bytes each,
-and their page numbers, one or two launches (kernels.py) and one event:
+and their page numbers, one or two launches (kernels.py) and one event.
 
-    pack      _move gathers rows into slots and adds up their words in registers; _seal writes the
-              headers
-    unpack    _move scatters the rows of slots with the right stamp, and adds up what it stores;
-              then ("settle") it compares stamp and sum, and writes zeros into the rows of those
-              slots of which one is wrong
-    clear     _move writes zeros
-
-So a slot is read once, the sum is of what was stored, and after the batch the rows of a wrong slot
-are zeros. Nothing reads them in between: the request has not begun. If a batch fails, as in its
-second launch, it may leave rows that were not checked. Its rooms go cold, and a cold room's rows
-that are not in place are zeroed before its request begins, or the request fails. To compare before
+What is unpacked is stored, and compared then: a slot is read once, and the sum is of what was
+stored. Nothing reads a wrong slot's rows in between: the request has not begun. If a batch fails it
+may leave rows that were not checked: its rooms go cold, which zeroes them. To compare before
 anything is stored would be no safer: until then these rows hold another request's KV.
 
-All kernels are compiled, loaded and run once by the constructor. Nothing in a batch can make it
-compile later: cuda.py launches the loaded functions, with grids that depend on the batch and
-arguments that do not. Triton's own launcher, which needs a C compiler, is not used.
+All kernels are compiled, loaded and run once by the constructor, and nothing in a batch can make it
+compile later. Triton's own launcher, which needs a C compiler, is not used.
 
 Order. Kernels of this stream see what was done on the device when the host started them:
 
-    start_pack    SGLang's events after the chunk's forward must be done.
-    start_unpack  The reads into the slots must have ended, and the event after an earlier forward
-                  that may still write these rows must be done. Where the GPU does not order a NIC's
-                  writes itself, they are flushed first (Driver.needs_flush).
-    start_clear   As start_unpack.
-    afterwards    Once `Ticket.over` is true, forwards that use the rows may be launched on any
-                  stream, slots may be read or filled again, and pages may be given back.
+    pack        SGLang's events after the chunk's forward must be done.
+    unpack      The reads into the slots must have ended, and the event after an earlier forward
+                that may still write these rows must be done. Where the GPU does not order a NIC's
+                writes itself, they are flushed first (Driver.needs_flush).
+    clear       As unpack.
+    afterwards  Once `Ticket.over` is true, forwards that use the rows may be launched on any
+                stream, slots may be read or filled again, and pages may be given back.
 
 Starting a batch takes six calls of the driver, and polling it one; none gives up the GIL. Only
 `pages`, which a request or chunk needs once, calls numpy.
@@ -56,6 +47,7 @@ SETTLERS = 8  # programs that clear what a wrong slot wrote into an entry
 OLDEST = 80  # the compute capability of the oldest GPU that the kernels are compiled for in tests
 JOB = struct.Struct("<6qQq")  # a line of jobs, as kernels.py reads it
 CHECKS = tuple(SlotCheck)
+KERNELS = {"pack": ("pack", "seal"), "unpack": ("unpack", "settle"), "clear": ("clear",)}
 UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MAX_BATCH).cast("q")
 
 
@@ -125,7 +117,7 @@ class GpuRows:
     """
 
     def __init__(self, rows: DraftRows, page_size: int, staging: Any, driver: Driver) -> None:
-        if reason := unfit(rows, staging):
+        if reason := unfit(rows):
             raise ValueError(reason)
         self.driver, self._heads, self._page, self._staging = driver, rows.heads, page_size, staging
         self._rows = rows  # keeps the memory allocated: kernels only have its addresses
@@ -157,13 +149,13 @@ class GpuRows:
     def _warm_up(self) -> None:
         """Run each kernel, since CUDA may load it only at its first launch. No row is changed."""
         pages, heads = self.pages([0]), self._heads[:1]
-        for start, job, expected in (
-            (self.start_pack, self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
-            (self.start_unpack, self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
-            (self.start_unpack, self.job(pages, 0, 0, heads, stamp=2), SlotCheck.STALE),
-            (self.start_clear, self.job(pages, 0, 0), SlotCheck.OK),
+        for what, job, expected in (
+            ("pack", self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
+            ("unpack", self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
+            ("unpack", self.job(pages, 0, 0, heads, stamp=2), SlotCheck.STALE),
+            ("clear", self.job(pages, 0, 0), SlotCheck.OK),
         ):
-            ticket = start([job])
+            ticket = self.start(what, [job])
             while not ticket.done():
                 time.sleep(1e-4)
             if ticket.error:
@@ -206,30 +198,20 @@ class GpuRows:
             raise ValueError(f"pages to {found.max()}: the pool has {self._num_pages}")
         return memoryview(found.astype(np.int32).tobytes())
 
-    def start_pack(self, jobs: Sequence[Job]) -> Ticket:
-        """Fill slots, no slot twice."""
-        return self._start(jobs, "pack", "seal")
-
-    def start_unpack(self, jobs: Sequence[Job]) -> Ticket:
-        """Put segments into their rows, no row twice, or zeros where a slot does not hold what its
-        job says."""
-        return self._start(jobs, "unpack", "settle")
-
-    def start_clear(self, jobs: Sequence[Job]) -> Ticket:
-        """Zero all heads of these rows."""
-        return self._start(jobs, "clear")
-
-    def _start(self, jobs: Sequence[Job], *names: str) -> Ticket:
+    def start(self, what: str, jobs: Sequence[Job]) -> Ticket:
+        """Start a batch that fills slots ("pack"), puts segments into their rows ("unpack"; zeros
+        where a slot does not hold what its job says), or zeroes all heads of rows ("clear"). No
+        slot that is filled, and no row that is written, is in it twice."""
         if not self._free or not 0 < len(jobs) <= MAX_BATCH:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
         buffers, driver = self._free.pop(), self.driver
         try:
             size, grids = buffers.write(jobs), self._grids(jobs)
             driver.bind()
-            if self._flushes and "unpack" in names:
+            if self._flushes and what == "unpack":
                 driver.flush()
             driver.upload(buffers.device, buffers.source, size)
-            for name in names:
+            for name in KERNELS[what]:
                 function, shared = self._kernels[name]
                 driver.launch(function, grids[name], 32 * WARPS, shared, buffers.parameters)
             return Ticket(driver, buffers, len(jobs), self._free)
@@ -250,13 +232,11 @@ class GpuRows:
         return {"pack": move, "seal": seal, "unpack": move, "settle": settle, "clear": move}
 
 
-def unfit(rows: DraftRows, staging: Any) -> str:
-    """Say why the kernels do not serve this pool and these slots; empty if they do."""
+def unfit(rows: DraftRows) -> str:
+    """Say why the kernels do not serve this pool; empty if they do."""
     widths = sorted(set(rows.head_bytes))
     if any(n % UNIT for n in [*widths, *(entry.data_ptr() for entry in rows.entries)]):
         return f"heads of {widths} bytes: not all begin at a multiple of {UNIT} bytes"
-    if (staging.address | staging.slot_bytes) % UNIT or staging.slot_bytes >= 1 << 33:
-        return f"slots of {staging.slot_bytes} bytes: expected multiples of {UNIT} below 8 GiB"
     return ""
 
 

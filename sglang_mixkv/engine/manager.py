@@ -123,13 +123,6 @@ class DraftManager(RankManager):
             return
         super().apply_prefill_status(failure_reason=failure_reason, **status)  # type: ignore[misc]
 
-    # -- both
-
-    def check_integrity(self) -> list[str]:
-        """List what is wrong with an idle rank: ended threads, and what requests still hold."""
-        channels = (self.prefill_channel, self.decode_channel)
-        return [line for one in channels if one is not None for line in one.check()]
-
 
 MIXINS = {
     "manager": DraftManager,

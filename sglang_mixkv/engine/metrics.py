@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from sglang_mixkv import series
-from sglang_mixkv.channel.reporter import Reporter
+from sglang_mixkv.channel.actions import Note
+from sglang_mixkv.channel.loop import Reporter
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
@@ -67,9 +68,8 @@ class MetricsReporter(Reporter):
         self._sampled, self._counting = 0.0, threading.Lock()
         self._made = {} if labels is None else _make(side, labels, registry)
 
-    def __call__(self, note: Any) -> None:
-        spec = NOTES.get(note.what, NoteSpec())
-        peer = getattr(note, "peer", b"") or getattr(note, "reader", b"")
+    def __call__(self, note: Note) -> None:
+        spec, peer = NOTES.get(note.what, NoteSpec()), note.peer
         if note.what == "breaker_opened":
             self._record(spec.series, self._known(self.name_of(peer)))
         elif spec.series:

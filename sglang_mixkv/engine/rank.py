@@ -18,7 +18,6 @@ from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
-from sglang_mixkv.channel.slot_format import PROBE_OFFSET
 from sglang_mixkv.channel.slots import SlotPool, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
@@ -90,8 +89,7 @@ class RankContext:
         staging = Staging(self.slots.count, self.slot_bytes, rows.device, draft.mem_pool)
         plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
         device = (staging.device.index or 0) if staging.device.type == "cuda" else None
-        memory = Memory(staging.address, staging.size, device)
-        plane.register(memory, staging.address + PROBE_OFFSET)  # of slot 0
+        plane.register(Memory(staging.address, staging.size, device))
         if rows.device.type != "cuda":
             return Store(rows, staging, plane)
         kernels = kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)

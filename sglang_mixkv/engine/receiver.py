@@ -72,7 +72,7 @@ class DraftReceiver(RoomUse):
         assert channel is not None
         channel.open(
             handle, bootstrap_room=self.bootstrap_room, sources=plan.sources, first_token=first,
-            end=end, cold=plan.cold, version=plan.version, page_size=page_size,
+            end=end, cold=plan.cold, version=plan.version,
         )  # fmt: skip
         self.channel, self.handle = channel, handle
 

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-from sglang_mixkv.decode.actions import Note
+from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()

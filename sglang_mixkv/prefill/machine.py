@@ -4,10 +4,10 @@ A Request is one request on this rank, a *room* in logs and metrics. Each reader
 rank, has a ReaderTransfer of it. An OPEN may come before SGLang's sender, and waits for it. Chunks
 of a request wait for its readers, and are cut into segments that fit a slot:
 
-    ReaderTransfer   opened --Pack--> packing --READY--> ... --last READY--> complete
-                         \__________________ FAIL, either way ______________/  over
+    ReaderTransfer   opened --copy--> packing --READY--> ... --last READY--> ended
+                         \__________________ FAIL, either way _______________/
 
-Its pages are *released* when all readers have opened it and each transfer is complete or over. The
+Its pages are *released* when all readers have opened it and each transfer has ended. The
 sender's Success waits for that and for nothing else, so that no page is given back while it is
 packed. Slots are read and acknowledged later. Packing that makes no progress after SGLang's own
 transfer is given up: the readers are notified, and the request goes on. Prefill never fails one.
@@ -19,12 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, fail
+import msgspec
+
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
+from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready, fail
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.prefill import actions as act
 from sglang_mixkv.prefill.transfer import Chunk, Packing, ReaderTransfer, Request, Segment
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
@@ -33,25 +35,33 @@ port can invent readers without end, so the connection counts."""
 STEP = 1.0  # a rank's clock advances by so much at most between two calls
 
 
-class Machine:
-    """All requests of one prefill rank.
+class PagesReleased(msgspec.Struct, frozen=True):
+    """The sender may report SGLang's Success: nothing reads the request's pages any more."""
 
-    `heads`: those of the drafter on this rank. `segment_tokens`, `draw_stamp`: see Packing.
-    """
+    handle: Hashable
+
+
+Action = StartCopies | Send | PagesReleased | Note
+
+
+class Machine:
+    """All requests of one prefill rank. `heads`: those of the drafter here. `segment_tokens`: how
+    many tokens of so many heads fit a slot here and one of so many bytes. `draw_stamp`: see
+    Packing."""
 
     def __init__(
         self, instance: bytes, heads: range, segment_tokens: Callable[[int, int], int],
         slots: SlotPool, times: Times, draw_stamp: Callable[[], int],
     ) -> None:  # fmt: skip
         self._instance, self._heads, self._times = instance, heads, times
-        self.slots = slots
-        self._packing = Packing(segment_tokens, slots, draw_stamp)
+        self._segment_tokens, self.slots = segment_tokens, slots
+        self._packing = Packing(slots, draw_stamp)
         self._requests: dict[Hashable, Request] = {}
         self._current: dict[int, Request] = {}  # by number: that of the newest sender
         self._early: dict[int, Request] = {}  # by number: opened, and no sender yet
         self._transfers: dict[int, ReaderTransfer] = {}  # by generation
         self._open: Counter[bytes] = Counter()  # transfers
-        self._out: list[act.Action] = []
+        self._out: list[Action] = []
         self._clock, self._seen = 0.0, float("inf")
 
     def advance(self, now: float) -> None:
@@ -61,16 +71,16 @@ class Machine:
         self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
 
-    def actions(self) -> list[act.Action]:
+    def actions(self) -> list[Action]:
         """Return the actions since the last time, in the order in which they must be done."""
         packing = self._packing
         for transfer, ready, chunks in packing.announce(self._clock) if packing.announcing else ():
             transfer.request.progress = self._clock
-            self._out.append(act.Send(transfer.connection, ready, chunks))
+            self._out.append(Send(transfer.connection, ready, chunks))
             if ready.last:
                 self._release_pages(transfer.request)
         if packing.turns.owners and (segments := packing.start()):
-            self._out.append(act.Pack(segments))
+            self._out.append(StartCopies(segments))
         actions, self._out = self._out, []
         return actions
 
@@ -97,7 +107,7 @@ class Machine:
         Chunks of a request follow each other in the prompt, and are written in their order.
         """
         if (request := self._requests.get(handle)) is not None:
-            request.chunks.append(Chunk(handle, first, count, last, pages, pending))
+            request.chunks.append(Chunk(first, count, last, pages, pending))
             self._packing.add(request.note_written(pending=False))
 
     def chunk_written(self, handle: Hashable) -> None:
@@ -126,14 +136,14 @@ class Machine:
 
     # -- readers
 
-    def received(self, connection: bytes, message: Open | Ack | Fail) -> None:
+    def received(self, connection: bytes, message: Message) -> None:
         """A reader's message. `connection`: what a reply is addressed to."""
         match message:
             case Open() as opened:
                 self._opened(connection, opened)
             case Ack(slots):
                 for slot in self.slots.acknowledge(slots, self._clock):
-                    self._out.append(act.Note("unknown_ack", b"", f"slot {slot}"))
+                    self._out.append(Note("unknown_ack", b"", f"slot {slot}"))
             case Fail(generation=generation):
                 if (transfer := self._transfers.get(generation)) is not None:
                     self._over(transfer)
@@ -147,7 +157,8 @@ class Machine:
 
     def _opened(self, connection: bytes, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
-        if why := self._refusal(opened):
+        limit = self._segment_tokens(len(opened.wanted), opened.slot_bytes) if opened.wanted else 0
+        if why := self._refusal(opened, limit):
             self._refuse(connection, opened, *why)
             return
         if generation in self._transfers:
@@ -169,7 +180,6 @@ class Machine:
         if request is None or is_next:
             request = self._early.pop(number, None) or Request(number, self._clock)
             self._early[number] = request  # the least recently opened is first
-        limit = self._packing.limit(opened) if opened.wanted else 0
         transfer = ReaderTransfer(request, opened, connection, limit)
         request.transfers[reader] = self._transfers[generation] = transfer
         request.readers, request.progress = max(request.readers, opened.readers), self._clock
@@ -178,20 +188,20 @@ class Machine:
         self._packing.add((transfer,))
         self._release_pages(request)
 
-    def _refusal(self, opened: Open) -> tuple[str, str] | None:
-        """Return a code and a detail if this rank cannot serve it."""
+    def _refusal(self, opened: Open, limit: int) -> tuple[str, str] | None:
+        """Return a code and a detail if this rank cannot serve it by segments of `limit` tokens."""
         wanted, held = opened.wanted, self._heads
         if opened.prefill != self._instance:
             return "restarted", "this prefill rank is not the instance addressed"
         if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
             return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
-        if wanted and self._packing.limit(opened) < 1:
+        if wanted and limit < 1:
             return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
         return None
 
     def _refuse(self, connection: bytes, opened: Open, code: str, detail: str) -> None:
-        self._out.append(act.Note(code, opened.reader, detail))
-        self._out.append(act.Send(connection, fail(opened.room, opened.generation, code, detail)))
+        self._out.append(Note(code, opened.reader, detail))
+        self._out.append(Send(connection, fail(opened.room, opened.generation, code, detail)))
 
     def _forget(self, transfer: ReaderTransfer) -> None:
         del self._transfers[transfer.opened.generation]
@@ -209,7 +219,7 @@ class Machine:
     def _over(self, transfer: ReaderTransfer) -> None:
         """Nothing more is packed, or announced, for this reader."""
         if not transfer.ended:
-            transfer.over = True
+            transfer.ended = True
             self._packing.drop(transfer)
             self._release_pages(transfer.request)
 
@@ -224,12 +234,12 @@ class Machine:
             return
         if given_up or request.all_ended:
             request.pages_released = True
-            self._out.append(act.PagesReleased(request.handle))
+            self._out.append(PagesReleased(request.handle))
 
     # -- packing
 
     def copied(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
-        """All these segments of Pack actions have ended with this outcome. If it is OK, their bytes
+        """All these segments of StartCopies have ended with this outcome. If it is OK, their bytes
         are in the slots."""
         if failed := self._packing.end(segments, outcome):
             self._fail(failed, "pack", repr(outcome)[:300])
@@ -252,31 +262,21 @@ class Machine:
                 self._forget(transfer)
                 if not transfer.ended:
                     detail = f"room {request.number}: no request came"
-                    self._out.append(act.Note("early", transfer.reader, detail))
+                    self._out.append(Note("early", transfer.reader, detail))
         for slot in self.slots.expire(self._clock):
-            self._out.append(act.Note("expired", b"", f"slot {slot} was never acknowledged"))
+            self._out.append(Note("expired", b"", f"slot {slot} was never acknowledged"))
 
     def _give_up(self, request: Request) -> None:
         if request.missing > 0:
             detail = f"room {request.number}: {request.missing} readers have not opened it"
-            self._out.append(act.Note("unopened", b"", detail))
+            self._out.append(Note("unopened", b"", detail))
         self._fail(request.transfers.values(), "slow", "packing made no progress")
         self._release_pages(request, given_up=True)
 
-    # -- actions that raised, and what is outstanding
-
-    def on_action_failed(self, action: act.Action, error: Exception) -> None:
+    def on_action_failed(self, action: Action, error: Exception) -> None:
         """This action raised, and was not done."""
         match action:
-            case act.Pack(segments):
+            case StartCopies(segments):
                 self.copied(segments, error)
-            case act.Send(message=message):
+            case Send(message=Ready() | Fail() as message):
                 self.unsent(message)
-
-    def outstanding(self) -> dict[str, int]:
-        """Count by name what requests still hold; empty on an idle rank."""
-        found = {
-            "rooms": len(self._requests), "waiting": len(self._early), "jobs": len(self._packing),
-            "published": self.slots.published, "transfers": len(self._transfers),
-        }  # fmt: skip
-        return {name: count for name, count in found.items() if count}

@@ -25,7 +25,6 @@ class Chunk(msgspec.Struct, frozen=True):
     """Tokens [first, first + count) of the prompt, in `pages`. `pending`: their KV may
     not be written yet."""
 
-    handle: Hashable
     first: int
     count: int
     last: bool
@@ -71,7 +70,7 @@ class Request:
         if self.missing > 0:
             return False
         for transfer in self.transfers.values():  # noqa: SIM110, a generator would cost more calls
-            if not (transfer.complete or transfer.over):
+            if not transfer.ended:
                 return False
         return True
 
@@ -95,8 +94,8 @@ class ReaderTransfer:
 
     `token` is the next to be cut into a segment, `at` its chunk, and `chunk` that one's number.
     `packing`: segments that were cut and not announced, in the order of the prompt; `announced`:
-    how many were; `all_cut`: no more follow. It is `complete` once the last READY has left, and
-    `over` once it failed.
+    how many were; `all_cut`: no more follow. It has `ended` once the last READY has left, or it
+    failed.
     """
 
     def __init__(self, request: Request, opened: Open, connection: bytes, limit: int) -> None:
@@ -106,16 +105,12 @@ class ReaderTransfer:
         self.chunk, self.announced = 0, 0
         self.token = opened.first_token
         self.packing: deque[Segment] = deque()
-        self.complete = not self.wanted
-        self.all_cut = self.over = False
-
-    @property
-    def ended(self) -> bool:
-        return self.complete or self.over
+        self.ended = not self.wanted
+        self.all_cut = False
 
     def advance(self) -> bool:
         """Return whether a segment can be cut from the chunks that are written."""
-        if self.complete or self.over:
+        if self.ended:
             return False
         chunks, written = self.request.chunks, self.request.written
         while self.chunk < written:
@@ -153,39 +148,26 @@ class ReaderTransfer:
             chunk = segment.chunk
             if segment.first + segment.count == chunk.first + chunk.count:
                 ended.append(chunk)
-        self.complete = self.all_cut and not packing
-        if not (found or self.complete):
+        self.ended = self.all_cut and not packing
+        if not (found or self.ended):
             return None
         number = self.announced
         self.announced += len(found)
         room, generation = self.opened.room, self.opened.generation
-        return Ready(room, generation, number, first, tuple(found), self.complete), ended
+        return Ready(room, generation, number, first, tuple(found), self.ended), ended
 
 
 class Packing:
     """Segments on their way into slots. Transfers with something to pack wait for slots, and
     readers take turns. `announcing`: transfers with a packed segment, or at their end.
+    `draw_stamp`: draws a number that is unlike any earlier one and cannot be guessed."""
 
-    `segment_tokens`: how many tokens of so many heads fit a slot here and one of so many bytes.
-    `draw_stamp`: draws a number that is unlike any earlier one and cannot be guessed.
-    """
-
-    def __init__(
-        self, segment_tokens: Callable[[int, int], int], slots: SlotPool,
-        draw_stamp: Callable[[], int],
-    ) -> None:  # fmt: skip
-        self._segment_tokens, self._slots, self._draw = segment_tokens, slots, draw_stamp
+    def __init__(self, slots: SlotPool, draw_stamp: Callable[[], int]) -> None:
+        self._slots, self._draw = slots, draw_stamp
         self._list = list_of(slots.count)
         self.turns: RoundRobin[ReaderTransfer] = RoundRobin(self._list)
         self.announcing: dict[ReaderTransfer, None] = {}
         self._begun = 0
-
-    def __len__(self) -> int:
-        return self._begun
-
-    def limit(self, opened: Open) -> int:
-        """Return how many tokens of what this reader wants fit a slot of either side."""
-        return self._segment_tokens(len(opened.wanted), opened.slot_bytes)
 
     def add(self, transfers: Iterable[ReaderTransfer]) -> None:
         """Queue transfers that have more to pack, or are at their end."""
@@ -212,9 +194,9 @@ class Packing:
         failed: dict[ReaderTransfer, None] = {}
         for segment in segments:
             transfer = segment.transfer
-            if transfer.over or outcome is not SlotCheck.OK:
+            if transfer.ended or outcome is not SlotCheck.OK:
                 self._slots.free(segment.slot)
-                if not (transfer.over or outcome is None):
+                if not (transfer.ended or outcome is None):
                     failed[transfer] = None
             else:
                 segment.packed = True
@@ -225,7 +207,7 @@ class Packing:
         """Return the READYs that can be sent and the chunks each completes; publish their slots."""
         found = []
         for transfer in self.announcing:
-            while not (transfer.complete or transfer.over) and (made := transfer.ready(self._list)):
+            while not transfer.ended and (made := transfer.ready(self._list)):
                 for one in made[0].segments:
                     self._slots.publish(one.slot, one.stamp, now)
                 found.append((transfer, *made))

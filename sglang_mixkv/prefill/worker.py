@@ -1,8 +1,7 @@
 """A prefill rank's channel: what SGLang's scheduler calls, the thread that owns the socket, copies.
 
-The scheduler calls `begin`, `add_chunk`, `release` and `end`, which have the channel thread call
-the machine; `release` also says whether SGLang's Success may be shown. The channel thread sends
-what the machine says, starts copies and asks the events that chunks wait for.
+The scheduler calls `begin`, `add_chunk`, `release` and `end`. The channel thread does what the
+machine says, and asks the events that chunks wait for.
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ from typing import Any
 import zmq
 
 from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.loop import Call, Worker
-from sglang_mixkv.channel.messages import Ack, Fail, Open
-from sglang_mixkv.channel.reporter import Reporter
-from sglang_mixkv.channel.sockets import Poller, endpoint, has_message, new_context, new_socket
+from sglang_mixkv.channel.loop import Call, Reporter, Worker
+from sglang_mixkv.channel.sockets import endpoint, has_message, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import actions as act
-from sglang_mixkv.prefill.machine import Machine
+from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
 from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -54,7 +51,6 @@ class PrefillWorker(Worker):
 
     names = "mixkv-prefill", "mixkv-pack"
     _machine: Machine
-    _store: Store
 
     def __init__(
         self, machine: Machine, store: Store, times: Times, reporter: Reporter, host: str, port: int
@@ -64,12 +60,9 @@ class PrefillWorker(Worker):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(endpoint(host, port))
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
-        poller = Poller()
-        poller.register(self._socket)
-        super().__init__(machine, poller, reporter, times, store)
-        self._pending: deque[tuple[SendHandle, Pages]] = (
-            deque()
-        )  # of chunks that wait for a forward
+        super().__init__(machine, reporter, times, store)
+        self._poller.register(self._socket)
+        self._pending = deque[tuple[SendHandle, Pages]]()  # of chunks that wait for a forward
         self._lost: set[bytes] = set()
         self._thread.start()
 
@@ -149,44 +142,43 @@ class PrefillWorker(Worker):
             try:
                 message = messages.decode(frame)
             except ValueError as error:
-                self._reporter(act.Note("unreadable", b"", str(error)))
+                self._reporter(Note("unreadable", b"", str(error)))
                 continue
-            if isinstance(message, Open | Ack | Fail):
-                yield self._machine.received, (connection, message)
+            yield self._machine.received, (connection, message)
 
-    def _do(self, action: act.Action) -> None:
+    def _do(self, action: Action) -> None:
         match action:
-            case act.Pack(segments):
+            case StartCopies(segments):
                 assert self._copies is not None
                 self._copies.start(list(map(_copy_of, segments)))
-            case act.Send():
+            case Send():
                 self._send(action)
-            case act.PagesReleased(SendHandle() as handle):
+            case PagesReleased(SendHandle() as handle):
                 handle.pages_released = True
-            case act.Note():
+            case Note():
                 self._reporter(action)
 
-    def _send(self, action: act.Send) -> None:
+    def _send(self, action: Send) -> None:
         frame = messages.encode(action.message)
         self._poller.used(self._socket)
         try:
-            self._socket.send(action.connection, NOBLOCK | SNDMORE)
+            self._socket.send(action.peer, NOBLOCK | SNDMORE)
             self._socket.send(frame, NOBLOCK)
         except zmq.ZMQError:  # no route to it any more, or it takes nothing
             self._call(self._machine.unsent, action.message)
-            if action.connection not in self._lost:  # once for all answers that it does not take
-                self._lost.add(action.connection)
-                self._call(self._machine.connection_lost, action.connection)
-                self._call(self._lost.discard, action.connection)
+            if action.peer not in self._lost:  # once for all answers that it does not take
+                self._lost.add(action.peer)
+                self._call(self._machine.connection_lost, action.peer)
+                self._call(self._lost.discard, action.peer)
             return
         for chunk in action.chunks:
             self._reporter.announced(time.monotonic() - chunk.pages.written)
 
 
 def _copy_of(segment: Segment) -> Copy:
-    chunk, heads = segment.chunk, segment.transfer.wanted
-    assert isinstance(chunk.handle, SendHandle)
+    chunk, transfer, handle = segment.chunk, segment.transfer, segment.transfer.request.handle
+    assert isinstance(handle, SendHandle)
     return Copy(
-        Kind.PACK, segment, chunk.handle.gate, chunk.pages, segment.first - chunk.first,
-        segment.count, heads, segment.slot, segment.stamp,
+        Kind.PACK, segment, handle.gate, chunk.pages, segment.first - chunk.first, segment.count,
+        transfer.wanted, segment.slot, segment.stamp,
     )  # fmt: skip

@@ -30,7 +30,6 @@ import zmq
 
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory, Peer
-from sglang_mixkv.channel.slot_format import PROBE_OFFSET
 from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
@@ -120,8 +119,7 @@ class Side:
         staging = Staging(count, size, torch.device("cpu" if gpu is None else f"cuda:{gpu}"))
         self.slot = staging.slot
         self.plane = planes.make(wire.plane.name, host, wire.devices, wire.config.nixl_params)
-        memory = Memory(staging.address, staging.size, gpu)
-        self.plane.register(memory, staging.address + PROBE_OFFSET)
+        self.plane.register(Memory(staging.address, staging.size, gpu))
         endpoint = self.plane.endpoint
         self.facts = StagingFacts(wire.plane.name, endpoint, staging.address, size, count)
         kind = "host" if gpu is None else "GPU"

@@ -120,7 +120,7 @@ class Check:
         return [entry[self.numbers[slot]][:, self.heads.start :] for entry in entries]
 
     def pack(self) -> str:
-        if wrong := verdicts(self.rows.start_pack(self.jobs(SLOTS)), [OK] * SLOTS):
+        if wrong := verdicts(self.rows.start("pack", self.jobs(SLOTS)), [OK] * SLOTS):
             return wrong
         host = [torch.zeros_like(entry, device="cpu") for entry in self.of(self.truth, 0)]
         rows = DraftRows(host, self.heads)
@@ -141,7 +141,7 @@ class Check:
                 entry.fill_(FILL)
             expected = [*damage.values(), *[OK] * (SLOTS - len(damage))]
             self.damage(damage)
-            wrong = verdicts(self.rows.start_unpack(self.jobs(SLOTS)), expected)
+            wrong = verdicts(self.rows.start("unpack", self.jobs(SLOTS)), expected)
             self.damage(damage)  # undoes it
             if wrong := wrong or self.compare(self.heads.start, zeros=len(damage)):
                 return wrong
@@ -157,7 +157,7 @@ class Check:
             entry.fill_(FILL)
         settle()
         job = self.rows.job(self.pages, 7, SLOTS * self.tokens)
-        return verdicts(self.rows.start_clear([job]), [OK]) or self.compare(0, zeros=SLOTS)
+        return verdicts(self.rows.start("clear", [job]), [OK]) or self.compare(0, zeros=SLOTS)
 
     def compare(self, first_head: int, zeros: int) -> str:
         """All of the pool: what the slots hold is there, but zeros for the first slots."""
@@ -177,10 +177,10 @@ class Check:
 
     def us(self, kind: str, count: int, wait: Callable[[Any], None], times: int = TIMES) -> float:
         """The median of a slot; the first time is not counted."""
-        start, taken = getattr(self.rows, f"start_{kind}"), []
+        taken = []
         for _ in range(times + 1):
             begin = time.perf_counter()
-            ticket = start(self.jobs(count))
+            ticket = self.rows.start(kind, self.jobs(count))
             wait(ticket)
             taken.append((time.perf_counter() - begin) / count * 1e6)
         return round(float(np.median(taken[1:])), 1)
@@ -201,11 +201,11 @@ class Check:
         """Two batches, and as many copies, between two events of their stream. All of it is queued
         while the stream sleeps."""
         stream = torch.cuda.ExternalStream(self.rows.driver.stream)
-        other, start = torch.empty_like(self.staging.slot(0)), getattr(self.rows, f"start_{kind}")
+        other = torch.empty_like(self.staging.slot(0))
         size = self.tokens * sum(e.shape[2] for e in self.pool) * len(self.heads) + HEADER
 
         def batches() -> list[Any]:
-            return [start(self.jobs(SLOTS)) for _ in range(2)]
+            return [self.rows.start(kind, self.jobs(SLOTS)) for _ in range(2)]
 
         def copies() -> list[Any]:
             for slot in [*range(SLOTS)] * 2:

@@ -71,7 +71,7 @@ class Kernels:
 
     def clear(self, request: Request, cut: range) -> None:
         job = self.rows.job(self._pages(request), cut.start, len(cut))
-        assert ended(self.rows.start_clear([job])) == [SlotCheck.OK]
+        assert ended(self.rows.start("clear", [job])) == [SlotCheck.OK]
 
     def start(self, kind: str, request: Request) -> Ticket:
         """One batch."""
@@ -80,8 +80,7 @@ class Kernels:
             self.rows.job(pages, cut.start, len(cut), request.heads, number, STAMP + number)
             for number, cut in enumerate(request.cuts, request.slot)
         ]
-        ticket: Ticket = getattr(self.rows, f"start_{kind}")(jobs)
-        return ticket
+        return self.rows.start(kind, jobs)
 
     def _pages(self, request: Request) -> memoryview:
         """Made once for all batches of the same rows, as the channel does."""

@@ -24,7 +24,6 @@ import sglang_mixkv
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.channel.slot_format import HEADER, PROBE_OFFSET
 from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
@@ -57,7 +56,7 @@ class Plane:
     def __init__(self, *made_of: Any) -> None:
         (self.name, *_), self.made_of, self.registered = made_of, made_of, list[Any]()
 
-    def register(self, *memory: Any) -> None:
+    def register(self, memory: Any) -> None:
         self.registered.append(memory)
 
 
@@ -143,19 +142,15 @@ def test_a_setting_reaches_all_that_depends_on_it(
     assert all(one != expected for one in plain)
 
 
-def test_the_data_plane_has_the_slots_and_a_byte_of_them_that_means_nothing(
+def test_the_data_plane_has_the_slots(
     rank_of: Callable[[Config], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into that byte peers are probed, at any time: not into a stamp or a sum."""
     pools: list[Any] = []
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda one: pools.append(one) or nullcontext())
     one, store, _ = rank_of(PLAIN)
     address = store.staging.address
     assert store.plane.made_of == ("mooncake", "10.0.0.8", "", {})
-    assert store.plane.registered == [
-        (Memory(address, math.prod(slots_of(1))), address + PROBE_OFFSET)
-    ]
-    assert 16 <= PROBE_OFFSET < HEADER
+    assert store.plane.registered == [Memory(address, math.prod(slots_of(1)))]
     assert pools == one.reporter.used == []
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _, of=ranks.draft_pool.of_pool:
         of(None)._replace(mem_pool="the KV's"))  # fmt: skip
@@ -281,7 +276,7 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
     monkeypatch.setattr(ranks.draft_pool, "of_pool", lambda _: Draft(LAYOUT, rows, 4, "pool"))
     one, store, _ = rank_of(PLAIN)
     assert asked == [(*slots_of(1), device, "pool"), (rows, 4, made, "auto")]
-    assert store.plane.registered == [(Memory(1 << 20, 7, index or 0), (1 << 20) + PROBE_OFFSET)]
+    assert store.plane.registered == [Memory(1 << 20, 7, index or 0)]
     assert store.device is (None if kernels == "why not" else draft)
     assert one.reporter.used == [kernels == "kernels"]
     assert (store.rows, store.staging) == (rows, made)
@@ -378,7 +373,6 @@ def test_a_prefill_manager_without_a_drafter_registers_a_row_without_a_channel(
     assert manager.prefill_channel is None
     made.RankContext.return_value.row.assert_called_once_with(manager, "", None)
     made.register.assert_called_once_with("url", {"sglang's": 1, KEY: {"row": 1}})
-    assert manager.check_integrity() == []
 
 
 @pytest.mark.parametrize("drafting", [True, False])
@@ -416,14 +410,6 @@ def test_a_decode_manager_has_a_channel_and_knows_servers(
     answer = manager.try_ensure_parallel_info(ADDRESS)
     assert answer is made.PrefillServers.return_value.ensure.return_value
     assert made.PrefillServers.return_value.mock_calls[1:] == [call.ensure(ADDRESS)]
-
-
-def test_what_is_wrong_with_either_channel_is_said() -> None:
-    manager: Any = DraftManager.__new__(DraftManager)
-    manager.prefill_channel = SimpleNamespace(check=lambda: ["one", "two"])
-    assert manager.check_integrity() == ["one", "two"]
-    manager.decode_channel = SimpleNamespace(check=lambda: ["three"])
-    assert manager.check_integrity() == ["one", "two", "three"]
 
 
 RANK_NAMES = "attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank"

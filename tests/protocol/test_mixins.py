@@ -302,9 +302,9 @@ def test_a_room_is_opened_behind_sglangs_metadata_with_all_that_it_needs(
     assert found == {
         "bootstrap_room": one.bootstrap_room, "sources": PLAN.sources, "first_token": begins,
         "end": begins + (3 * PAGE if drafting else 0), "cold": PLAN.cold, "version": 9,
-        "page_size": size,
     }  # fmt: skip
     assert one.handle is handle
+    assert handle.pages.page_size == size
     assert (handle.event, handle.prefill) == ("forward of the scheduler", one.bootstrap_addr)
     written = pages[1:] if drafting else pages
     assert list(handle.pages.rows(0, size * len(written))) == rows_of(written, size)

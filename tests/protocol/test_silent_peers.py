@@ -47,7 +47,7 @@ class Ranks:
         self.good, self.other = self._prefill(1), self._prefill(2)
         self.decode = Decode(Times(), plane=Mooncake(HOST))
         self.peer = self.decode.reach(self.good.row)
-        assert wait_for(lambda: self.decode.channel.knows(self.peer))
+        assert wait_for(lambda: self.peer in self.decode.channel._links)
         self._rooms = iter(range(1, 1 << 20))
         self.request()
 

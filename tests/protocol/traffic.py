@@ -249,7 +249,7 @@ class TrafficRank(Rank):
         """Slots as well: on prefill those whose ACK does not come are another thing, since they
         are free again after `slot_aside`."""
         slots = self.plugin.slots
-        return {**resources(), "slots": slots.count - slots.free_slots - slots.published}
+        return {**resources(), "slots": slots.count - slots.free_slots - len(slots._published)}
 
     def left_behind(self) -> list[str]:
         if not self.report.warm:

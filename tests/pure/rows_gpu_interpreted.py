@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rig.channel import threads
 from rig.channel.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
-from rig.channel.invariants import violations
+from rig.channel.invariants import outstanding, violations
 
 from sglang_mixkv.channel import loop
 from sglang_mixkv.channel.gate import Gate, launch_guarded
@@ -137,7 +137,7 @@ def test_a_batch_does_what_draft_rows_does(
     some slots are of another use, or have a flipped bit anywhere, and their rows are zeros. What
     was unpacked is cleared."""
     side, segments = batch
-    ticket = side.rows.start_pack([one.job(side) for one in segments])
+    ticket = side.rows.start("pack", [one.job(side) for one in segments])
     for one in segments:
         side.draft.pack(one.rows(side), one.heads, side.beside.slot(one.slot), one.stamp)
     assert ended(ticket) == [OK] * len(segments)
@@ -160,11 +160,10 @@ def test_a_batch_does_what_draft_rows_does(
             side.zero(one)
         jobs.append(one._replace(stamp=stamp).job(side))
     side.beside._memory.copy_(side.staging._memory)
-    assert ended(side.rows.start_unpack(jobs)) == expected
+    assert ended(side.rows.start("unpack", jobs)) == expected
     assert side.same()
-    ticket = side.rows.start_clear(
-        [side.rows.job(side.rows.pages(o[0]), *o[1:3]) for o in segments]
-    )
+    cleared = [side.rows.job(side.rows.pages(o[0]), *o[1:3]) for o in segments]
+    ticket = side.rows.start("clear", cleared)
     for one in segments:
         side.draft.clear(one.rows(side))
     assert ended(ticket) == [OK] * len(segments)
@@ -195,12 +194,12 @@ def test_a_batch_is_six_calls_that_keep_the_gil_and_compiles_nothing() -> None:
             name = getattr(what, "__module__", None) or type(what.__self__).__module__
             called.add(name.partition(".")[0])
 
-    for start in (side.rows.start_pack, side.rows.start_unpack):
+    for what in ("pack", "unpack"):
         for jobs in (eight(side, 3), eight(side, 3)[:1], [one]):
             side.cuda.calls.clear()
             sys.setprofile(see)
             try:
-                tickets.append(start(jobs))
+                tickets.append(side.rows.start(what, jobs))
                 is_done = tickets[-1].done()
             finally:
                 sys.setprofile(None)
@@ -209,7 +208,7 @@ def test_a_batch_is_six_calls_that_keep_the_gil_and_compiles_nothing() -> None:
             assert side.cuda.calls == BATCH_OF_8 + Counter(cuEventQuery=2)
     assert called & {"torch", "numpy"} == set()
     assert "_struct" in called
-    assert ended(side.rows.start_clear([one])) == [OK]
+    assert ended(side.rows.start("clear", [one])) == [OK]
     assert len(side.cuda.compiled) == 5
 
 
@@ -218,11 +217,11 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
     side, tickets = small(FakeCuda(late=3)), []
     for number in range(2):
         one = Segment(np.array([number + 1]), 1, 9, range(4, 6), number, 7 + number)
-        tickets.append(side.rows.start_pack([one.job(side)]))
+        tickets.append(side.rows.start("pack", [one.job(side)]))
         side.draft.pack(one.rows(side), one.heads, side.beside.slot(number), one.stamp)
     assert not side.rows.can_start
     with pytest.raises(ValueError, match="0 of 2 batches free"):
-        side.rows.start_clear(eight(side))
+        side.rows.start("clear", eight(side))
     assert ended(tickets[1]) == ended(tickets[0]) == [OK]
     assert side.rows.can_start
     assert side.same()
@@ -237,19 +236,19 @@ def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
     jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MAX_BATCH)]
     for slot in range(MAX_BATCH):
         side.draft.pack(np.arange(page - 1, page + 29), heads, side.beside.slot(slot), slot)
-    assert ended(side.rows.start_pack(jobs)) == [OK] * MAX_BATCH
+    assert ended(side.rows.start("pack", jobs)) == [OK] * MAX_BATCH
     assert side.same()
     side.draft.clear(np.arange(rows))
-    assert ended(side.rows.start_clear([side.rows.job(pages, 0, rows)])) == [OK]
+    assert ended(side.rows.start("clear", [side.rows.job(pages, 0, rows)])) == [OK]
     assert side.same()
 
 
 def test_an_event_stands_for_its_batch_alone() -> None:
     """A gate may hold a ticket that is done, while further batches start."""
     side = small()
-    first = side.rows.start_pack(eight(side))
+    first = side.rows.start("pack", eight(side))
     ended(first)
-    others = [side.rows.start_pack(eight(side)) for _ in range(2)]
+    others = [side.rows.start("pack", eight(side)) for _ in range(2)]
     queued = len(side.cuda._queue)
     assert first.over()
     assert len(side.cuda._queue) == queued > 0, "it waited for another batch"
@@ -271,23 +270,23 @@ def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
     for _ in range(3):
         side.cuda.fails, side.cuda.answers = call, [900, 908]
         with pytest.raises(CudaError, match=f"{call}: CUDA_ERROR_LAUNCH_FAILED"):
-            side.rows.start_unpack(jobs)
+            side.rows.start("unpack", jobs)
         assert not side.cuda._queue
         assert not side.cuda.answers
         side.cuda.fails = ""
-    assert ended(side.rows.start_pack(jobs)) == [OK] * 8
+    assert ended(side.rows.start("pack", jobs)) == [OK] * 8
 
 
 def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
     side, gate = small(), Gate()
-    ticket = launch_guarded([gate], lambda _: side.rows.start_clear(eight(side)[:1]))
+    ticket = launch_guarded([gate], lambda _: side.rows.start("clear", eight(side)[:1]))
     side.cuda._run_to(None)  # the kernel has written that all is well
     side.cuda.broken = True
     gate.close()
     assert ended(ticket) == [ERROR]
     assert "CUDA_ERROR_LAUNCH_FAILED" in ticket.error
     with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
-        side.rows.start_pack(eight(side))
+        side.rows.start("pack", eight(side))
     assert side.rows.can_start, "the next one fails as well, and does not wait for ever"
 
 
@@ -295,7 +294,7 @@ def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
 def test_a_batch_has_not_ended_while_a_graph_is_captured(code: int) -> None:
     """Whoever asks: the channel, or the scheduler that shuts a gate or waits."""
     side, gate = small(FakeCuda(late=0, captures=0)), Gate()
-    ticket = launch_guarded([gate], lambda _: side.rows.start_pack(eight(side)))
+    ticket = launch_guarded([gate], lambda _: side.rows.start("pack", eight(side)))
     side.cuda.answers = [code] * 3
     assert not ticket.over()
     assert not ticket.done()
@@ -317,7 +316,7 @@ def test_behind_an_error_that_does_not_stay_a_batch_has_ended_once_it_has(
     """Kernels still run, and are waited for, also in a thread that has no device yet and while a
     graph is captured. What they did is unknown."""
     side = small(FakeCuda(late=9, captures=0))
-    before = [side.rows.start_pack(eight(side)[:1]), side.rows.start_pack(eight(side)[1:])]
+    before = [side.rows.start("pack", eight(side)[:1]), side.rows.start("pack", eight(side)[1:])]
     side.cuda.answers = [code, 900, 907]
     asking = threading.Thread(target=getattr(before[1], asked))
     asking.start()
@@ -327,7 +326,7 @@ def test_behind_an_error_that_does_not_stay_a_batch_has_ended_once_it_has(
     assert before[1].over()
     assert ended(before[1]) == [ERROR] * 7
     assert ended(before[0]) == [OK]
-    assert ended(side.rows.start_pack(eight(side))) == [OK] * 8
+    assert ended(side.rows.start("pack", eight(side))) == [OK] * 8
 
 
 @pytest.mark.parametrize(("answers", "found"), [([], OK), ([999], ERROR), ([400, 900], ERROR)])
@@ -336,7 +335,7 @@ def test_a_batch_has_ended_for_all_threads_at_once(
 ) -> None:
     """A scheduler that shuts a gate asks, and between any two lines of it the channel's thread."""
     side = small(FakeCuda(late=1, captures=0))
-    ticket = side.rows.start_pack(eight(side))
+    ticket = side.rows.start("pack", eight(side))
     side.cuda.answers, looks = answers, list[bool]()
 
     def traced(frame: FrameType, event: str, _: Any) -> Any:
@@ -367,13 +366,13 @@ def test_a_batch_has_ended_for_all_threads_at_once(
 def test_what_a_slot_held_is_said_of_that_slot() -> None:
     """Of a batch in which some are of another use, and some are damaged."""
     side, jobs = small(), []
-    ended(side.rows.start_pack(eight(side)))
+    ended(side.rows.start("pack", eight(side)))
     expected = [OK, STALE, DIFFERS, OK, OK, DIFFERS, STALE, STALE]
     for slot, (found, job) in enumerate(zip(expected, eight(side), strict=True)):
         side.staging.slot(slot)[HEADER + 1] ^= found is DIFFERS
         jobs.append(job._replace(stamp=99) if found is STALE else job)
-    assert ended(side.rows.start_unpack(jobs)) == expected
-    assert ended(side.rows.start_unpack(jobs[1:3])) == expected[1:3]
+    assert ended(side.rows.start("unpack", jobs)) == expected
+    assert ended(side.rows.start("unpack", jobs[1:3])) == expected[1:3]
 
 
 @pytest.mark.parametrize(
@@ -382,12 +381,12 @@ def test_what_a_slot_held_is_said_of_that_slot() -> None:
 def test_what_was_added_up_is_what_was_stored(byte: int, found: SlotCheck) -> None:
     """A slot that changes between the two launches: its rows are what was added up, or zeros."""
     side = small(FakeCuda(captures=0))
-    ended(side.rows.start_pack(eight(side)))
+    ended(side.rows.start("pack", eight(side)))
     rows = [entry[16:18] for entry in side.pool]
     right = [entry.clone() * (found is OK) for entry in rows]
     for entry in rows:
         entry.fill_(CANARY)
-    ticket = side.rows.start_unpack(eight(side)[:1])
+    ticket = side.rows.start("unpack", eight(side)[:1])
     for _ in (UPLOAD, "unpack"):
         side.cuda._queue.popleft()()
     side.staging.slot(0)[byte] ^= 1
@@ -398,11 +397,11 @@ def test_what_was_added_up_is_what_was_stored(byte: int, found: SlotCheck) -> No
 def test_a_slot_of_another_use_is_not_even_in_the_pool_for_a_moment() -> None:
     """A wrong sum is known once all is stored, another stamp before."""
     side = small(FakeCuda(captures=0))
-    ended(side.rows.start_pack(eight(side)))
+    ended(side.rows.start("pack", eight(side)))
     rows = [entry[16:18] for entry in side.pool]
     for entry in rows:
         entry.fill_(CANARY)
-    ticket = side.rows.start_unpack([eight(side)[0]._replace(stamp=99)])
+    ticket = side.rows.start("unpack", [eight(side)[0]._replace(stamp=99)])
     for _ in (UPLOAD, "unpack"):
         side.cuda._queue.popleft()()
     assert all((entry == CANARY).all() for entry in rows)
@@ -414,10 +413,10 @@ def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
     """Also where they have more tiles than there are programs that clear them."""
     side = Side([272], range(6), 1, 140, 1, slots=1, slot_bytes=1 << 18)
     jobs = [side.rows.job(side.rows.pages(np.arange(140)), 5, 130, range(1, 6), 0, 7)]
-    assert ended(side.rows.start_pack(jobs)) == [OK]
+    assert ended(side.rows.start("pack", jobs)) == [OK]
     side.staging.slot(0)[HEADER] ^= 1
     assert side.rows._grids(jobs)["settle"][0] < side.rows._grids(jobs)["unpack"][0]
-    assert ended(side.rows.start_unpack(jobs)) == [DIFFERS]
+    assert ended(side.rows.start("unpack", jobs)) == [DIFFERS]
     side.wanted[0][5:135, 1:] = 0
     assert torch.equal(side.pool[0], side.wanted[0])
 
@@ -426,8 +425,8 @@ def test_a_kernel_that_wrote_no_result_is_an_error() -> None:
     """And nothing starts with kernels that do nothing."""
     side = small()
     side.cuda.compiled = [(image, lambda *_: None) for image, _ in side.cuda.compiled]
-    for start in (side.rows.start_pack, side.rows.start_unpack, side.rows.start_clear):
-        assert ended(start(eight(side))) == [ERROR] * 8
+    for what in ("pack", "unpack", "clear"):
+        assert ended(side.rows.start(what, eight(side))) == [ERROR] * 8
     cuda = FakeCuda()
     cuda._interpret = lambda *_: None
     with pytest.raises(UnsafeError, match=r"expected <SlotCheck.OK: 0>, got \[<SlotCheck.ERROR"):
@@ -455,8 +454,8 @@ def test_a_batch_has_one_job_at_least_and_64_at_most() -> None:
     side = small()
     for jobs in ([], eight(side) * 8 + eight(side)[:1]):
         with pytest.raises(ValueError, match="jobs"):
-            side.rows.start_clear(jobs)
-    assert ended(side.rows.start_clear(eight(side) * 8)) == [OK] * MAX_BATCH
+            side.rows.start("clear", jobs)
+    assert ended(side.rows.start("clear", eight(side) * 8)) == [OK] * MAX_BATCH
 
 
 # ---------------------------------------------------------------- a NIC's writes
@@ -486,9 +485,9 @@ def test_a_nics_writes_are_flushed_where_the_gpu_does_not_order_them(
             small(device)
         return
     side = small(device)
-    for start, count in ((side.rows.start_pack, 0), (side.rows.start_unpack, flushes)):
+    for what, count in (("pack", 0), ("unpack", flushes)):
         side.cuda.calls.clear()
-        ended(start(eight(side)))
+        ended(side.rows.start(what, eight(side)))
         assert side.cuda.calls["cuFlushGPUDirectRDMAWrites"] == count
 
 
@@ -496,36 +495,36 @@ def test_a_nics_writes_are_flushed_where_the_gpu_does_not_order_them(
 
 
 BATCHES = {
-    "start_pack": [UPLOAD, "pack", "seal"],
-    "start_unpack": ["flush", UPLOAD, "unpack", "settle"],
-    "start_clear": [UPLOAD, "clear"],
+    "pack": [UPLOAD, "pack", "seal"],
+    "unpack": ["flush", UPLOAD, "unpack", "settle"],
+    "clear": [UPLOAD, "clear"],
 }
 
 
-@pytest.mark.parametrize("start", BATCHES)
-def test_calls_of_a_batch_come_in_their_order(start: str) -> None:
+@pytest.mark.parametrize("what", BATCHES)
+def test_calls_of_a_batch_come_in_their_order(what: str) -> None:
     """The thread's device first, a NIC's writes before anything that reads them, jobs before their
     kernels, and an event without times behind all of it: on one stream, the driver's own."""
     side = small(FakeCuda(attributes=UNORDERED, captures=0))
     functions = {function: name for name, (function, _) in side.rows._kernels.items()}
-    stream, expected = side.rows.driver.stream, BATCHES[start]
+    stream, expected = side.rows.driver.stream, BATCHES[what]
     log, buffers = side.cuda.log, side.rows._free[-1]
     log.clear()
-    ticket = getattr(side.rows, start)(eight(side))
+    ticket = side.rows.start(what, eight(side))
     steps: list[Any] = []
-    for name, *what in log[1:-2]:
+    for name, *with_what in log[1:-2]:
         match name:
             case "cuFlushGPUDirectRDMAWrites":
                 steps.append("flush")
-                assert what == [0, 100], "to the owner of the memory, by the current context"
+                assert with_what == [0, 100], "to the owner of the memory, by the current context"
             case "cuMemcpyHtoDAsync_v2":
                 steps.append(UPLOAD)
                 size = 8 * (64 + 4)  # eight jobs, of one page each
-                assert what == [buffers.device, buffers.source, size, stream]
+                assert with_what == [buffers.device, buffers.source, size, stream]
             case "cuLaunchKernel":
-                steps.append(functions[what[0]])
-                assert what[8] == stream
-                assert steps[-1] != "seal" or sorted(what[1:4]) == [1, 1, 8], "a header a slot"
+                steps.append(functions[with_what[0]])
+                assert with_what[8] == stream
+                assert steps[-1] != "seal" or sorted(with_what[1:4]) == [1, 1, 8], "a header a slot"
     assert steps == expected
     assert len(steps) == len(log) - 3, "no other call"
     assert log[0] == ("cuCtxSetCurrent", side.rows.driver._context)
@@ -537,7 +536,7 @@ def test_calls_of_a_batch_come_in_their_order(start: str) -> None:
 def test_the_memory_of_a_batch_is_used_again_behind_its_event_alone() -> None:
     """Not behind another one's, and not before somebody has seen that it has come."""
     side = small(FakeCuda(late=1, captures=0))
-    first, second = (side.rows.start_pack(eight(side)) for _ in range(2))
+    first, second = (side.rows.start("pack", eight(side)) for _ in range(2))
     assert not second.done()
     assert not first.done()
     assert not side.rows.can_start
@@ -545,7 +544,7 @@ def test_the_memory_of_a_batch_is_used_again_behind_its_event_alone() -> None:
     assert not side.rows.can_start, "nobody has read the results"
     assert second.done()
     assert side.rows._free == [second._buffers]
-    third = side.rows.start_pack(eight(side))
+    third = side.rows.start("pack", eight(side))
     assert third._buffers is second._buffers is not first._buffers
     assert not side.rows.can_start
     second.done()
@@ -653,7 +652,7 @@ def test_requests_that_end_while_kernels_run_lose_no_slot(channel: Any) -> None:
         rows = decode.rows_of(handle).copy()
         prefill.channel.end(sent, "aborted")
         assert (decode.rows_of(handle) == rows).all(), "rows are written after the end"
-    assert threads.wait_for(lambda: not decode.channel.outstanding())
-    assert threads.wait_for(lambda: not prefill.channel.outstanding().get("jobs"))
-    assert not violations(prefill.channel._machine), prefill.channel.outstanding()
+    assert threads.wait_for(lambda: not outstanding(decode.channel._machine))
+    assert threads.wait_for(lambda: not outstanding(prefill.channel._machine).get("jobs"))
+    assert not violations(prefill.channel._machine), outstanding(prefill.channel._machine)
     assert channel.request(99) == ("warm", "")

@@ -42,9 +42,6 @@ class Device:
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.fails = False
-        self.start_pack, self.start_unpack, self.start_clear = (
-            lambda jobs, kind=kind: self.start(kind, jobs) for kind in ("pack", "unpack", "clear")
-        )
 
     @property
     def can_start(self) -> bool:

@@ -30,6 +30,7 @@ from sglang_mixkv.channel.data_plane import (
 )
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
+from sglang_mixkv.channel.slot_format import HEADER, PROBE_OFFSET
 
 SIZE, LOCAL, REMOTE = 100, 1000, 5000
 TEN = (LOCAL, REMOTE, 10)
@@ -44,7 +45,7 @@ class Scripted(DataPlane):
     def __init__(self) -> None:
         super().__init__()
         self.end, self.posted, self.dropped = True, list[Extent](), list[Peer]()
-        self.register(Memory(LOCAL, SIZE), probe_address=LOCAL)
+        self.register(Memory(LOCAL, SIZE))
 
     def _register(self, memory: Memory) -> bytes:
         return b""
@@ -65,6 +66,14 @@ class Scripted(DataPlane):
     def read(self, peer: Peer, *extents: Extent) -> list[tuple[Any, str]]:
         self.start("it", peer, extents)
         return self.ended()
+
+
+def test_a_peer_is_probed_into_a_byte_that_means_nothing() -> None:
+    """At any time: not into a stamp or a sum."""
+    plane = Scripted()
+    plane.connect(plane.there)
+    assert plane.posted == [(LOCAL + PROBE_OFFSET, REMOTE, 1)]
+    assert 16 <= PROBE_OFFSET < HEADER
 
 
 def test_nothing_outside_either_memory_is_asked_of_a_backend() -> None:
@@ -228,7 +237,7 @@ def test_a_peer_of_mooncakes_is_asked_within_its_time_whatever_it_says(
     monkeypatch.setattr(mooncake, "ANSWER_S", 0.3)
     plane = object.__new__(Mooncake)
     DataPlane.__init__(plane)
-    plane._probe_address = 0
+    plane._memory = Memory(0, 100)
     with silent(begin, drip) as address:
         one = Endpoint("mooncake", address.encode(), Memory(0, 100), b"")
         began = time.monotonic()

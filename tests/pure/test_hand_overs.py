@@ -69,8 +69,8 @@ real = select.epoll
 class Later(OnDevice):
     """Each batch is asked for some times before it has ended, however busy this machine is."""
 
-    def _start(self, *what: Any) -> Ticket:
-        ticket, asked = super()._start(*what), itertools.count()
+    def start(self, *what: Any) -> Ticket:
+        ticket, asked = super().start(*what), itertools.count()
         over = ticket.over
         ticket.done = lambda: next(asked) > 3 and over()  # type: ignore[method-assign]
         return ticket

@@ -41,6 +41,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "draft/kernels.py": ({"triton"}, {"channel.slot_format"}),
     "draft/rows_gpu.py": ({"numpy", "torch"}, {"channel.slot_format", "draft"}),
     "channel/": ({"msgspec", "zmq"}, {"channel", "errors"}),
+    "channel/loop.py": (set(), {"channel", "draft.copier"}),
     "channel/slot_format.py": ({"numpy"}, set()),
     "channel/mooncake.py": ({"mooncake"}, {"channel", "errors"}),
     "channel/nixl.py": ({"msgspec", "nixl"}, {"channel", "errors"}),
@@ -48,7 +49,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors", "series"}),
     "guards/": (
         {"sglang", "torch"},
-        {"background", "decode.actions", "draft.cuda", "errors", "guards", "series"},
+        {"background", "channel.actions", "draft.cuda", "errors", "guards", "series"},
     ),
     "engine/": (
         {"aiohttp", "msgspec", "prometheus_client", "sglang", "torch"},

@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from rig.channel.invariants import outstanding
 from rig.channel.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
 from sglang_mixkv.channel import data_plane, loop
@@ -28,7 +29,6 @@ from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import actions as prefill_actions
 from sglang_mixkv.prefill import worker as prefill_worker
 
 LOST_S = 8.0  # far from a tick, and from what takes milliseconds
@@ -226,7 +226,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
     peer = channel.prefill.instance
     send = worker._do
     if side == "prefill":
-        fd, kind, message = worker._socket.fileno(), prefill_actions.Send, "Ready"
+        fd, kind, message = worker._socket.fileno(), decode_actions.Send, "Ready"
     else:
         fd, kind, message = worker._links._links[peer].dealer.fileno(), decode_actions.Send, "Ack"
     once, others = [True], list[Any]()
@@ -242,7 +242,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
             assert select.select([fd], [], [], LOST_S)[0]
             time.sleep(0.01)  # libzmq does not look at what came within the last millisecond
             if not leaves:
-                action = prefill_actions.Send(b"nobody", action.message)
+                action = decode_actions.Send(b"nobody", action.message)
         send(action)
 
     monkeypatch.setattr(worker, "_do", do)
@@ -404,7 +404,7 @@ def test_a_request_ends_whose_forward_never_has_an_answer(
     assert rooms[1].state is None
     forward.error, forward.done = None, True
     assert wait_for(lambda: set(decode._forwards.values()) == {running}, LOST_S)
-    assert wait_for(lambda: not decode.outstanding().get("jobs"), LOST_S)
+    assert wait_for(lambda: not outstanding(decode._machine).get("jobs"), LOST_S)
     assert untouched(channel, rooms[0]), "rows were written behind the end"
     for room in rooms:
         decode.close(room)

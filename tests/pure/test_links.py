@@ -33,7 +33,7 @@ class Ranks:
     def __init__(self, count: int = 1) -> None:
         self._context = new_context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self.links = Links(None, Times())
+        self.links = Links(None, Times(), Poller())
         self._names: dict[bytes, bytes] = {}
         for number in range(count):
             port = self._socket.bind_to_random_port(f"tcp://{HOST}")
@@ -47,7 +47,7 @@ class Ranks:
         self._socket.send_multipart([self._names[peer], encode(message)])
 
     def look(self, timeout_ms: int = SOON_MS) -> list[tuple[bytes, Message | ValueError]]:
-        return list(self.links.received(self.links.poller.poll(timeout_ms)))
+        return list(self.links.received(self.links._poller.poll(timeout_ms)))
 
     def close(self) -> None:
         self.links._context.destroy(linger=0)
@@ -63,7 +63,7 @@ def ranks() -> Iterator[Ranks]:
 
 def is_named(ranks: Ranks, timeout_s: float = 0) -> bool:
     """Whether the kernel names the socket."""
-    return bool(select.select([ranks.links.poller._epoll], [], [], timeout_s)[0])
+    return bool(select.select([ranks.links._poller._epoll], [], [], timeout_s)[0])
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -215,7 +215,7 @@ def dialed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dialed]:
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port(f"tcp://{HOST}")
     store: Any = SimpleNamespace(plane=plane, rows=SimpleNamespace(use_device=lambda: None))
-    these = Links(store, PATIENT)
+    these = Links(store, PATIENT, Poller())
 
     def socket(*given: Any) -> zmq.Socket[bytes]:
         made.append(new_socket(*given))
@@ -268,7 +268,7 @@ def test_repairs_leave_nothing_behind(dialed: Dialed) -> None:
     these.drop(PEER)
     these.drop(PEER)
     assert (plane.held, made[0].closed, these._links, these._of_dealer) == (set(), True, {}, {})
-    assert not these.poller._sockets
+    assert not these._poller._sockets
 
 
 def test_a_link_takes_the_place_of_an_earlier_one(dialed: Dialed) -> None:
@@ -276,7 +276,7 @@ def test_a_link_takes_the_place_of_an_earlier_one(dialed: Dialed) -> None:
     for _ in range(5):
         these.add(dial())
     assert [one.closed for one in made] == [True] * 4 + [False]
-    assert (plane.held, len(these.poller._sockets), len(these._of_dealer)) == ({5}, 1, 1)
+    assert (plane.held, len(these._poller._sockets), len(these._of_dealer)) == ({5}, 1, 1)
 
 
 @pytest.mark.parametrize("fails", ["memory", "port"])

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rig.channel.driven import BEGAN, PREFILL, READER, SLOTS, TOKENS, Decode, Prefill
+from rig.channel.invariants import outstanding
 
 from sglang_mixkv.channel.messages import Ack, Fail
+from sglang_mixkv.channel.slot_format import HEADER
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of, quota_of, share_of, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
@@ -28,6 +30,14 @@ def test_slots_follow_the_staging_buffer(staging_mb: int, slots: int, rows: int)
     """`rows`: KiB of each; one page more is for the header."""
     assert slots_of(staging_mb) == (slots, (rows << 10) + 4096)
     assert slots * rows <= staging_mb << 10 < (slots + 1) * rows
+
+
+def test_the_slots_of_every_staging_buffer_can_be_copied() -> None:
+    """There are 64 or more. Kernels address them in units of 16 bytes, by 32 bits."""
+    for staging_mb in range(1, 16385):
+        count, size = slots_of(staging_mb)
+        assert (count >= 64, size % HEADER, size // 16 < 1 << 29) == (True, 0, True)
+    assert HEADER % 16 == 0
 
 
 def test_quotas_and_lists_are_as_the_documents_say() -> None:
@@ -84,7 +94,7 @@ def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, 
     rank.until(rank.now + 400.0, step=0.9)
     rank.open(1)
     rank.until(rank.now + rank.times.early_room - less, step=0.9)
-    assert ("waiting" in rank.machine.outstanding()) is held
+    assert ("waiting" in outstanding(rank.machine)) is held
     assert (READER, "early") in rank.notes or held
 
 
@@ -109,7 +119,7 @@ def test_each_early_room_is_held_by_its_own_last_open(opens: list[tuple[int, int
             last[number] = rank.now, {who, *last.get(number, (0.0, ()))[1]}
         parts = sum(len(readers) for _, readers in last.values())
         held = {"waiting": len(last), "transfers": parts}
-        assert rank.machine.outstanding() == {name: count for name, count in held.items() if count}
+        assert outstanding(rank.machine) == {name: count for name, count in held.items() if count}
         assert rank.violations == []
 
 
@@ -215,7 +225,7 @@ def test_a_room_is_cold_at_its_deadline(took: float) -> None:
     rank.ready(1)
     rank.until(AT + took)
     rank.arrive(1)
-    due = rank.machine.state(1).deadline(rank.times)
+    due = rank.machine._requests[1].deadline(rank.times)
     assert due == pytest.approx(AT + took + min(max(3 * took, 0.3), 1.0))
     for now, cold in ((due - 1e-3, False), (due, True)):
         rank.now = now
@@ -231,8 +241,8 @@ class Held(Prefill):
         self.jobs: list[Any] = []
 
     def meet(self, action: Any) -> None:
-        if isinstance(action, machine.act.Pack):
-            self.jobs += action.segments
+        if isinstance(action, machine.StartCopies):
+            self.jobs += action.jobs
         else:
             super().meet(action)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from rig.channel.driven import SLOTS, TOKENS, Prefill
-from rig.channel.invariants import strikes, violations
+from rig.channel.invariants import outstanding, strikes, violations
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
 from sglang_mixkv.channel.slots import SlotPool, quota_of, share_of, slots_of
@@ -18,7 +18,6 @@ from sglang_mixkv.decode import transfer as decode_transfer
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.decode.transfer import Opened, Source
-from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.prefill import machine as prefill_module
 from sglang_mixkv.prefill import transfer as prefill_transfer
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
@@ -32,7 +31,6 @@ class Driven:
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
-        self.outstanding = machine.outstanding
 
     def handle(self, now: float, method: Callable[..., None], *args: Any, **more: Any) -> list[Any]:
         self.machine.advance(now)
@@ -40,7 +38,7 @@ class Driven:
         found = []
         for action in self.machine.actions():
             match action:
-                case pact.Pack(jobs) | dact.StartCopies(jobs):
+                case dact.StartCopies(jobs):
                     found += jobs
                 case _:
                     found.append(action)
@@ -70,9 +68,9 @@ def test_a_generation_names_one_part() -> None:
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.received, *opened(10, READER, readers=2))
     rooms.handle(0.0, rooms.machine.received, *opened(10, OTHER, readers=2))
-    ended = of(pact.Send, rooms.handle(0.1, rooms.machine.end, 0))
-    assert [send.connection for send in ended] == [b"connection" + READER]
-    assert (rooms.outstanding(), violations(rooms.machine)) == ({}, [])
+    ended = of(dact.Send, rooms.handle(0.1, rooms.machine.end, 0))
+    assert [send.peer for send in ended] == [b"connection" + READER]
+    assert (outstanding(rooms.machine), violations(rooms.machine)) == ({}, [])
 
 
 def test_a_slot_is_held_while_its_rank_is_stopped() -> None:
@@ -83,10 +81,10 @@ def test_a_slot_is_held_while_its_rank_is_stopped() -> None:
     (pack,) = of(prefill_transfer.Segment, rooms.handle(0.0, rooms.machine.received, *opened(10)))
     rooms.handle(0.0, rooms.machine.copied, (pack,))
     rooms.handle(1000.0, rooms.machine.tick)
-    assert rooms.outstanding()["published"] == 1
+    assert outstanding(rooms.machine)["published"] == 1
     for second in range(1001, 1061):
         rooms.handle(second, rooms.machine.tick)
-    assert "published" not in rooms.outstanding()
+    assert "published" not in outstanding(rooms.machine)
 
 
 @pytest.mark.parametrize(("wanted", "first"), [(0, 8), (8, 8), (10, 10)])
@@ -123,9 +121,9 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, half)
     rooms.handle(TIMES.stall / 2, rooms.machine.tick)
-    assert rooms.machine.state(10).wants
+    assert rooms.machine._requests[10].wants
     rooms.handle(TIMES.stall + 0.1, rooms.machine.tick)
-    assert rooms.machine.state(10).cold == "stalled"
+    assert rooms.machine._requests[10].cold == "stalled"
     for slots, limit, reason in ((8, TIMES.read / 2, "read"), (0, TIMES.unread / 2, "slots")):
         rooms = decode()
         for _ in range(8 if not slots else 0):
@@ -134,9 +132,9 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
         rooms.handle(0.0, rooms.machine.ready, PREFILL, ready())
         for tick in range(1, 101):
             rooms.handle(tick * (limit - 0.01) / 100, rooms.machine.tick)
-        assert rooms.machine.state(10).wants
+        assert rooms.machine._requests[10].wants
         rooms.handle(limit, rooms.machine.tick)
-        assert rooms.machine.state(10).cold == reason
+        assert rooms.machine._requests[10].cold == reason
 
 
 def announce(segment: int, token: int, *segments: tuple[int, int], last: bool = False) -> Ready:
@@ -180,7 +178,7 @@ def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> 
     rooms.handle(0.0, rooms.machine.open, opened)
     for message in messages:
         actions = rooms.handle(0.0, rooms.machine.ready, PREFILL, message)
-    assert rooms.machine.state(10).cold == "protocol"
+    assert rooms.machine._requests[10].cold == "protocol"
     assert not of(dact.StartRead, actions)
     acks = [send.message for send in of(dact.Send, actions) if isinstance(send.message, Ack)]
     announced = tuple((one.slot, one.stamp) for one in message.segments)
@@ -192,14 +190,14 @@ def test_a_source_has_no_slots_unless_it_says_how_many() -> None:
     source = Source(PREFILL, range(4), 1, segment_tokens=10)
     rooms.handle(0.0, rooms.machine.open, replace(room(), sources=(source,)))
     rooms.handle(0.0, rooms.machine.ready, PREFILL, ready())
-    assert rooms.machine.state(10).cold == "protocol"
+    assert rooms.machine._requests[10].cold == "protocol"
 
 
 def test_a_fail_of_a_code_that_is_not_known_is_one_all_the_same() -> None:
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, room())
     rooms.handle(0.0, rooms.machine.failed, PREFILL, fail(ROOM, 10, "zzz", "no reason"))
-    assert rooms.machine.state(10).cold == "prefill_other"
+    assert rooms.machine._requests[10].cold == "prefill_other"
 
 
 def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
@@ -298,7 +296,7 @@ def test_invented_readers_are_bounded(
             generation = 100 * ord(connection) + number
             _, message = opened(generation, b"open%04d" % number, room=generation)
             found = rooms.handle(0.0, rooms.machine.received, connection.encode(), message)
-            codes.setdefault(connection, []).extend(a.message.code for a in of(pact.Send, found))
+            codes.setdefault(connection, []).extend(a.message.code for a in of(dact.Send, found))
             gone = fail(generation, generation, "closed", "")
             rooms.handle(0.0, rooms.machine.received, connection.encode(), gone)
     assert codes["c"] == ["full"] * 12
@@ -306,7 +304,7 @@ def test_invented_readers_are_bounded(
     assert violations(rooms.machine) == []
     for second in range(1, 602):
         rooms.handle(float(second), rooms.machine.tick)
-    assert (rooms.outstanding(), violations(rooms.machine)) == ({}, [])
+    assert (outstanding(rooms.machine), violations(rooms.machine)) == ({}, [])
 
 
 @pytest.mark.parametrize(("warm", "later"), [(True, 1.0), (False, 1.0), (False, 601.0)])
@@ -363,7 +361,7 @@ def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
         assert "B" in rank.pages_released, order
         rank.do(rank.machine.end, "B")
         rank.until(rank.now + 601.0, 1.0)
-        assert (rank.machine.outstanding(), rank.violations) == ({}, []), order
+        assert (outstanding(rank.machine), rank.violations) == ({}, []), order
     assert count > 2
 
 
@@ -435,16 +433,16 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
         rank.open(number)
         rank.begin(number, number, 40)
     stamps = {slot: stamp for _, (slot, stamp) in rank.unread}
-    assert len(stamps) == rank.slots.published == 8
+    assert len(stamps) == len(rank.slots._published) == 8
     first = tuple(Announced(*slot, 10) for _, slot in rank.unread[:4])
     ready = Ready(1, 1, 0, 0, first, last=True)
     for _ in range(2):
-        rank.do(rank.machine.on_action_failed, pact.Send(READER, ready), MemoryError())
-        assert rank.slots.published == 4
+        rank.do(rank.machine.on_action_failed, dact.Send(READER, ready), MemoryError())
+        assert len(rank.slots._published) == 4
         assert not rank.slots._signs[True], "its reader has read nothing"
     rank.open(3)
     rank.begin(3, 3, 400)
-    rank.do(rank.machine.on_action_failed, pact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
+    rank.do(rank.machine.on_action_failed, dact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
     sent = rank.sent[3]
     rank.acknowledge()
     assert rank.sent[3] == sent < 400
@@ -478,7 +476,7 @@ def test_an_open_that_the_current_use_does_not_wait_for_is_the_next_ones(
     assert rank.pages[2] == {"B"}
     rank.tell(rank.machine.end, "b")
     rank.do(rank.machine.end, "B")
-    assert (rank.machine.outstanding(), rank.violations) == ({}, [])
+    assert (outstanding(rank.machine), rank.violations) == ({}, [])
 
 
 def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
@@ -496,8 +494,8 @@ def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
     for generation in (1, 2, 3):
         rank.open(ROOM, READER, generation)
         rank.open(ROOM, READER, 1)  # late
-    assert (rank.machine.outstanding(), rank.violations) == ({"waiting": 1, "transfers": 1}, [])
+    assert (outstanding(rank.machine), rank.violations) == ({"waiting": 1, "transfers": 1}, [])
     rank.begin("b", ROOM, 16, "b")
     assert rank.pages == {3: {"b"}}
     rank.do(rank.machine.end, "b")
-    assert (rank.machine.outstanding(), rank.violations) == ({}, [])
+    assert (outstanding(rank.machine), rank.violations) == ({}, [])

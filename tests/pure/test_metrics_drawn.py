@@ -20,7 +20,6 @@ from sglang_mixkv import series
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine import metrics
-from sglang_mixkv.prefill import actions as prefill_actions
 from sglang_mixkv.series import DECODE, NOTES, PREFILL, SERIES
 
 
@@ -190,7 +189,7 @@ def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
 
 def test_a_line_names_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
     what = next(w for w, spec in NOTES.items() if spec.message and spec.logged)
-    note, reader = act.Note(what, b"peer"), prefill_actions.Note(what, b"12345678")
+    note, reader = act.Note(what, b"peer"), act.Note(what, b"12345678")
     decode, prefill = Rank(DECODE), Rank(PREFILL)
     decode.name_of = {b"peer": "a:1"}.__getitem__
     with caplog.at_level(logging.WARNING):

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from rig.channel.invariants import outstanding
 from rig.channel.threads import SEGMENT, Channel, Decode, Prefill, wait_for
 
 from sglang_mixkv.channel.gate import Gate
@@ -58,7 +59,7 @@ class Held:
 
 def jobs(side: Prefill | Decode) -> int:
     """Copies under way and queued."""
-    return side.channel.outstanding().get("jobs", 0)
+    return outstanding(side.channel._machine).get("jobs", 0)
 
 
 def ended(how: str, channel: Channel, gates: bool) -> Prefill:

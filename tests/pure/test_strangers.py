@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 from pure import stranger
+from rig.channel.invariants import outstanding
 from rig.channel.threads import Channel, wait_for
 from rig.process.resources import leaks, resources
 
@@ -40,7 +41,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
             instance=draw_instance(), address=pipe.recv(), staging=channel.prefill.row.staging
         )
         decode.add(decode.dial(row, ""))
-        assert wait_for(lambda: decode.knows(row.instance))
+        assert wait_for(lambda: row.instance in decode._links)
         warm = resources()
         cheated = channel.decode.open(2, 20, row.instance)
         assert channel.state(cheated) == ("cold", "protocol")  # its rows are the others', too
@@ -49,7 +50,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
             began = time.monotonic()
             assert channel.request(3 + len(seconds), arrived=True) == ("warm", "")
             seconds.append(time.monotonic() - began)
-            most = max(most, prefill.outstanding().get("transfers", 0))
+            most = max(most, outstanding(prefill._machine).get("transfers", 0))
         sent = pipe.recv()
         decode.close(cheated)
         print(
@@ -60,8 +61,8 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         assert 100 < most <= MAX_OPEN + 1  # and the request's own
         assert most > MAX_OPEN // 2 or lasts < 60
         assert min(sent) > stranger.ENOUGH
-        assert wait_for(lambda: not decode.outstanding())
-        assert wait_for(lambda: set(prefill.outstanding()) <= {"waiting", "transfers"})
+        assert wait_for(lambda: not outstanding(decode._machine))
+        assert wait_for(lambda: set(outstanding(prefill._machine)) <= {"waiting", "transfers"})
         assert leaks(warm, resources, SLACK) == []
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rig.channel.invariants import left
 from rig.channel.planes import FORK, Place, Way, go
 from rig.channel.threads import SLOTS, Decode, Prefill, wait_for
 from rig.process.forks import STRETCH, die_with_parent, in_fork
@@ -70,8 +71,8 @@ def serve(pipe: Any, way: Way, times: Times, heads: range) -> None:
 
 def rest(rank: Prefill | Decode) -> tuple[list[str], int]:
     """What is left of requests, and the free slots, once nothing is or a minute has passed."""
-    wait_for(lambda: not rank.channel.check() and rank.slots.free_slots == SLOTS, 60)
-    return rank.channel.check(), rank.slots.free_slots
+    wait_for(lambda: not left(rank.channel) and rank.slots.free_slots == SLOTS, 60)
+    return left(rank.channel), rank.slots.free_slots
 
 
 class Served:

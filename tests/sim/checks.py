@@ -10,9 +10,9 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.draft.copier import Copy, Kind
-from sglang_mixkv.prefill import actions as pact
+from sglang_mixkv.prefill.machine import PagesReleased
 from sglang_mixkv.series import NOTES
-from tests.rig.channel.invariants import violations
+from tests.rig.channel.invariants import outstanding, violations
 from tests.sim import memory
 from tests.sim.finding import Finding
 from tests.sim.spared import is_spared
@@ -129,14 +129,14 @@ class Checks:
         released, given_up = [], False
         for action in actions:
             match action:
-                case pact.Send(_, Fail() as message):
+                case dact.Send(_, Fail() as message):
                     self._cause[rank, message.room] = self._ran(rank)
                     given_up = given_up or message.code == "slow"
-                case pact.Send(_, Ready() as message) if message.last:
+                case dact.Send(_, Ready() as message) if message.last:
                     self._cause[rank, message.room] = self._ran(rank)
-                case pact.Note("unopened"):
+                case dact.Note("unopened"):
                     given_up = True
-                case pact.PagesReleased(handle):
+                case PagesReleased(handle):
                     released.append(handle.sender.request.number)
         for number in released:
             took = self._ran(rank) - max(
@@ -354,7 +354,7 @@ class Checks:
 
     def _at_rest(self, process: Process) -> None:
         machine = process.machine
-        if left := machine.outstanding():
+        if left := outstanding(machine):
             raise Finding("left", f"{process.name}: {left}")
         for wrong in violations(machine):
             raise Finding("invariants", f"{process.name}: {wrong}")

@@ -129,7 +129,7 @@ class Device:
         size = self._rank.pool.page
         return [int(pages[n // size]) * size + n % size for n in range(first, first + count)]
 
-    def start_pack(self, jobs: list[Any]) -> Batch:
+    def start(self, what: str, jobs: list[Any]) -> Batch:
         if self.failed:
             raise RuntimeError("the device is lost")
         batch = Batch(self, jobs)
@@ -137,8 +137,6 @@ class Device:
         if len(self._stream) == 1:
             self._clock.after(self.rng.random() * 0.0002, self._run, batch)
         return batch
-
-    start_unpack, start_clear = start_pack, start_pack
 
     def _run(self, batch: Batch) -> None:
         rank = self._rank

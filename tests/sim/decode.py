@@ -193,7 +193,7 @@ class DecodeRank(Process):
             self.clock.after(request.forward, self._earlier_forward, receiver)
         self.worker.open(
             receiver.handle, bootstrap_room=request.number, sources=sources,
-            first_token=request.first_token, end=end, page_size=self.pool.page,
+            first_token=request.first_token, end=end,
         )  # fmt: skip
         receiver.generation = receiver.handle.opened.generation
         self.receivers[receiver.generation] = receiver

@@ -232,8 +232,10 @@ class Draw:
             case "probe":
                 return [faults.Reads(0.0, rank, 60.0, None, "fail", rng.randint(3, 6))]
             case "hung":
-                what = rng.choice(("", "StartRead", "Send", "Pack", "StartCopies", "Verdict"))
-                where = prefill if what == "Pack" else rng.choice((rank, rank, prefill))
+                what = rng.choice(
+                    ("", "StartRead", "Send", "StartCopies", "StartCopies", "Verdict")
+                )
+                where = rng.choice((rank, rank, prefill))
                 seconds = rng.uniform(*rng.choice(((0.5, 5), (8, 12), (15, 61))))
                 if rng.random() < 0.2:
                     return [faults.Broken(rng.random() * 0.1, where)]

@@ -294,7 +294,7 @@ class Hang(Fault, often=2):
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
-        mode = at.rng.choice(("", "Send", "Pack" if at.one == at.prefill else "StartRead"))
+        mode = at.rng.choice(("", "Send", "StartCopies" if at.one == at.prefill else "StartRead"))
         seconds = at.rng.choice((0.5, 6.0, 60.0)) * at.rng.random()
         return cls(at.time, at.one, seconds, None, mode)
 

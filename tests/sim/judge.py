@@ -111,7 +111,7 @@ class Judge:
 
     def _open(self, now: float, opened: Opened) -> None:
         wanted = [source.peer for source in opened.sources if source.heads]
-        own = self.rank.machine.state(opened.generation)
+        own = self.rank.machine._requests.get(opened.generation)
         found = own.cold
         number = opened.bootstrap_room
         since = self.numbers.get(number)

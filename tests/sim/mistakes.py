@@ -304,11 +304,11 @@ def readers_that_are_gone_are_packed_for(patch: Patch) -> None:
             self.turns.remove = remove
 
     def anyhow(transfer: Any) -> bool:
-        over, transfer.over = transfer.over, False
+        ended, transfer.ended = transfer.ended, not transfer.wanted
         try:
             return advance(transfer)
         finally:
-            transfer.over = over
+            transfer.ended = ended
 
     patch.setattr(prefill_transfer.Packing, "drop", drop)
     patch.setattr(prefill_transfer.ReaderTransfer, "advance", anyhow)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.messages import Fail, Ready, decode
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.copier import Copy
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import actions as act
-from sglang_mixkv.prefill.machine import Machine
+from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
 from sglang_mixkv.prefill.worker import PrefillWorker
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device
@@ -162,24 +162,24 @@ class PrefillRank(Process):
 
     # -- actions
 
-    def before(self, action: act.Action) -> None:
+    def before(self, action: Action) -> None:
         checks = self.world.checks
         match action:
-            case act.Send(connection, Ready() as ready):
+            case Send(connection, Ready() as ready):
                 checks.ready_sent(self, self.world.connections.get(connection), ready)
-            case act.Send(connection, Fail() as message):
+            case Send(connection, Fail() as message):
                 checks.fail_sent(self, message)
-            case act.Pack(segments):
+            case StartCopies(segments):
                 for one in segments:
-                    self.packed[one.stamp] = one.chunk.handle.sender
-                    checks.packs(self, one.chunk.handle.sender)
-            case act.PagesReleased(handle):
+                    self.packed[one.stamp] = one.transfer.request.handle.sender
+                    checks.packs(self, one.transfer.request.handle.sender)
+            case PagesReleased(handle):
                 checks.released(self, handle.sender)
-            case act.Note():
+            case Note():
                 checks.noted(self, action)
 
-    def after(self, action: act.Action) -> None:
-        if type(action) is act.PagesReleased:
+    def after(self, action: Action) -> None:
+        if type(action) is PagesReleased:
             sender = action.handle.sender
             sender.pages_released = True
             self.awaiting.discard(sender.number)
@@ -191,7 +191,7 @@ class PrefillRank(Process):
     # -- copies
 
     def owner_of(self, copy: Copy) -> Sender:
-        return copy.job.chunk.handle.sender
+        return copy.job.transfer.request.handle.sender
 
     def refusal(self, copy: Copy) -> Any:
         return None

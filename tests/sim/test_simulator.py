@@ -45,7 +45,7 @@ def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatc
     """Cold rooms are decided, and their rows are not cleared."""
 
     def decide(self: Any, room: Any) -> None:
-        if room.cold and not (room.decided or room.closed):
+        if room.cold and not room.decided:
             self._decide(room, "cold")
 
     monkeypatch.setattr(Decode, "_clear", decide)

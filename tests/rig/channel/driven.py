@@ -18,8 +18,8 @@ from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.decode.segments import Job
 from sglang_mixkv.decode.transfer import Opened, Source
 from sglang_mixkv.draft.copier import Outcome
-from sglang_mixkv.prefill import actions as pact
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
+from sglang_mixkv.prefill.machine import PagesReleased
 from sglang_mixkv.prefill.transfer import Segment
 
 PREFILL, READER = b"prefill_", b"reader_0"
@@ -94,20 +94,20 @@ class Prefill(_Side):
 
     def meet(self, action: Any) -> None:
         match action:
-            case pact.Pack(segments):
+            case dact.StartCopies(segments):
                 self.pack(segments)
-            case pact.Send(connection) if connection in self.unreachable:
+            case dact.Send(connection) if connection in self.unreachable:
                 self.tell(self.machine.unsent, action.message)
                 self.do(self.machine.connection_lost, connection)
-            case pact.Send(connection, Fail(_, generation, code) as message):
+            case dact.Send(connection, Fail(_, generation, code) as message):
                 self.fails[generation] = code
                 self.failed.append((connection, message))
-            case pact.Send(connection, Ready() as ready) if connection not in self.gone:
+            case dact.Send(connection, Ready() as ready) if connection not in self.gone:
                 self._ready(connection, ready)
-            case pact.PagesReleased(handle):
+            case PagesReleased(handle):
                 assert handle not in self.pages_released
                 self.pages_released[handle] = self.now
-            case pact.Note(what, reader):
+            case dact.Note(what, reader):
                 self.notes.append((reader, what))
 
     def pack(self, segments: Sequence[Segment]) -> None:
@@ -238,7 +238,7 @@ class Decode(_Side):
         self.act()
 
     def wants(self, generation: int) -> bool:
-        return bool(self.machine.state(generation).wants)
+        return bool(self.machine._requests[generation].wants)
 
     def strikes(self, peer: bytes = PREFILL) -> int:
         return strikes(self.machine).get(peer, 0)

@@ -1,4 +1,5 @@
-"""Invariants of a state machine and of its slots: what is violated, at any time."""
+"""What is violated of a state machine's and its slots' invariants, at any time; and what is left on
+an idle rank."""
 
 from __future__ import annotations
 
@@ -31,12 +32,42 @@ def slot_violations(pool: SlotPool) -> Iterator[str]:
         yield "slots: one is published that nobody holds"
 
 
+def outstanding(machine: Any) -> dict[str, int]:
+    """How many of each kind requests still hold; empty on an idle rank."""
+    found = {"rooms": len(machine._requests)}
+    if isinstance(machine, Decode):
+        segments = machine._segments
+        waiting = sum(map(len, segments._turns.owners.values()))
+        found |= {"reads": waiting + len(segments._reads), "jobs": len(segments._copying)}
+    else:
+        found |= {
+            "waiting": len(machine._early), "jobs": machine._packing._begun,
+            "published": len(machine.slots._published), "transfers": len(machine._transfers),
+        }  # fmt: skip
+    return {name: count for name, count in found.items() if count}
+
+
+def left(worker: Any) -> list[str]:
+    """What is wrong with an idle rank's channel. A slot may be published, if its reader died."""
+    found = ["a thread of the draft channel has ended"] if worker.broken else []
+    held = outstanding(worker._machine).items()
+    return found + [f"{count} {name} left" for name, count in held if name != "published"]
+
+
+def left_by(manager: Any) -> list[str]:
+    """The same of SGLang's manager, which has none without the plugin."""
+    channels = (getattr(manager, f"{side}_channel", None) for side in ("prefill", "decode"))
+    return [line for channel in channels if channel is not None for line in left(channel)]
+
+
 def _prefill(machine: Any) -> Iterator[str]:
     transfers = machine._transfers.values()
     packed = sum(one.packed for transfer in transfers for one in transfer.packing)
-    yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.published)
-    if len(machine._packing) > MAX_IN_FLIGHT:
-        yield f"{len(machine._packing)} segments are packed at once"
+    yield from _used(
+        machine.slots, machine._packing._begun + packed + len(machine.slots._published)
+    )
+    if machine._packing._begun > MAX_IN_FLIGHT:
+        yield f"{machine._packing._begun} segments are packed at once"
     requests = [*machine._requests.values(), *machine._early.values()]
     found = {id(one) for request in requests for one in request.transfers.values()}
     if found != set(map(id, transfers)):

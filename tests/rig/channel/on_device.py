@@ -45,19 +45,11 @@ class OnDevice:
         rows = pages.rows(first, tokens)
         return (rows,) if heads is None else (rows, heads, self.staging.slot(slot), stamp)
 
-    def _start(self, copy: Callable[..., SlotCheck | None], jobs: Sequence[Any]) -> Ticket:
+    def start(self, what: str, jobs: Sequence[Any]) -> Ticket:
+        copy: Callable[..., SlotCheck | None] = getattr(self.rows, what)
         results = [copy(*job) or SlotCheck.OK for job in jobs]
         self._free = max(self._free, time.perf_counter()) + self.took
         return Ticket(results, self._free)
-
-    def start_pack(self, jobs: Sequence[Any]) -> Ticket:
-        return self._start(self.rows.pack, jobs)
-
-    def start_unpack(self, jobs: Sequence[Any]) -> Ticket:
-        return self._start(self.rows.unpack, jobs)
-
-    def start_clear(self, jobs: Sequence[Any]) -> Ticket:
-        return self._start(self.rows.clear, jobs)
 
 
 class Quick(OnDevice):

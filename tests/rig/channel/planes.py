@@ -67,7 +67,7 @@ WAYS = {
 
 def new_plane(address: int, way: Way, place: Place) -> DataPlane:
     plane = planes.make(way.plane, place.host, place.devices, {})
-    plane.register(Memory(address, SIZE), probe_address=address)
+    plane.register(Memory(address, SIZE))
     return plane
 
 
@@ -297,7 +297,7 @@ def mooncake_names_each_instance(reader: Reader, first: Peer) -> None:
     assert len({first.link, second.link, reader.connect().link}) == 2
     reader.check_read(second)
     with pytest.raises(MixKVError, match="MIXKV-START-06"):  # that memory is registered
-        reader.plane.register(Memory(reader.address, SIZE), probe_address=reader.address)
+        reader.plane.register(Memory(reader.address, SIZE))
 
 
 def nixl_is_refused(reader: Reader, _: Peer) -> None:

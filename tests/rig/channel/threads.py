@@ -15,10 +15,11 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from rig.channel.invariants import left
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
-from sglang_mixkv.channel.slot_format import PROBE_OFFSET, SLOT_OVERHEAD
+from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import machine as decode_machine
@@ -163,8 +164,7 @@ class _Side:
         self.staging = staging or Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
         self.slots, self.plane = SlotPool(self.staging.count, times), plane or Reads()
         self.instance, self.closed, self.notes = messages.draw_instance(), False, Reporter()
-        memory = Memory(self.staging.address, self.staging.size, self.rows.device.index)
-        self.plane.register(memory, self.staging.address + PROBE_OFFSET)  # of slot 0
+        self.plane.register(Memory(self.staging.address, self.staging.size, self.rows.device.index))
         make = type(self).device
         on_device = make(self.rows, self.staging) if make is not None else on_device
         self.store = Store(self.rows, self.staging, self.plane, on_device)
@@ -273,7 +273,7 @@ class Channel:
 
     def connect(self, prefill: Prefill) -> None:
         self.decode.reach(prefill.row)
-        assert wait_for(lambda: self.decode.channel.knows(prefill.instance))
+        assert wait_for(lambda: prefill.instance in self.decode.channel._links)
 
     def open(self, room: int, tokens: int, **more: Any) -> ReceiveHandle:
         return self.decode.open(room, tokens, self.prefill.instance, **more)
@@ -335,7 +335,7 @@ class Channel:
         sides = self.prefill, self.decode
         return wait_for(
             lambda: (
-                [] == self.prefill.channel.check() == self.decode.channel.check()
+                [] == left(self.prefill.channel) == left(self.decode.channel)
                 and all(side.slots.free_slots == SLOTS for side in sides)
             )
         )

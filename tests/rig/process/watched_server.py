@@ -2,7 +2,7 @@
 
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
-    left     what `check_integrity` finds; nothing without the plugin
+    left     what is wrong with the plugin's channel; nothing without the plugin
 
 SGLang's child processes import this file as well, before they apply hooks.
 """
@@ -12,11 +12,17 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from rig.channel.invariants import left_by
 
 STATE_DIR_ENV = "MIXKV_TESTS_STATE_DIR"
 EVERY_S = 0.5
@@ -29,8 +35,9 @@ TABLES = (
 def state(scheduler: Any) -> dict[str, Any]:
     prefill = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     manager = (prefill or scheduler.disagg_decode_prealloc_queue).kv_manager
-    left = getattr(manager, "check_integrity", list)()
-    return {"at": time.time(), "idle": bool(scheduler.is_fully_idle()), "left": left}
+    return {
+        "at": time.time(), "idle": bool(scheduler.is_fully_idle()), "left": left_by(manager),
+    }  # fmt: skip
 
 
 def tables(manager: Any) -> list[str]:
