@@ -83,12 +83,10 @@ def _unreadable(error: object) -> MixKVError:
 async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
     """Fetch `rank_ip` and `rank_port` of all ranks of a refused prefill server from SGLang's
     bootstrap server (common/conn.py _handle_route_get), for SGLang's ABORT; none if it does not
-    answer, and for releases up to 0.5.15, some of which would lose a thread over an ABORT."""
+    answer."""
     try:
         async with asyncio.timeout(ASK_S):
             sizes = await _route(address, names, -1, -1, -1, -1)
-            if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
-                return []
             counts = [int(sizes[name]) for name in SIZES]
             if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
                 raise ValueError(f"{counts} ranks")
