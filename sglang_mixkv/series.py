@@ -139,10 +139,8 @@ NOTES: dict[str, NoteSpec] = {
 """By the note's `what`."""
 
 FAILS = {
-    "aborted": ColdReason.PREFILL_ABORTED, "pack": ColdReason.PREFILL_PACK,
-    "slow": ColdReason.PREFILL_SLOW, "heads": ColdReason.PREFILL_HEADS,
-    "full": ColdReason.PREFILL_FULL, "restarted": ColdReason.PREFILL_RESTARTED,
-}  # fmt: skip
+    what: ColdReason(f"prefill_{what}") for what, note in NOTES.items() if note.series == _FAIL
+}
 """Codes of the FAIL messages that a prefill rank sends, and what they make a room on decode."""
 
 
