@@ -26,8 +26,6 @@ from collections.abc import Callable
 from typing import Any
 
 VALIDATION = "handle_other_validations"
-_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}
-"""The ServerArgs that were checked and the class, by transfer backend and kind."""
 
 
 def register() -> None:
@@ -99,12 +97,8 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Return SGLang's classes with our mixins. Its schedulers ask with each request: a class that
-    was checked once for these ServerArgs is only looked up."""
+    """Return SGLang's classes with our mixins. Its schedulers ask with each request."""
     server_args = _published()
-    checked, handed_out = _handed_out.get((transfer_backend, class_type), (None, None))
-    if handed_out is not None and checked is server_args:
-        return handed_out
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     from sglang_mixkv import refusals
@@ -117,10 +111,7 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
     from sglang_mixkv.engine.manager import mixed
 
     stock = original(transfer_backend, class_type)
-    handed_out = mixed(stock, transfer_backend.value, class_type.value)
-    if server_args is not None:
-        _handed_out[transfer_backend, class_type] = server_args, handed_out
-    return handed_out
+    return mixed(stock, transfer_backend.value, class_type.value)
 
 
 def _published() -> Any:

@@ -15,7 +15,7 @@ from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.window import pages_left_out, window_of
 from sglang_mixkv.errors import MixKVError, refuse
 
-SCALES = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
+SCALES = ("k_scale_buffer", "native_k_scale_buffer")
 
 
 class Draft(NamedTuple):

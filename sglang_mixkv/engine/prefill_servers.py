@@ -153,11 +153,16 @@ class PrefillServers:
     # -- any thread
 
     def forget(self, address: str) -> None:
-        """It was restarted: the next request asks and connects again."""
+        """It was restarted: the next request asks and connects again. SGLang's tables forget it,
+        too, since its heartbeats did not notice."""
         with self._lock:
             self._table.pop(address, None)
             self._refusals.pop(address, None)
             self._drop(address)
+        with self._manager.connection_lock:
+            pool = self._manager.connection_pool
+            for key in [key for key in pool if key.startswith(f"{address}_")]:
+                del pool[key]
 
     def check(self, address: str) -> None:
         """A rank of it cannot be reached: it may have been restarted at another port."""
@@ -215,7 +220,7 @@ class PrefillServers:
         except MixKVError:
             same = False
         if not same and not server.gone:
-            self._manager.forget_server(server.address)
+            self.forget(server.address)
 
     async def _refuse(self, server: _Server, error: MixKVError) -> None:
         address = server.address

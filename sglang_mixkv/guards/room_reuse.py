@@ -105,6 +105,7 @@ class RoomUse:
     second one fails under a number that no request has, as does one whose number cannot be sent:
     whatever SGLang does with it, it touches no other request."""
 
+    leaves = False  # whether it makes way after Success
     kv_mgr: Any  # a DraftManager, whose module imports this one
     bootstrap_room: int
     conclude_state: Any
@@ -123,11 +124,16 @@ class RoomUse:
             mgr.record_failure(number, str(_refusal(problem)))
             mgr.request_status[number] = self.conclude_state = KVPoll.Failed
             if mgr.local.mode == "decode":  # prefill's requests are not counted
-                mgr.local.reporter(Note("reused", b"", ""))
+                mgr.local.reporter(Note("reused"))
 
     def _leave(self) -> bool:
-        """Return whether another use may have the number before this one is cleared."""
-        return False
+        """Return whether another use may have the number before this one is cleared: a sender makes
+        way after Success, since true retraction may begin the next request with the number before
+        the scheduler has seen that this one succeeded."""
+        if not self.leaves or super().poll() != KVPoll.Success:  # type: ignore[misc]
+            return False
+        self._move()
+        return True
 
     def clear(self) -> None:
         """Clear it unless the number is another's by now: SGLang clears a receiver when it fails,
@@ -145,15 +151,3 @@ class RoomUse:
             tables.request_status[room] = KVPoll.WaitingForInput
         self.bootstrap_room = next(_own)
         tables.request_status[self.bootstrap_room] = status
-
-
-class SenderRoomUse(RoomUse):
-    """Mixed into senders."""
-
-    def _leave(self) -> bool:
-        """Make way after Success: true retraction may begin the next request with the number before
-        the scheduler has seen that this one succeeded."""
-        if super().poll() == KVPoll.Success:  # type: ignore[misc]
-            self._move()
-            return True
-        return False
