@@ -56,7 +56,7 @@ STAND_IN = PrefillServerInfo(
 
 class _Server:
     """A server that is asked, or ready. `peers`, `gone` and SGLang's table change under the lock,
-    `asked` and `plans` are the scheduler's, the rest is the task's until the table has it."""
+    `asked` is the scheduler's, the rest is the task's until the table has it."""
 
     def __init__(self, address: str) -> None:
         self.address, self.asked = address, time.monotonic()
@@ -64,7 +64,6 @@ class _Server:
         self.cold: Cold = ""  # why all of its requests are
         self.peers: list[Peer] = []
         self.ready = self.doubted = self.gone = False
-        self.plans: dict[tuple[int, ...], Plan] = {}  # by identity of SGLang's entries
 
 
 class _Refusal(NamedTuple):
@@ -77,12 +76,8 @@ class _Refusal(NamedTuple):
 
 
 class PrefillServers:
-    """`manager`: one that has its `decode_channel`. `own`: this rank's row.
-
-    The scheduler's thread calls `ensure`, `refuse` and `plan`. `forget` and `check` may be called
-    in any thread; they do not block. A server that SGLang removes from its table, as its heartbeats
-    do, is asked and connected to again.
-    """
+    """`manager`: one that has its `decode_channel`. `own`: this rank's row. A server that SGLang
+    removes from its table, as its heartbeats do, is asked and connected to again."""
 
     def __init__(self, manager: DraftManager, own: Row) -> None:
         self._manager, self._own = manager, own
@@ -138,17 +133,13 @@ class PrefillServers:
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")
-        key = tuple(map(id, infos))
-        if key not in server.plans:
-            try:
-                plan = make_plan(infos, server.rows, self._own, server.cold, address)
-            except MixKVError as error:
-                self._manager.local.reporter.refused(error)
-                self._aborts.add(list(infos), receiver)
-                server.doubted = True  # its facts may be older than the rank
-                raise
-            server.plans[key] = plan
-        return server.plans[key]
+        try:
+            return make_plan(infos, server.rows, self._own, server.cold, address)
+        except MixKVError as error:
+            self._manager.local.reporter.refused(error)
+            self._aborts.add(list(infos), receiver)
+            server.doubted = True  # its facts may be older than the rank
+            raise
 
     # -- any thread
 
