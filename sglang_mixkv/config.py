@@ -5,9 +5,6 @@ SGLang pickles ServerArgs with their attributes, so every process gets the same 
 launcher builds ServerArgs without SGLang's command line, its environment decides, and the record is
 made when they are resolved.
 
-Each setting has bounds, and text outside of them is refused here, before anything starts. So is a
-variable with the plugin's name that nobody reads: a misspelt setting.
-
 This module is imported while ServerArgs are unpickled in child processes: it imports
 neither SGLang nor torch.
 """

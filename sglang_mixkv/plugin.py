@@ -3,14 +3,9 @@
 Without opting in, each hook returns what SGLang computed. An opted-in process never goes on as
 stock silently. SGLang's launcher is checked while it resolves its arguments (`validate`), and each
 process that returns KV classes checks itself, once for its ServerArgs, since the launcher may have
-resolved them before plugins were loaded. SGLang logs and swallows a plugin's exceptions, so
-failures here end the process with SystemExit if the plugin was asked for.
-
-    opted in by                  SGLANG_ENABLE_MIXKV=1, or the record in ServerArgs._mixkv
-    no published ServerArgs      the classes are returned (a bootstrap server alone); the check runs
-                                 when a manager is built, with its ServerArgs
-    another transfer backend     stopped when a class is asked for
-    the fake backend             SGLang's class: warm-up requests of a supported server use it
+resolved them before plugins were loaded. Without published ServerArgs (a bootstrap server alone)
+the check runs when a manager is built. SGLang logs and swallows a plugin's exceptions, so failures
+here end the process with SystemExit if the plugin was asked for.
 
 Top-level imports stay in the standard library: a plugin that cannot be imported is skipped
 by SGLang without a stop.
@@ -97,7 +92,7 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Return SGLang's classes with our mixins. Its schedulers ask with each request."""
+    """Return SGLang's classes with our mixins. SGLang's schedulers ask with each request."""
     server_args = _published()
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -109,7 +108,7 @@ async def _route(address: str, names: AbstractResolver, *ranks: int) -> dict[str
     status, body = await _get(f"http://{address}/route", query, names)
     if status != 200:
         raise ConnectionError(f"{status} {body[:512].decode(errors='replace')}")
-    return dict(json.loads(body))
+    return msgspec.json.decode(body, type=dict[str, Any])
 
 
 async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> tuple[int, bytes]:
