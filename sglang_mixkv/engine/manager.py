@@ -1,9 +1,8 @@
 """SGLang's manager of any backend, with this rank's side of the draft channel.
 
-prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that;
-         `aborted` notifies decode.
+prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that, or
+         None without draft KV; `aborted` notifies decode.
 decode:  `decode_channel` and `servers`, made once SGLang knows this rank's address.
-Either may be None: a prefill rank without draft KV has no channel.
 """
 
 from __future__ import annotations
@@ -126,13 +125,6 @@ class DraftManager:
         if failure_reason == ABORTED and not self.enable_deferred_decode_kv_release:
             return
         super().apply_prefill_status(failure_reason=failure_reason, **status)  # type: ignore[misc]
-
-    # -- both
-
-    def check_integrity(self) -> list[str]:
-        """List what is wrong with an idle rank: ended threads, and what requests still hold."""
-        channels = (self.prefill_channel, self.decode_channel)
-        return [line for one in channels if one is not None for line in one.check()]
 
 
 MIXINS = {

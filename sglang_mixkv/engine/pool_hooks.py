@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_mixkv.engine import storage
+from sglang_mixkv.engine import draft_pool, storage
 from sglang_mixkv.guards import retraction
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -42,8 +42,9 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     pool = queue.draft_token_to_kv_pool
     whole = getattr(pool, "full_kv_pool", pool)
     hidden = whole if hasattr(whole, "k_buffer") else None
-    if hidden is not None and isinstance(pool, SWAKVPool):
-        hidden = pool  # which is refused, since the pool inside has a part of the layers
+    if hidden is not None and isinstance(pool, SWAKVPool):  # the pool inside has some of the layers
+        name = type(pool).__name__
+        raise draft_pool.not_whole(f"{name}: its sliding-window layers have pages of their own")
     token = _context.set(DraftPoolContext(hidden, queue.scheduler))
     if pool is not None:
         stock = queue.scheduler.attach_hicache_storage_wrapped

@@ -379,7 +379,6 @@ def test_a_prefill_manager_without_a_drafter_registers_a_row_without_a_channel(
     assert manager.prefill_channel is None
     made.RankContext.return_value.row.assert_called_once_with(manager, "", None)
     made.register.assert_called_once_with("url", {"sglang's": 1, KEY: {"row": 1}})
-    assert manager.check_integrity() == []
 
 
 @pytest.mark.parametrize("drafting", [True, False])
@@ -417,14 +416,6 @@ def test_a_decode_manager_has_a_channel_and_knows_servers(
     answer = manager.try_ensure_parallel_info(ADDRESS)
     assert answer is made.PrefillServers.return_value.ensure.return_value
     assert made.PrefillServers.return_value.mock_calls[2:] == [call.ensure(ADDRESS)]
-
-
-def test_what_is_wrong_with_either_channel_is_said() -> None:
-    manager: Any = DraftManager.__new__(DraftManager)
-    manager.prefill_channel = SimpleNamespace(check=lambda: ["one", "two"])
-    assert manager.check_integrity() == ["one", "two"]
-    manager.decode_channel = SimpleNamespace(check=lambda: ["three"])
-    assert manager.check_integrity() == ["one", "two", "three"]
 
 
 RANK_NAMES = "attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank"

@@ -2,7 +2,7 @@
 
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
-    left     what `check_integrity` finds; nothing without the plugin
+    left     what `channels` finds; nothing without the plugin
 
 SGLang's child processes import this file as well, before they apply hooks.
 """
@@ -29,8 +29,14 @@ TABLES = (
 def state(scheduler: Any) -> dict[str, Any]:
     prefill = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     manager = (prefill or scheduler.disagg_decode_prealloc_queue).kv_manager
-    left = getattr(manager, "check_integrity", list)()
+    left = channels(manager)
     return {"at": time.time(), "idle": bool(scheduler.is_fully_idle()), "left": left}
+
+
+def channels(manager: Any) -> list[str]:
+    """What is wrong with an idle rank: ended threads, and what requests still hold."""
+    found = [getattr(manager, f"{side}_channel", None) for side in ("prefill", "decode")]
+    return [line for one in found if one is not None for line in one.check()]
 
 
 def tables(manager: Any) -> list[str]:

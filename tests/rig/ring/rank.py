@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rig.process.watched_server import tables
+from rig.process.watched_server import channels, tables
 from rig.ring import model
 from rig.ring.memory import Ended, Memory
 from rig.ring.model import Case
@@ -362,9 +362,8 @@ def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
 def left_behind(manager: Any, seconds: float) -> list[str]:
     """What an idle manager should not have, once its workers have had time to tidy up."""
     threads = getattr(manager, "_worker_threads", ())  # NIXL's keeps none
-    check = getattr(manager, "check_integrity", list)
     ended = [f"thread {t.name} has ended" for t in threads if not t.is_alive()]
     deadline = time.monotonic() + seconds
-    while (found := [*ended, *check(), *tables(manager)]) and time.monotonic() < deadline:
+    while (found := [*ended, *channels(manager), *tables(manager)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return [f"left behind: {line}" for line in found]
