@@ -142,7 +142,7 @@ _NAMES = {
         "device disaggregation_decode_allocation_policy disaggregation_decode_enable_radix_cache "
         "disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup "
         "disaggregation_mode disaggregation_transfer_backend enable_flexkv enable_hisparse "
-        "enable_kv_cache_sharding enable_lmcache enable_memory_saver enable_metrics "
+        "enable_kv_cache_sharding enable_memory_saver enable_metrics "
         "enable_multi_layer_eagle enable_pd_role_switch enable_unified_cache_external_linker "
         "enable_unified_memory extra_metric_labels hicache_storage_backend kv_canary "
         "prefill_attention_backend radix_cache_backend served_model_name speculative_algorithm "

@@ -105,7 +105,7 @@ def rules_ask_for() -> set[str]:
     for rule in releases.rules():
         with suppress(TypeError):  # of a comparison with a number
             rule.applies(asked)
-    assert len(asked.names) > 20
+    assert len(asked.names) >= 20
     return asked.names
 
 
@@ -176,7 +176,7 @@ def test_no_attribute_is_listed_in_vain() -> None:
     text = "\n".join(path.read_text() for path in MODULES if path.name != "seams.py")
     words = set(re.findall(r"\w+", text)) | rules_ask_for()
     assert LISTED - words == set()
-    assert len(LISTED) <= 130
+    assert len(LISTED) <= 129
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

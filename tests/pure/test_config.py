@@ -132,7 +132,6 @@ def test_what_sglang_sets_by_itself_is_no_flag_to_drop() -> None:
 WITH_A_DRAFTER = [
     ({"kv_canary": "log"}, "--kv-canary"),
     ({"hicache_storage_backend": "file"}, "--hicache-storage-backend other"),
-    ({"enable_lmcache": True}, "--enable-lmcache"),
     ({"enable_flexkv": True}, "--enable-flexkv"),
     ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
     ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
