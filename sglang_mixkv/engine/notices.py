@@ -18,8 +18,8 @@ LINGER_MS = 1000  # for what was just sent
 
 
 class RefusedRequests:
-    """Sends only SGLang's ABORT to the ranks of a refused server. One that comes before the request
-    is ignored (mooncake/conn.py _handle_abort_notification), so it is repeated."""
+    """An ABORT that comes before its request is ignored (mooncake/conn.py,
+    _handle_abort_notification), so it is repeated."""
 
     def __init__(self, background: Background) -> None:
         self._background = background

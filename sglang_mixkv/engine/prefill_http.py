@@ -81,8 +81,7 @@ def _unreadable(error: object) -> MixKVError:
 
 async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
     """Fetch `rank_ip` and `rank_port` of all ranks of a refused prefill server from SGLang's
-    bootstrap server (common/conn.py _handle_route_get), for SGLang's ABORT; none if it does not
-    answer."""
+    bootstrap server (common/conn.py _handle_route_get), for SGLang's ABORT; none without answer."""
     try:
         async with asyncio.timeout(ASK_S):
             sizes = await _route(address, names, -1, -1, -1, -1)

@@ -36,10 +36,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 class RankContext:
     """The facts from which the manager builds its channel. `draft`: None on a rank without draft KV
-    of its own.
-
-    Raises MixKVError for a drafter whose rows cannot be cut, or do not fit a slot.
-    """
+    of its own. Raises MixKVError for one whose rows cannot be cut, or do not fit a slot."""
 
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config = config_of(server_args)
