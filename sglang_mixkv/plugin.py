@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 VALIDATION = "handle_other_validations"
+_hook = functools.cache(pkgutil.resolve_name)
 
 
 def register() -> None:
@@ -53,13 +54,7 @@ def _around(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) 
     """Call the hook if this process has opted in; functions of this file check that themselves."""
     if not (name.startswith("plugin.") or _is_enabled(_published())):
         return original(*args, **kwargs)
-    return _hook(name)(original, *args, **kwargs)
-
-
-@functools.cache
-def _hook(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = pkgutil.resolve_name(f"sglang_mixkv.{name}")
-    return found
+    return _hook(f"sglang_mixkv.{name}")(original, *args, **kwargs)
 
 
 def add_flags(original: Callable[..., None], parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,6 @@
 """Sends SGLang's own ABORT to the prefill ranks of a refused server. Each would otherwise hold the
 request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both halves
-would hold its client. SGLang's sends block for up to 30 s if the other side is gone or stopped, so
-a thread sends.
+would hold its client.
 """
 
 from __future__ import annotations

@@ -67,8 +67,7 @@ class _Server:
 
 
 class _Refusal(NamedTuple):
-    """The reason why requests to a server fail until it is asked again. Its `ranks` get SGLang's
-    ABORT."""
+    """Why requests to a server fail until it is asked again. Its `ranks` get SGLang's ABORT."""
 
     error: MixKVError
     ranks: Ranks
