@@ -57,6 +57,7 @@ class Background:
             return await asyncio.wrap_future(in_thread(self._name, call, *args))
 
     async def send(self, to: Any, message: Callable[..., None], **fields: Any) -> None:
-        """Send one message at a time to each `to`, so that one that is gone blocks one thread."""
+        """Send one message at a time to each `to`. SGLang's sends block for up to 30 s if the other
+        side is gone or stopped: it costs one thread."""
         async with self._sending.setdefault(to, asyncio.Lock()):
             await self.in_thread(partial(message, **fields))

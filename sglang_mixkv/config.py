@@ -5,9 +5,6 @@ SGLang pickles ServerArgs with their attributes, so every process gets the same 
 launcher builds ServerArgs without SGLang's command line, its environment decides, and the record is
 made when they are resolved.
 
-Each setting has bounds, and text outside of them is refused here, before anything starts. So is a
-variable with the plugin's name that nobody reads: a misspelt setting.
-
 This module is imported while ServerArgs are unpickled in child processes: it imports
 neither SGLang nor torch.
 """
@@ -31,9 +28,7 @@ ATTRIBUTE = "_mixkv"
 ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
-PORT_ENV = "SGLANG_MIXKV_PORT"
 PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
-NIXL_PARAMS_ENV = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
 API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # of servers with --api-key; commands read it, servers do not
 
 
@@ -144,7 +139,7 @@ SETTINGS = (
         "patience", PATIENCE_ENV, *_between(float, 0.1, 60), "A factor on the channel's times."
     ),
     Setting(
-        "port", PORT_ENV, *_between(int, 1024, 65000),
+        "port", "SGLANG_MIXKV_PORT", *_between(int, 1024, 65000),
         "On prefill: the channel of the rank on GPU n listens on this port plus n. By default on "
         "any free port.",
     ),
@@ -157,7 +152,7 @@ SETTINGS = (
         "What copies draft KV on a GPU. auto: kernels, or torch where they cannot, with a warning.",
     ),
     Setting(
-        "nixl_params", NIXL_PARAMS_ENV, "a JSON object of strings",
+        "nixl_params", "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS", "a JSON object of strings",
         partial(msgspec.json.decode, type=dict[str, str]),
         "SGLang's own: parameters of NIXL's backend. The plugin's NIXL takes the same.",
     ),

@@ -3,14 +3,9 @@
 Without opting in, each hook returns what SGLang computed. An opted-in process never goes on as
 stock silently. SGLang's launcher is checked while it resolves its arguments (`validate`), and each
 process that returns KV classes checks itself, once for its ServerArgs, since the launcher may have
-resolved them before plugins were loaded. SGLang logs and swallows a plugin's exceptions, so
-failures here end the process with SystemExit if the plugin was asked for.
-
-    opted in by                  SGLANG_ENABLE_MIXKV=1, or the record in ServerArgs._mixkv
-    no published ServerArgs      the classes are returned (a bootstrap server alone); the check runs
-                                 when a manager is built, with its ServerArgs
-    another transfer backend     stopped when a class is asked for
-    the fake backend             SGLang's class: warm-up requests of a supported server use it
+resolved them before plugins were loaded. Without published ServerArgs (a bootstrap server alone)
+the check runs when a manager is built. SGLang logs and swallows a plugin's exceptions, so failures
+here end the process with SystemExit if the plugin was asked for.
 
 Top-level imports stay in the standard library: a plugin that cannot be imported is skipped
 by SGLang without a stop.
@@ -26,8 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 VALIDATION = "handle_other_validations"
-_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}
-"""The ServerArgs that were checked and the class, by transfer backend and kind."""
+_hook = functools.cache(pkgutil.resolve_name)
 
 
 def register() -> None:
@@ -60,13 +54,7 @@ def _around(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) 
     """Call the hook if this process has opted in; functions of this file check that themselves."""
     if not (name.startswith("plugin.") or _is_enabled(_published())):
         return original(*args, **kwargs)
-    return _hook(name)(original, *args, **kwargs)
-
-
-@functools.cache
-def _hook(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = pkgutil.resolve_name(f"sglang_mixkv.{name}")
-    return found
+    return _hook(f"sglang_mixkv.{name}")(original, *args, **kwargs)
 
 
 def add_flags(original: Callable[..., None], parser: argparse.ArgumentParser) -> None:
@@ -99,12 +87,8 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Return SGLang's classes with our mixins. Its schedulers ask with each request: a class that
-    was checked once for these ServerArgs is only looked up."""
+    """Return SGLang's classes with our mixins. SGLang's schedulers ask with each request."""
     server_args = _published()
-    checked, handed_out = _handed_out.get((transfer_backend, class_type), (None, None))
-    if handed_out is not None and checked is server_args:
-        return handed_out
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     from sglang_mixkv import refusals
@@ -117,10 +101,7 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
     from sglang_mixkv.engine.manager import mixed
 
     stock = original(transfer_backend, class_type)
-    handed_out = mixed(stock, transfer_backend.value, class_type.value)
-    if server_args is not None:
-        _handed_out[transfer_backend, class_type] = server_args, handed_out
-    return handed_out
+    return mixed(stock, transfer_backend.value, class_type.value)
 
 
 def _published() -> Any:

@@ -67,9 +67,6 @@ OTHER_BACKEND = Rule(
 # FlexKV: FlexKVConnector.__init__ (storage/flexkv/flexkv_connector.py) registers the target pool's
 # buffers alone, so a page that it brings back has the target's KV and an older draft KV. SGLang
 # lets it start. `--radix-cache-backend flexkv` is the same cache.
-# LMCache: LMCacheUnifiedRadixCache.__init__ (storage/lmcache/lmcache_unified_radix_cache.py) hands
-# its connector the target's allocator alone. With speculation SGLang's launcher raises before this
-# rule is read (srt/arg_groups/kv_cache_hook.py).
 # External linker: a drafter's pages are stored under the TP rank without the TP size
 # (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by
 # storage/umbp/), so a server of another TP size reads other heads; a `dynamic` linker is unknown.
@@ -80,7 +77,7 @@ STORAGE = Rule(
     "a prefix that comes back from there may have the draft KV of another rank's heads; use "
     "Mooncake's store (--hicache-storage-backend mooncake)",
 )
-_LACKS = "a prefix that comes back from {} lacks its draft KV; drop the flag"
+_LACKS = "a prefix that comes back from FlexKV lacks its draft KV; drop the flag"
 ARGUMENT_RULES: tuple[Rule, ...] = (
     SINGLE_SERVER,
     OTHER_BACKEND,
@@ -126,9 +123,8 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     _flag("--enable-multi-layer-eagle", "drop the flag"),
     _flag("--decoupled-spec-role", "draft in the same server"),
     STORAGE,
-    _flag("--enable-lmcache", _LACKS.format("LMCache"), drafter=True),
-    _flag("--enable-flexkv", _LACKS.format("FlexKV"), drafter=True),
-    _flag("--radix-cache-backend flexkv", _LACKS.format("FlexKV"), drafter=True),
+    _flag("--enable-flexkv", _LACKS, drafter=True),
+    _flag("--radix-cache-backend flexkv", _LACKS, drafter=True),
     _flag(
         "--enable-unified-cache-external-linker",
         "a prefix that comes back from the external store may have the draft KV of other heads, "

@@ -22,9 +22,6 @@ STATES = ("warm", "cold", "retracted")
 """How the drafter of a request that decode has finished began."""
 
 
-# ---------------------------------------------------------------- notes
-
-
 class NoteSpec(NamedTuple):
     """The series of a note, and the log's line for the first of a peer. `series`: "" where the
     room is counted when SGLang ends it. `message` and `remedy` make a sentence with the peer in
@@ -139,14 +136,9 @@ NOTES: dict[str, NoteSpec] = {
 """By the note's `what`."""
 
 FAILS = {
-    "aborted": ColdReason.PREFILL_ABORTED, "pack": ColdReason.PREFILL_PACK,
-    "slow": ColdReason.PREFILL_SLOW, "heads": ColdReason.PREFILL_HEADS,
-    "full": ColdReason.PREFILL_FULL, "restarted": ColdReason.PREFILL_RESTARTED,
-}  # fmt: skip
+    what: ColdReason(f"prefill_{what}") for what, note in NOTES.items() if note.series == _FAIL
+}
 """Codes of the FAIL messages that a prefill rank sends, and what they make a room on decode."""
-
-
-# ---------------------------------------------------------------- series
 
 
 class Series(NamedTuple):

@@ -1,7 +1,7 @@
 """A decode rank's transfer plan for a prefill server, from its fact rows, or why it is refused.
 
-Pure. `judge` looks at all rows of a server once, when GET /mixkv has answered; `make_plan` is
-called once for each set of ranks that SGLang's receiver contacts (`bootstrap_infos`).
+Pure. `judge` looks at all rows of a server once, when GET /mixkv has answered; `make_plan` at those
+of the ranks that a request contacts (`bootstrap_infos` of SGLang's receiver).
 """
 
 from __future__ import annotations
@@ -23,17 +23,12 @@ Rows = Mapping[tuple[str, int], Row]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The plan of all requests that contact the ranks of these entries of `bootstrap_infos`.
-    `sources`: the ranks of the drafter's stage. `cold`: why nothing is fetched.
-
-    SGLang keeps one entry for each rank while it is connected. Plans are found by the identities
-    of these, and `infos` keeps them alive, so that no other object gets one.
-    """
+    """A request's plan. `sources`: the ranks of the drafter's stage. `cold`: why nothing is
+    fetched."""
 
     sources: tuple[Source, ...]
     version: int = PROTOCOL[1]
     cold: Cold = ""
-    infos: tuple[Any, ...] = ()
 
 
 def judge(
@@ -77,7 +72,7 @@ def make_plan(
         for (row, _), of in zip(drafting, heads, strict=True)
     )
     version = min([PROTOCOL[1], *(row.protocol[1] for row in found)])  # read_row: all have it
-    return Plan(sources, version, cold, tuple(infos))
+    return Plan(sources, version, cold)
 
 
 def _row_of(info: Any, rows: Rows) -> Row:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
@@ -15,7 +14,7 @@ from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.window import pages_left_out, window_of
 from sglang_mixkv.errors import MixKVError, refuse
 
-SCALES = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
+SCALES = ("k_scale_buffer", "native_k_scale_buffer")
 
 
 class Draft(NamedTuple):
@@ -86,15 +85,13 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
 
 def _check_pool(pool: Any) -> None:
     name = type(pool).__name__
-    if isinstance(pool, SWAKVPool):
-        raise _not_whole(f"{name}: its sliding-window layers have pages of their own")
     if any(getattr(pool, scale, None) is not None for scale in SCALES):
-        raise _not_whole(f"{name}: its K and V have block scales")
+        raise not_whole(f"{name}: its K and V have block scales")
     if getattr(pool, "kv_cache_layout", None) != "nhd":
         raise _not_cut(f"{name} with layout {getattr(pool, 'kv_cache_layout', None)}")
 
 
-def _not_whole(got: str) -> MixKVError:
+def not_whole(got: str) -> MixKVError:
     return refuse(
         "MIXKV-START-05", "a drafter whose K and V rows are all of its cache", got,
         "a part of it would stay on prefill",

@@ -1,15 +1,16 @@
 """SGLang's manager of any backend, with this rank's side of the draft channel.
 
-prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that;
-         `aborted` notifies decode.
+prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that, or
+         None without draft KV; `aborted` notifies decode.
 decode:  `decode_channel` and `servers`, made once SGLang knows this rank's address.
-Either may be None: a prefill rank without draft KV has no channel.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.engine import draft_pool
 from sglang_mixkv.engine.bootstrap import KEY, DraftBootstrapServer
 from sglang_mixkv.engine.prefill_servers import PrefillServers
-from sglang_mixkv.engine.rank import RankContext, RankManager
+from sglang_mixkv.engine.rank import RankContext
 from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.engine.sender import DraftSender
@@ -35,16 +36,28 @@ from sglang_mixkv.series import ABORTED
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
-class DraftManager(RankManager):
+class DraftManager:
     """Mixed into CommonKVManager. Raises MixKVError, so that the server does not start, if the
     drafter cannot be cut or the channel cannot be made."""
 
     backend = ""
-    servers: PrefillServers | None = None
+    local: RankContext
+    aborted: AbortedRequests
+    prefill_channel: PrefillWorker | None = None
+    decode_channel: DecodeWorker | None = None
+    servers: PrefillServers
+    early: Any  # the event after which a chunk may be sent (EarlySends)
+    # SGLang's
+    connection_lock: Any
+    connection_pool: dict[str, Any]
+    enable_deferred_decode_kv_release: bool
+    failure_records: dict[int, str]
+    kv_args: Any
     local_ip: str
     pp_rank: int | None
+    pp_size: int
     prefill_info_table: dict[str, Any]
-    enable_deferred_decode_kv_release: bool
+    record_failure: Callable[[int, str], None]
 
     def __init__(
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
@@ -88,7 +101,7 @@ class DraftManager(RankManager):
         machine = decode_machine.Machine(local.instance, local.slots, local.slot_bytes, local.times)
         self.decode_channel = DecodeWorker(
             machine, store, local.times, local.reporter,
-            forget_peer=lambda peer: self.forget_server(server_of(peer)),
+            forget_peer=lambda peer: servers.forget(server_of(peer)),
             check_peer=lambda peer: servers.check(server_of(peer)),
         )  # fmt: skip
         self.servers = servers = PrefillServers(self, local.row(self, "", store))
@@ -96,7 +109,6 @@ class DraftManager(RankManager):
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """False until the server's facts are here and fit, and the connections are up."""
-        assert self.servers is not None
         return self.servers.ensure(bootstrap_addr)
 
     def resolve(self, address: str) -> Any:
@@ -106,15 +118,6 @@ class DraftManager(RankManager):
         asking.prefill_info_table = {}
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
         return asking.prefill_info_table.get(address)
-
-    def forget_server(self, address: str) -> None:
-        """Forget the server, in SGLang's tables too: its heartbeats did not notice the restart."""
-        assert self.servers is not None
-        self.servers.forget(address)
-        with self.connection_lock:  # type: ignore[attr-defined]
-            pool = self.connection_pool  # type: ignore[attr-defined]
-            for key in [key for key in pool if key.startswith(f"{address}_")]:
-                del pool[key]
 
     def apply_prefill_status(self, *, failure_reason: str | None = None, **status: Any) -> None:
         """Ignore an abort on prefill where deferred release is off. SGLang may still write then:
@@ -132,6 +135,7 @@ MIXINS = {
 }
 
 
+@cache
 def mixed(stock: type, backend: str, kind: str) -> type:
     """Return what get_kv_class returns: SGLang's class of any backend with its mixin; the stock
     class for a kind without one, and for the backend of warm-up requests."""

@@ -94,11 +94,9 @@ class MetricsReporter(Reporter):
         self._record("ready_seconds", amount=seconds)
 
     def kernels(self, used: bool) -> None:
-        """True if kernels copy, on a GPU."""
         self._record("gpu_kernels", amount=used)
 
     def refused(self, error: MixKVError) -> None:
-        """A request fails since its prefill server is refused."""
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
@@ -174,7 +172,6 @@ class MetricsReporter(Reporter):
         self._record("accepted_tokens_total", *values, amount=tokens)
 
     def _known(self, prefill: str) -> str:
-        """Return the value of the label `prefill`."""
         is_new = prefill not in self._prefills
         if not prefill or (is_new and len(self._prefills) >= MAX_PREFILLS):
             prefill = OTHER
@@ -182,14 +179,10 @@ class MetricsReporter(Reporter):
         return prefill
 
     def _record(self, name: str, *values: str, amount: float = 1) -> None:
-        """Add to a counter or a histogram, or set a gauge."""
         try:
             if made := self._made:
-                one = made[name].labels(*self._labels, *values)
-                if name.endswith("_seconds"):
-                    one.observe(amount)
-                else:
-                    one.inc(amount) if name.endswith("_total") else one.set(amount)
+                metric, method = made[name]
+                getattr(metric.labels(*self._labels, *values), method)(amount)
         except Exception:
             self._stop()
 
@@ -199,21 +192,23 @@ class MetricsReporter(Reporter):
 
 
 def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]:
-    """Make the series of one side, by name. prometheus_client reads PROMETHEUS_MULTIPROC_DIR when
-    it is imported, and SGLang sets that before it starts the schedulers: so it is imported as late
-    as SGLang does (observability/metrics_collector.py)."""
+    """Make the series of one side, by name, and the method that counts. prometheus_client reads
+    PROMETHEUS_MULTIPROC_DIR when it is imported, and SGLang sets that before it starts schedulers:
+    so it is imported as late as SGLang does (observability/metrics_collector.py)."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     made: dict[str, Any] = {}
-    gauge = partial(Gauge, multiprocess_mode="mostrecent")
-    kinds: dict[str, Any] = {"total": Counter, "seconds": partial(Histogram, buckets=BUCKETS)}
+    gauge = partial(Gauge, multiprocess_mode="mostrecent"), "set"
+    histogram = partial(Histogram, buckets=BUCKETS), "observe"
+    kinds: dict[str, Any] = {"total": (Counter, "inc"), "seconds": histogram}
     for one in series.SERIES:
         if side in one.sides:
-            kind = kinds.get(one.name.rpartition("_")[2], gauge)
+            kind, method = kinds.get(one.name.rpartition("_")[2], gauge)
             names, where = [*labels, *one.labels], registry or REGISTRY
-            made[one.name] = kind(series.PREFIX + one.name, one.help, names, registry=where)
+            metric = kind(series.PREFIX + one.name, one.help, names, registry=where)
+            made[one.name] = metric, method
             for values in one.initial_labels:
-                made[one.name].labels(*labels.values(), *values)
+                metric.labels(*labels.values(), *values)
     return made
 
 

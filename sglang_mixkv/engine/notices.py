@@ -1,7 +1,6 @@
 """Sends SGLang's own ABORT to the prefill ranks of a refused server. Each would otherwise hold the
 request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both halves
-would hold its client. SGLang's sends block for up to 30 s if the other side is gone or stopped, so
-a thread sends.
+would hold its client.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ LINGER_MS = 1000  # for what was just sent
 
 
 class RefusedRequests:
-    """Sends only SGLang's ABORT to the ranks of a refused server. One that comes before the request
-    is ignored (mooncake/conn.py _handle_abort_notification), so it is repeated."""
+    """An ABORT that comes before its request is ignored (mooncake/conn.py,
+    _handle_abort_notification), so it is repeated."""
 
     def __init__(self, background: Background) -> None:
         self._background = background

@@ -11,14 +11,14 @@ every rank, and SGLang moves them right, as it does the index keys that only suc
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_mixkv.engine import storage
+from sglang_mixkv.engine import draft_pool, storage
 from sglang_mixkv.guards import retraction
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -32,12 +32,9 @@ class DraftPoolContext(NamedTuple):
     scheduler: Any
 
 
-_thread = threading.local()
-
-
-def current() -> DraftPoolContext:
-    """Return the context of the manager that is being built in this thread."""
-    return getattr(_thread, "context", DraftPoolContext(None, None))
+_NONE = DraftPoolContext(None, None)
+_context = ContextVar("_context", default=_NONE)  # of the manager that this thread is building
+current = _context.get
 
 
 def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
@@ -45,9 +42,10 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     pool = queue.draft_token_to_kv_pool
     whole = getattr(pool, "full_kv_pool", pool)
     hidden = whole if hasattr(whole, "k_buffer") else None
-    if hidden is not None and isinstance(pool, SWAKVPool):
-        hidden = pool  # which is refused, since the pool inside has a part of the layers
-    _thread.context = DraftPoolContext(hidden, queue.scheduler)
+    if hidden is not None and isinstance(pool, SWAKVPool):  # the pool inside has some of the layers
+        name = type(pool).__name__
+        raise draft_pool.not_whole(f"{name}: its sliding-window layers have pages of their own")
+    token = _context.set(DraftPoolContext(hidden, queue.scheduler))
     if pool is not None:
         stock = queue.scheduler.attach_hicache_storage_wrapped
         queue.scheduler.attach_hicache_storage_wrapped = partial(storage.attach, stock)
@@ -57,7 +55,7 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
         return original(queue)
     finally:
         queue.draft_token_to_kv_pool = pool
-        del _thread.context
+        _context.reset(token)
 
 
 def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) -> Any:
@@ -74,9 +72,9 @@ def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs
     """Wrap DecodePreallocQueue.resume_retracted_reqs, which fills the target's rows of these
     requests. Where the backup has none of the drafter's, they are other requests'."""
     resumed = original(queue, *args, **kwargs)
-    local: Any = getattr(queue.kv_manager, "local", None)
-    for request in resumed or () if local is not None else ():
+    for request in resumed or ():
         try:
+            local = queue.kv_manager.local
             local.reporter.retracted(request)
             if (pool := local.pool_context.pool) is not None:
                 retraction.clear_retracted(pool, queue.req_to_token_pool, request)

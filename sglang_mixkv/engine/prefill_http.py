@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -82,13 +81,10 @@ def _unreadable(error: object) -> MixKVError:
 
 async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
     """Fetch `rank_ip` and `rank_port` of all ranks of a refused prefill server from SGLang's
-    bootstrap server (common/conn.py _handle_route_get), for SGLang's ABORT; none if it does not
-    answer, and for releases up to 0.5.15, some of which would lose a thread over an ABORT."""
+    bootstrap server (common/conn.py _handle_route_get), for SGLang's ABORT; none without answer."""
     try:
         async with asyncio.timeout(ASK_S):
             sizes = await _route(address, names, -1, -1, -1, -1)
-            if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
-                return []
             counts = [int(sizes[name]) for name in SIZES]
             if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
                 raise ValueError(f"{counts} ranks")
@@ -111,7 +107,7 @@ async def _route(address: str, names: AbstractResolver, *ranks: int) -> dict[str
     status, body = await _get(f"http://{address}/route", query, names)
     if status != 200:
         raise ConnectionError(f"{status} {body[:512].decode(errors='replace')}")
-    return dict(json.loads(body))
+    return msgspec.json.decode(body, type=dict[str, Any])
 
 
 async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> tuple[int, bytes]:

@@ -56,7 +56,7 @@ STAND_IN = PrefillServerInfo(
 
 class _Server:
     """A server that is asked, or ready. `peers`, `gone` and SGLang's table change under the lock,
-    `asked` and `plans` are the scheduler's, the rest is the task's until the table has it."""
+    `asked` is the scheduler's, the rest is the task's until the table has it."""
 
     def __init__(self, address: str) -> None:
         self.address, self.asked = address, time.monotonic()
@@ -64,12 +64,10 @@ class _Server:
         self.cold: Cold = ""  # why all of its requests are
         self.peers: list[Peer] = []
         self.ready = self.doubted = self.gone = False
-        self.plans: dict[tuple[int, ...], Plan] = {}  # by identity of SGLang's entries
 
 
 class _Refusal(NamedTuple):
-    """The reason why requests to a server fail until it is asked again. Its `ranks` get SGLang's
-    ABORT."""
+    """Why requests to a server fail until it is asked again. Its `ranks` get SGLang's ABORT."""
 
     error: MixKVError
     ranks: Ranks
@@ -77,12 +75,8 @@ class _Refusal(NamedTuple):
 
 
 class PrefillServers:
-    """`manager`: one that has its `decode_channel`. `own`: this rank's row.
-
-    The scheduler's thread calls `ensure`, `refuse` and `plan`. `forget` and `check` may be called
-    in any thread; they do not block. A server that SGLang removes from its table, as its heartbeats
-    do, is asked and connected to again.
-    """
+    """`manager`: one that has its `decode_channel`. `own`: this rank's row. A server that SGLang
+    removes from its table, as its heartbeats do, is asked and connected to again."""
 
     def __init__(self, manager: DraftManager, own: Row) -> None:
         self._manager, self._own = manager, own
@@ -138,26 +132,27 @@ class PrefillServers:
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")
-        key = tuple(map(id, infos))
-        if key not in server.plans:
-            try:
-                plan = make_plan(infos, server.rows, self._own, server.cold, address)
-            except MixKVError as error:
-                self._manager.local.reporter.refused(error)
-                self._aborts.add(list(infos), receiver)
-                server.doubted = True  # its facts may be older than the rank
-                raise
-            server.plans[key] = plan
-        return server.plans[key]
+        try:
+            return make_plan(infos, server.rows, self._own, server.cold, address)
+        except MixKVError as error:
+            self._manager.local.reporter.refused(error)
+            self._aborts.add(list(infos), receiver)
+            server.doubted = True  # its facts may be older than the rank
+            raise
 
     # -- any thread
 
     def forget(self, address: str) -> None:
-        """It was restarted: the next request asks and connects again."""
+        """It was restarted: the next request asks and connects again. SGLang's tables forget it,
+        too, since its heartbeats did not notice."""
         with self._lock:
             self._table.pop(address, None)
             self._refusals.pop(address, None)
             self._drop(address)
+        with self._manager.connection_lock:
+            pool = self._manager.connection_pool
+            for key in [key for key in pool if key.startswith(f"{address}_")]:
+                del pool[key]
 
     def check(self, address: str) -> None:
         """A rank of it cannot be reached: it may have been restarted at another port."""
@@ -215,7 +210,7 @@ class PrefillServers:
         except MixKVError:
             same = False
         if not same and not server.gone:
-            self._manager.forget_server(server.address)
+            self.forget(server.address)
 
     async def _refuse(self, server: _Server, error: MixKVError) -> None:
         address = server.address

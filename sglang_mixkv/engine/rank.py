@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SlotPool, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
-from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.copier import Store
 from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
@@ -31,36 +29,13 @@ from sglang_mixkv.engine import draft_pool, pool_hooks
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
-from sglang_mixkv.guards.aborts import AbortedRequests
-from sglang_mixkv.prefill.worker import PrefillWorker
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
-class RankManager:
-    """The part of DraftManager (manager.py) that its senders and receivers use."""
-
-    local: RankContext
-    aborted: AbortedRequests  # on prefill
-    prefill_channel: PrefillWorker | None = None
-    decode_channel: DecodeWorker | None = None
-    early: Any = None  # the event after which a chunk may be sent (EarlySends)
-    # SGLang's
-    failure_records: dict[int, str]
-    kv_args: Any
-    pp_size: int
-    record_failure: Callable[[int, str], None]
-    req_to_decode_prefix_len: dict[int, Any]
-    request_status: dict[int, Any]
-    transfer_infos: dict[int, Any]
-
-
 class RankContext:
     """The facts from which the manager builds its channel. `draft`: None on a rank without draft KV
-    of its own.
-
-    Raises MixKVError for a drafter whose rows cannot be cut, or do not fit a slot.
-    """
+    of its own. Raises MixKVError for one whose rows cannot be cut, or do not fit a slot."""
 
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config = config_of(server_args)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
-from sglang_mixkv.engine.prefill_servers import PrefillServers
-from sglang_mixkv.engine.rank import RankManager, forward_event
+from sglang_mixkv.engine.rank import forward_event
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.guards.room_reuse import RoomUse
 
+if TYPE_CHECKING:
+    from sglang_mixkv.engine.manager import DraftManager
+
 logger = logging.getLogger(f"sglang.{__name__}")
-
-
-class _Manager(RankManager):
-    servers: PrefillServers
 
 
 class DraftReceiver(RoomUse):
@@ -30,7 +28,7 @@ class DraftReceiver(RoomUse):
     even be cleared. `init` fails requests to a refused server.
     """
 
-    kv_mgr: _Manager
+    kv_mgr: DraftManager
     handle: ReceiveHandle | None = None
     channel: DecodeWorker  # of a `handle`
     plan: Plan | None = None

@@ -57,8 +57,7 @@ SUPPORTED_SGLANG = tuple(UNSERVED)
 
 @cache
 def version_of(package: str) -> str:
-    """Return its installed version, or `none`. Read once: `get_kv_class` is called for every
-    request, and reading a package's metadata takes a millisecond."""
+    """Return its installed version, or `none`. Read once, in a millisecond: each seam asks."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -70,7 +69,6 @@ def sglang_version() -> str:
 
 
 def rules() -> tuple[Rule, ...]:
-    """Return the rules for the installed release."""
     return ARGUMENT_RULES + UNSERVED.get(sglang_version(), UNSERVED[SUPPORTED_SGLANG[-1]])
 
 
@@ -100,8 +98,7 @@ def has_attribute(owner: type, name: str) -> bool:
 
 
 def problems(*, functions: bool = True) -> list[str]:
-    """List what differs in the installed SGLang: its version, and each function and attribute that
-    is not as expected."""
+    """List what differs in the installed SGLang: its version, functions and attributes."""
     version, found = sglang_version(), []
     if version not in UNSERVED:
         found.append(f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")
@@ -129,7 +126,7 @@ def stop_if(unsupported: list[str]) -> None:
 
 def check(server_args: Any, *, functions: bool = True) -> None:
     """Stop the process unless SGLang is as expected, has applied the hooks, and serves these
-    arguments. An untested release goes on with warnings if the variable allows it."""
+    arguments."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -96,7 +96,7 @@ _NAMES = {
     f"{_SRT}managers.scheduler:Scheduler": "forward_stream",
     # a server's ranks, by the keys of GET /route too; which of them requests contact
     f"{_CONN}PrefillRankInfo": "rank_ip rank_port",
-    f"{_CONN}PrefillServerInfo": "prefill_http_port target_tp_ranks",
+    f"{_CONN}PrefillServerInfo": "target_tp_ranks",
     # the decode ranks of a request, which are notified
     f"{_PD}mooncake.conn:TransferInfo": "dst_port endpoint is_dummy",
     f"{_PD}nixl.conn:TransferInfo": "dst_port endpoint is_dummy",
@@ -118,7 +118,6 @@ _NAMES = {
     # how its rows are laid out, and that there are no others
     f"{_POOL}memory_pool:MHATokenToKVPool": "dtype head_num k_buffer k_scale_buffer page_size "
         "kv_cache_layout maybe_get_custom_mem_pool native_k_scale_buffer v_buffer",
-    f"{_POOL}memory_pool:MLATokenToKVPoolFP4": "kv_scale_buffer",
     f"{_POOL}memory_pool:HybridLinearKVPool": "full_kv_pool",
     f"{_POOL}swa_memory_pool:SWAKVPool": "full_kv_pool",
     # how objects are named in Mooncake's store, and what is attached later
@@ -143,7 +142,7 @@ _NAMES = {
         "device disaggregation_decode_allocation_policy disaggregation_decode_enable_radix_cache "
         "disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup "
         "disaggregation_mode disaggregation_transfer_backend enable_flexkv enable_hisparse "
-        "enable_kv_cache_sharding enable_lmcache enable_memory_saver enable_metrics "
+        "enable_kv_cache_sharding enable_memory_saver enable_metrics "
         "enable_multi_layer_eagle enable_pd_role_switch enable_unified_cache_external_linker "
         "enable_unified_memory extra_metric_labels hicache_storage_backend kv_canary "
         "prefill_attention_backend radix_cache_backend served_model_name speculative_algorithm "

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.engine.rank import RankManager, forward_event
-from sglang_mixkv.guards.room_reuse import SenderRoomUse
+from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.guards.room_reuse import RoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
+
+if TYPE_CHECKING:
+    from sglang_mixkv.engine.manager import DraftManager
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
-class DraftSender(SenderRoomUse):
+class DraftSender(RoomUse):
     """Mixed into CommonKVSender (manager.mixed). `handle`: None on a rank without draft KV, or
     before init. SGLang's Success becomes Transferring while draft KV is packed."""
 
-    kv_mgr: RankManager
+    leaves = True
+    kv_mgr: DraftManager
     handle: SendHandle | None = None
     channel: PrefillWorker  # of a `handle`
     _first = 0

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_mixkv.refusals import STORAGE, STORED, has_drafter
@@ -39,8 +40,6 @@ def attach(stock: Callable[[Any], Any], request: Any) -> Any:
     """Replaces a drafting scheduler's `attach_hicache_storage_wrapped`: `PUT
     /hicache/storage-backend` is answered as a start with that flag would be. The scheduler binds
     its request handlers after it has made its queues."""
-    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
-
     if request.hicache_storage_backend == STORED:
         return stock(request)
     reason = f"[MIXKV-START-03] {STORAGE}"

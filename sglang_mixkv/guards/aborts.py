@@ -5,8 +5,7 @@ fault   CommonKVSender.abort (disaggregation/common/conn.py) notifies nobody: de
 patch   none yet
 until   an abort on prefill ends the request on decode
 
-SGLang's sends block for up to 30 s if the other side is gone or stopped, so threads send. On decode
-DraftManager.apply_prefill_status, which overrides SGLang's, ignores unsafe ones.
+On decode DraftManager.apply_prefill_status, which overrides SGLang's, ignores unsafe ones.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def around_request(
     for _, room, host, port in rooms:
         if not _is_number(room):
             raise _refusal(f"{type(room).__name__} outside of that")
-        if not (_is_host(host) or (host is None and not is_decode)) or not _is_port(port):
+        if not _is_address(host, port, is_decode):
             expected = "a bootstrap_host, and a bootstrap_port from 1 to 65535 or none"
             raise _refusal(f"{host!r:.99} and {port!r:.99}", expected)
         first = _requests.get(room)
@@ -76,14 +76,12 @@ def _is_number(room: Any) -> bool:
     return type(room) is int and 0 <= room < 1 << 63
 
 
-def _is_host(host: Any) -> bool:
-    """True if it can be resolved: SGLang's scheduler splits it, and logs it."""
-    return type(host) is str and 0 < len(host) < 256 and host.isprintable()
-
-
-def _is_port(port: Any) -> bool:
-    """True if it is a port. None means the server's own."""
-    return port is None or (type(port) is int and 0 < port < 1 << 16)
+def _is_address(host: Any, port: Any, is_decode: bool) -> bool:
+    """True if SGLang's scheduler can split, resolve and log it. On prefill no host is needed; no
+    port means the server's own."""
+    is_host = type(host) is str and 0 < len(host) < 256 and host.isprintable()
+    is_port = type(port) is int and 0 < port < 1 << 16
+    return (is_host or (host is None and not is_decode)) and (is_port or port is None)
 
 
 def _refusal(got: str, expected: str = "") -> MixKVError:
@@ -105,6 +103,7 @@ class RoomUse:
     second one fails under a number that no request has, as does one whose number cannot be sent:
     whatever SGLang does with it, it touches no other request."""
 
+    leaves = False  # whether it makes way after Success
     kv_mgr: Any  # a DraftManager, whose module imports this one
     bootstrap_room: int
     conclude_state: Any
@@ -123,11 +122,16 @@ class RoomUse:
             mgr.record_failure(number, str(_refusal(problem)))
             mgr.request_status[number] = self.conclude_state = KVPoll.Failed
             if mgr.local.mode == "decode":  # prefill's requests are not counted
-                mgr.local.reporter(Note("reused", b"", ""))
+                mgr.local.reporter(Note("reused"))
 
     def _leave(self) -> bool:
-        """Return whether another use may have the number before this one is cleared."""
-        return False
+        """Return whether another use may have the number before this one is cleared: a sender makes
+        way after Success, since true retraction may begin the next request with the number before
+        the scheduler has seen that this one succeeded."""
+        if not self.leaves or super().poll() != KVPoll.Success:  # type: ignore[misc]
+            return False
+        self._move()
+        return True
 
     def clear(self) -> None:
         """Clear it unless the number is another's by now: SGLang clears a receiver when it fails,
@@ -145,15 +149,3 @@ class RoomUse:
             tables.request_status[room] = KVPoll.WaitingForInput
         self.bootstrap_room = next(_own)
         tables.request_status[self.bootstrap_room] = status
-
-
-class SenderRoomUse(RoomUse):
-    """Mixed into senders."""
-
-    def _leave(self) -> bool:
-        """Make way after Success: true retraction may begin the next request with the number before
-        the scheduler has seen that this one succeeded."""
-        if super().poll() == KVPoll.Success:  # type: ignore[misc]
-            self._move()
-            return True
-        return False

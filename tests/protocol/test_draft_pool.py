@@ -161,21 +161,14 @@ def changed(**attributes: Any) -> Callable[[Cache, int], Any]:
     return build
 
 
-def windowed(_cache: Cache, _tp: int) -> Any:
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-    return SWAKVPool.__new__(SWAKVPool)
-
-
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
         (changed(k_scale_buffer=[None]), "have block scales"),
         (changed(kv_cache_layout="hnd"), "SGLANG_USE_HND_KVCACHE"),
         (changed(head_num=4), "a pool of 4 heads where rank 0 of 2 should have 2 of 4"),
-        (windowed, "its sliding-window layers have pages of their own"),
     ],
-    ids=["scales", "another layout", "other heads", "window"],
+    ids=["scales", "another layout", "other heads"],
 )
 def test_a_pool_that_cannot_be_cut_does_not_start(
     tmp_path: Path, build: Callable[[Cache, int], Any], reason: str
@@ -308,15 +301,27 @@ def test_a_pool_of_heads_is_hidden_and_others_are_left_to_sglang(
     assert hidden(pool()) == is_hidden
 
 
-def test_layers_with_pages_of_their_own_are_refused_as_the_queue_has_them() -> None:
+@pytest.mark.parametrize("inner", [of_heads, lambda: of_mla(Cache("mla"))], ids=["heads", "mla"])
+@forks.in_own_process
+def test_layers_with_pages_of_their_own_are_refused_if_they_have_heads(
+    inner: Callable[[], Any],
+) -> None:
     """SGLang's pool has the others in a pool inside, which alone would be served."""
-    queue = Queue(pool := windowed(Cache("mha"), 1))
-    pool.full_kv_pool = of_heads()
-    pool_hooks.around_init(Queue.init, queue)
-    seen, handed = queue.seen
-    assert (seen, queue.draft_token_to_kv_pool) == (None, pool)
-    with pytest.raises(MixKVError, match=r"MIXKV-START-05.*SWAKVPool"):
-        draft_pool.of_pool(handed.pool)
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+
+    publish(ServerArgs(model_path="dummy"), role="tokenizer")
+    queue = Queue(pool := SWAKVPool.__new__(SWAKVPool))
+    pool.full_kv_pool = inner()
+    with (
+        pytest.raises(MixKVError, match=r"MIXKV-START-05.*SWAKVPool: its sliding-window layers")
+        if inner is of_heads
+        else nullcontext()
+    ):
+        pool_hooks.around_init(Queue.init, queue)
+    assert queue.draft_token_to_kv_pool is pool
+    assert (queue.seen is None) == (inner is of_heads), "SGLang is not asked"
 
 
 def test_the_pool_is_back_where_sglang_fails() -> None:

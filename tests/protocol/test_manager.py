@@ -39,6 +39,7 @@ from sglang_mixkv.engine.bootstrap import KEY
 from sglang_mixkv.engine.draft_pool import Draft
 from sglang_mixkv.engine.manager import MIXINS, DraftManager, mixed
 from sglang_mixkv.engine.pool_hooks import DraftPoolContext
+from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.guards.early_sends import EarlySends
 from sglang_mixkv.series import ABORTED
@@ -402,14 +403,14 @@ def test_a_decode_manager_has_a_channel_and_knows_servers(
     local.row.assert_called_once_with(manager, "", store)
     peer = peer_of(b"instance", ADDRESS)
     assert (local.reporter.breaker, local.reporter.name_of(peer)) == (machine.breaker, ADDRESS)
-    manager.forget_server = made.forget_server
     forget(peer)
     check(peer)
-    assert made.forget_server.mock_calls == [call(ADDRESS)]
-    assert made.PrefillServers.return_value.mock_calls == [call.check(ADDRESS)]
+    assert made.PrefillServers.return_value.mock_calls == [
+        call.forget(ADDRESS), call.check(ADDRESS)
+    ]  # fmt: skip
     answer = manager.try_ensure_parallel_info(ADDRESS)
     assert answer is made.PrefillServers.return_value.ensure.return_value
-    assert made.PrefillServers.return_value.mock_calls[1:] == [call.ensure(ADDRESS)]
+    assert made.PrefillServers.return_value.mock_calls[2:] == [call.ensure(ADDRESS)]
 
 
 RANK_NAMES = "attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank"
@@ -445,6 +446,7 @@ def test_sglangs_class_is_handed_out_with_its_mixin_and_backend(backend: str, ki
     guards = (EarlySends,) if (backend, kind) == ("nixl", "manager") else ()
     assert found.__bases__ == (*guards, MIXINS[kind], Theirs)
     assert (found.__name__, found.backend) == ("DraftTheirs", backend)
+    assert mixed(Theirs, backend, kind) is found, "a second one would be another class"
     assert found.__module__.startswith("sglang_mixkv.")
 
 
@@ -549,13 +551,13 @@ class Locked(dict[str, Any]):
 def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     """SGLang's heartbeats may not have noticed. Its keys of a connection: as in
     CommonKVReceiver._setup_bootstrap_infos. Its threads change that table under the lock."""
-    manager: Any = DraftManager.__new__(DraftManager)
-    manager.servers = MagicMock()
-    lock = manager.connection_lock = threading.Lock()
-    entries: dict[str, Any] = {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
-    pool = manager.connection_pool = Locked(lock, **entries)
-    manager.forget_server(ADDRESS)
-    manager.servers.forget.assert_called_once_with(ADDRESS)
+    lock, entries = threading.Lock(), {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
+    pool, table = Locked(lock, **entries), dict.fromkeys((ADDRESS, OTHER))
+    manager: Any = SimpleNamespace(
+        prefill_info_table=table, decode_channel="", connection_lock=lock, connection_pool=pool
+    )
+    PrefillServers(manager, own=None).forget(ADDRESS)  # type: ignore[arg-type]
+    assert list(table) == [OTHER]
     with lock:  # which is free again
         assert list(pool) == [f"{OTHER}_0_0_0"]
 

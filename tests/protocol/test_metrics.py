@@ -152,8 +152,6 @@ def test_trouble_with_a_resumed_request_is_no_other_ones(
 def test_trouble_with_a_resumed_request_stays_in_the_plugin(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    resumed = [object()]
-    for manager in (SimpleNamespace(local=object()), object()):  # the latter is stock
-        queue = SimpleNamespace(kv_manager=manager)
-        assert pool_hooks.around_resume(lambda _: resumed, queue) is resumed
+    resumed, queue = [object()], SimpleNamespace(kv_manager=SimpleNamespace(local=object()))
+    assert pool_hooks.around_resume(lambda _: resumed, queue) is resumed
     assert caplog.text.count("MIXKV-SELF-01") == 1

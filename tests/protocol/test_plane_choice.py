@@ -63,7 +63,7 @@ def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.Monk
 def test_nixls_backend_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.environ import envs
 
-    for name in (planes.NIXL_ENV, config.NIXL_PARAMS_ENV, "UCX_NET_DEVICES"):
+    for name in (planes.NIXL_ENV, f"{planes.NIXL_ENV}_PARAMS", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     stock = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
     assert planes.nixl_backend("", {}) == (stock, {})

@@ -27,12 +27,12 @@ from sglang_mixkv.engine.bootstrap import SIZES
 from sglang_mixkv.engine.draft_pool import SCALES
 from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS
 from sglang_mixkv.guards.early_sends import EarlySends
-from sglang_mixkv.guards.room_reuse import RoomUse, SenderRoomUse
+from sglang_mixkv.guards.room_reuse import RoomUse
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 SOURCES = [PACKAGE / "plugin.py", *sorted(PACKAGE.glob("engine/*.py"))]
 SOURCES += sorted(PACKAGE.glob("guards/*.py"))
-OURS = (*manager.MIXINS.values(), EarlySends, RoomUse, SenderRoomUse)
+OURS = (*manager.MIXINS.values(), EarlySends, RoomUse)
 METHODS = {path.rpartition(".")[2] for path in SEAMS if ".conn:" in path}
 FUNCTIONS = (FunctionType, staticmethod, classmethod)
 CARRIERS = {"kv_mgr", "mgr", "manager", "receiver"}
@@ -105,7 +105,7 @@ def rules_ask_for() -> set[str]:
     for rule in releases.rules():
         with suppress(TypeError):  # of a comparison with a number
             rule.applies(asked)
-    assert len(asked.names) > 20
+    assert len(asked.names) >= 20
     return asked.names
 
 
@@ -176,7 +176,7 @@ def test_no_attribute_is_listed_in_vain() -> None:
     text = "\n".join(path.read_text() for path in MODULES if path.name != "seams.py")
     words = set(re.findall(r"\w+", text)) | rules_ask_for()
     assert LISTED - words == set()
-    assert len(LISTED) <= 132
+    assert len(LISTED) <= 129
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

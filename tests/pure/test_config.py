@@ -81,7 +81,7 @@ def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
             "PORT": "tcp://10.0.0.1:80", "PORT_80_TCP": "tcp://10.0.0.1:80",
             "PORT_80_TCP_PROTO": "tcp", "PORT_80_TCP_ADDR": "10.0.0.1"}  # fmt: skip
     environ = {f"{service}_{end}": text for end, text in ends.items()}
-    environ.pop(config.PORT_ENV, None)
+    environ.pop("SGLANG_MIXKV_PORT", None)
     assert resolve(None, {**environ, config.API_KEY_ENV: "key", "PATH": "/bin"}) == Config()
     with pytest.raises(MixKVError, match=r"START-04.*PATIENSE.*PATIENCE"):
         resolve(None, {"SGLANG_MIXKV_PATIENSE": "1"})
@@ -132,7 +132,6 @@ def test_what_sglang_sets_by_itself_is_no_flag_to_drop() -> None:
 WITH_A_DRAFTER = [
     ({"kv_canary": "log"}, "--kv-canary"),
     ({"hicache_storage_backend": "file"}, "--hicache-storage-backend other"),
-    ({"enable_lmcache": True}, "--enable-lmcache"),
     ({"enable_flexkv": True}, "--enable-flexkv"),
     ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
     ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),

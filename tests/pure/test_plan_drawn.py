@@ -116,16 +116,6 @@ FACTS = DraftFacts("a", "EAGLE3", 4, (100, 156), "bfloat16")
 OWN = row("own", FACTS, 1, 0)
 
 
-def test_a_plan_keeps_the_entries_that_it_is_known_by() -> None:
-    """Were they freed, others could have their identity, and requests the plan of other ranks."""
-    rows = [row("p0", FACTS, 1, 0)]
-    infos = infos_of(rows)
-    made = make_plan(infos, {(HOST, 9000): rows[0]}, OWN)
-    assert len(made.infos) == 1
-    assert made.infos[0] is infos[0]
-    assert made.sources[0].peer == peer_of(rows[0].instance, "")
-
-
 @pytest.mark.parametrize("there", [(2, 4), (4, 4), (4, 9)])
 def test_a_pair_uses_the_newest_version_of_all_its_ranks(
     there: tuple[int, int], monkeypatch: pytest.MonkeyPatch

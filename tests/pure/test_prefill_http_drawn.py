@@ -153,7 +153,7 @@ def a_server_of(*counts: int, **sizes: Any) -> Callable[[str], tuple[int, bytes]
         query = {name: int(value) for name, (value,) in parse_qs(url.query).items()}
         ranks = tuple(query[name] for name in NAMES)
         if ranks == (-1,) * 4:
-            found = dict(zip(SIZES, counts, strict=True)) | {"prefill_http_port": 1} | sizes
+            found = dict(zip(SIZES, counts, strict=True)) | sizes
             return 200, json.dumps({k: v for k, v in found.items() if v is not None}).encode()
         if any(rank >= count for rank, count in zip(ranks, counts, strict=True)):
             return 404, b"unknown"
@@ -177,7 +177,7 @@ def test_every_rank_is_asked_for(counts: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("counts", "sizes"),
-    [((1, 1, 1, 1), {"prefill_http_port": None}), ((1, 1, 1, 1), {"dp_size": "many"}),
+    [((1, 1, 1, 1), {"dp_size": "many"}),
      *[((1, 1, 1, 1), {name: value}) for name in SIZES for value in (0, -1, None, 2, 4097)]],
 )  # fmt: skip
 def test_where_a_server_does_not_say_them_no_rank_is_known(

@@ -3,6 +3,7 @@ so are the ranks of both sides. SGLang's own table is stood in for."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ class Site:
         self.manager = SimpleNamespace(
             prefill_info_table=self.table, decode_channel=self.decode.channel,
             resolve=lambda _: SimpleNamespace(target_tp_ranks=[0]),
-            forget_server=lambda address: self.servers.forget(address),
+            connection_lock=threading.Lock(), connection_pool={},
             local=SimpleNamespace(
                 config=Config(), reporter=SimpleNamespace(refused=self.reasons.append)
             ),
