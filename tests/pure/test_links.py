@@ -69,7 +69,7 @@ def is_named(ranks: Ranks, timeout_s: float = 0) -> bool:
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_message_that_came_before_a_send_is_read(ranks: Ranks, leaves: bool) -> None:
     """The send makes the socket's FD silent, also one that fails, since its peer takes no more."""
-    while not leaves and (ranks.links.send(PEER, LARGE) or is_named(ranks, 0.1)):
+    while not leaves and (ranks.links.send(PEER, LARGE) or is_named(ranks, 1)):
         ranks.look(0)
     ranks.send(PEER, Fail(1, 2, "lost"))
     assert is_named(ranks, 10)
