@@ -12,8 +12,9 @@ from sglang_mixkv.decode.transfer import Peer, Request, Segment
 
 
 class StartRead(msgspec.Struct, eq=False):
-    """Read these segments, of one transfer. `Machine.read_ended` follows, however long that takes.
-    For the machine: when it `began`; `until`, its deadline; `failed`: its segments are not used."""
+    """Read these segments of one transfer. `Machine.read_ended` follows, however long it takes. For
+    the machine: when it `began`; its deadline, `until`; whether it `failed`, so that its segments
+    are not used."""
 
     peer: Peer
     segments: list[Segment]
@@ -45,7 +46,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """Another instance is at this peer's address: resolve it again."""
+    """A different instance now has this peer's address: resolve the server again."""
 
     peer: Peer
 

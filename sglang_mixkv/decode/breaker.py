@@ -33,7 +33,8 @@ class Breaker:
         self._states: dict[bytes, _State] = {}
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
-        """True if a request that needs all of these must start cold. If not, it may be a probe."""
+        """Return whether a request that needs all of these must start cold. Otherwise it may be a
+        probe."""
         states = [s for peer in peers if (s := self._states.get(peer)) is not None and s.is_open]
         if any(now < state.until for state in states):
             return True
@@ -43,16 +44,17 @@ class Breaker:
         return False
 
     def came(self, peer: bytes) -> None:
-        """A segment of its draft KV came."""
+        """Record that a segment of its draft KV came."""
         if (state := self._states.get(peer)) is not None and state.is_open:
             state.strikes = STRIKES - 1
 
     def forget(self, peer: bytes) -> None:
-        """All its draft KV of a request came, or its server is gone."""
+        """Forget a peer: all its draft KV for a request came, or its server is gone."""
         self._states.pop(peer, None)
 
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
-        """A request's KV did not come from this peer. True if that opens its breaker."""
+        """Count a request whose KV did not come from this peer. Return whether that opens its
+        breaker."""
         state = self._states.setdefault(peer, _State())
         was_open = state.is_open
         if was_open and generation not in state.probes:
@@ -65,7 +67,7 @@ class Breaker:
         return state.is_open and not was_open
 
     def release_probe(self, generation: int) -> None:
-        """The request is over: if it was a probe without a result, another one may be."""
+        """End a request: if it was a probe without a result, another may try."""
         for state in self._states.values():
             if state.probes == {generation}:
                 state.until = 0.0

@@ -34,7 +34,7 @@ class Severity(StrEnum):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """`prefill`, `decode`: what they have."""
+    """`prefill`, `decode`: each side's value."""
 
     severity: Severity
     what: str
@@ -64,9 +64,9 @@ MIXES = {
     "mooncake": {("0.5.21", "0.5.22"), ("0.5.21", "0.5.23"), ("0.5.22", "0.5.23")},
     "nixl": {("0.5.21", "0.5.22")},
 }
-"""By backend, SGLang's releases on prefill and decode between which it serves requests. In other
-mixes its messages are misread, and requests hang until they time out: tests/e2e/
-test_mixed_releases.py measures them, without the plugin too."""
+"""By backend, the pairs of SGLang releases on prefill and decode that serve requests. Any other mix
+misreads messages, and its requests hang until they time out, even without the plugin
+(tests/e2e/test_mixed_releases.py)."""
 
 
 def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:

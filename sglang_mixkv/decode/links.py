@@ -32,7 +32,7 @@ Dealer = zmq.Socket[bytes]
 
 class Link:
     """`memory`: the data plane's peer, None on a rank without a drafter. `reconnecting`: a thread
-    makes another one. `closed`: nobody has the link any more."""
+    is replacing it. `closed`: the link has been given up."""
 
     def __init__(self, peer: Peer, row: Row, dealer: Dealer, memory: Any) -> None:
         self.peer, self.row, self.dealer, self.memory = peer, row, dealer, memory
@@ -40,8 +40,8 @@ class Link:
 
 
 class Links:
-    """`dial` and `hang_up` may run in any thread; everything else is the channel thread's. `store`:
-    None on a rank without a drafter, which sends messages alone."""
+    """`dial` and `hang_up` may run in any thread; everything else runs in the channel thread.
+    `store`: None on a rank without a drafter, which only sends messages."""
 
     def __init__(self, store: Store | None, times: Times, poller: Poller) -> None:
         self._store, self._times, self._poller = store, times, poller
@@ -50,9 +50,9 @@ class Links:
         self._of_dealer: dict[Dealer, Link] = {}
 
     def dial(self, row: Row, server: str) -> Link:
-        """Make a link for `add` or `hang_up`. May block; raises ValueError for an address that no
-        prefill rank binds, and OSError if the rank's socket or its memory cannot be reached.
-        `server`: the bootstrap address of the server whose row it is."""
+        """Make a link, to be passed to `add` or `hang_up`. It may block. Raises ValueError for an
+        address that no prefill rank binds, and OSError if the rank's socket or memory cannot be
+        reached. `server`: the bootstrap address of the row's server."""
         _check(row.address)
         dealer, memory = new_socket(self._context, zmq.DEALER, row.address, self._times), None
         try:
@@ -76,7 +76,7 @@ class Links:
             self._store.plane.forget(link.memory)
 
     def add(self, link: Link) -> None:
-        """Add a link. It replaces an earlier one to the same peer."""
+        """Add a link, replacing any earlier one to the same peer."""
         self.drop(link.peer)
         self._links[link.peer] = self._of_dealer[link.dealer] = link
         self._poller.register(link.dealer)
@@ -93,7 +93,7 @@ class Links:
     # -- messages
 
     def send(self, peer: Peer, message: Message) -> bool:
-        """Return whether it was sent. It may still be lost with its connection."""
+        """Send it, and return whether that worked. It may still be lost with its connection."""
         link = self._links.get(peer)
         with contextlib.suppress(zmq.ZMQError):
             if link is not None:
@@ -103,7 +103,7 @@ class Links:
         return False
 
     def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
-        """Yield what came over these sockets."""
+        """Yield the messages that came over these sockets."""
         for dealer in ready:
             for _ in range(BATCH):
                 link = self._of_dealer.get(dealer)
@@ -119,7 +119,7 @@ class Links:
     # -- reads
 
     def read(self, action: act.StartRead) -> bool:
-        """Begin it; False where the prefill rank is gone."""
+        """Begin a read; return False if the prefill rank is gone."""
         link, store = self._links.get(action.peer), self._store
         if link is None or link.row.staging is None or store is None:
             return False
@@ -134,8 +134,8 @@ class Links:
         return True
 
     def ended(self) -> Iterator[tuple[act.StartRead, str]]:
-        """Yield the reads that have ended, and why they failed. A broken connection is made again
-        in the background, since no backend reconnects on its own."""
+        """Yield the reads that have ended, with the reason if they failed. Reconnect broken
+        connections in the background, since no backend does so on its own."""
         if self._store is None:
             return
         for (action, link, memory), error in self._store.plane.ended():
@@ -144,7 +144,7 @@ class Links:
                 self._reconnect(link)
 
     def _reconnect(self, link: Link) -> None:
-        """Connect again in a thread of the link's own, since connecting waits for the peer."""
+        """Reconnect in a separate thread, since connecting waits for the peer."""
         link.reconnecting = True
         try:
             threading.Thread(
@@ -168,13 +168,13 @@ class Links:
             self._stays_broken(link, error)
 
     def _stays_broken(self, link: Link, error: Exception) -> None:
-        """Until the next read fails."""
+        """Leave the link broken until its next read fails."""
         link.reconnecting = False
         logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
 
 
 def _check(address: str) -> None:
-    """A name would be looked up by libzmq's one I/O thread, which all other sockets wait for."""
+    """Refuse host names: libzmq's one I/O thread would resolve them while other sockets wait."""
     scheme, _, rest = address.partition("://")
     host = rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
     try:

@@ -5,8 +5,8 @@ r"""A decode rank's state machine: calls in, actions out, time as an argument. N
                                           \--they cannot be--------> FAILED
 
 Each announced segment of a request is read into a slot of this rank, acknowledged, and copied to
-the pool. A fault on this rank, on a peer, or draft KV that is later than `Times` allows makes the
-request cold. The drafter ends a request only if rows cannot even be zeroed.
+the pool. A fault on this rank or a peer, or draft KV later than `Times` allows, makes the request
+cold. The drafter ends a request only if rows cannot even be zeroed.
 
 A thread that stalled no longer trusts what it was sent before: a slot may have been reused
 meanwhile (docs/protocol.md, "When a slot is used again").
@@ -32,7 +32,7 @@ TICKS = 0.5  # seconds within which a thread that runs has ticked; no request's 
 
 
 class Machine:
-    """All requests of one decode rank. `slot_bytes`: of each of its own slots."""
+    """All requests of one decode rank. `slot_bytes`: the size of its own slots."""
 
     def __init__(self, instance: bytes, slots: SlotPool, slot_bytes: int, times: Times) -> None:
         self._instance, self._slot_bytes, self._times = instance, slot_bytes, times
@@ -60,8 +60,8 @@ class Machine:
     # -- SGLang's side
 
     def open(self, opened: Opened) -> None:
-        """SGLang has sent a request's metadata. One Verdict follows, unless `close` comes before.
-        `forward_done` follows where the request is `pending`."""
+        """Open a request whose metadata SGLang has sent. One Verdict follows unless `close` comes
+        first. If the request is `pending`, `forward_done` has to follow."""
         wanted = [source.peer for source in opened.sources if source.heads]
         cold = opened.cold
         if self._recent.is_ambiguous(opened.bootstrap_room, self._clock) and wanted:
@@ -79,7 +79,7 @@ class Machine:
             self._decide(request, act.State.WARM)
 
     def forward_done(self, generation: Generation, error: str = "") -> None:
-        """The earlier forward is over; with an `error` nobody knows, and another call follows."""
+        """The earlier forward is over, or with an `error`, unknown: then another call follows."""
         request = self._requests.get(generation)
         if request is None:
             return
@@ -94,7 +94,7 @@ class Machine:
             self._clear(request)
 
     def target_arrived(self, generation: Generation) -> None:
-        """SGLang's own transfer of the request has succeeded: from now on draft KV may be late."""
+        """SGLang's own transfer of the request has succeeded: draft KV can be late from now on."""
         request = self._requests.get(generation)
         if request is not None and request.arrived is None:
             request.arrived = self._clock
@@ -115,7 +115,7 @@ class Machine:
     # -- peers
 
     def ready(self, peer: Peer, ready: Ready) -> None:
-        """The peer announces segments, or its end of a request."""
+        """The peer announces segments, or the end of its part of a request."""
         request = self._requests.get(ready.generation)
         transfer = request.transfers.get(peer) if request is not None else None
         if request is None or transfer is None or not request.wants:
@@ -138,7 +138,7 @@ class Machine:
             self._finish(request)
 
     def failed(self, peer: Peer, message: Fail) -> None:
-        """The peer sends no more of a request."""
+        """The peer will send nothing more for a request."""
         request = self._requests.get(message.generation)
         if message.code == "restarted":
             self._out.append(act.Forget(peer))
@@ -150,7 +150,8 @@ class Machine:
             self._go_cold(request, reason, message.detail, peer)
 
     def peer_lost(self, peer: Peer, gone: bool = False) -> None:
-        """A message could not be sent. `gone`: the peer is dropped: not read, and not struck."""
+        """A message could not be sent. `gone`: the peer was dropped, so it is neither read nor
+        struck."""
         for request in list(self._requests.values()):
             one = request.transfers.get(peer)
             if one is None or not request.wants or (one.complete if gone else one.last):
@@ -163,7 +164,7 @@ class Machine:
     # -- segments
 
     def read_ended(self, read: act.StartRead, error: str = "") -> None:
-        """Nothing lands in its slots any more. All bytes are there, unless there is an `error`."""
+        """Nothing more lands in the read's slots. Without an `error`, all bytes are there."""
         self._segments.end_read(read, self._clock, error)
         if error or self._clock > read.until:
             self._read_failed(read, error or "it took too long")
@@ -221,7 +222,7 @@ class Machine:
         self, request: Request, why: ColdReason, detail: str, *peers: Peer,
         strikes: Sequence[Peer] = (),
     ) -> None:  # fmt: skip
-        """`peers`: named in the log. `strikes`: peers that it counts against."""
+        """`peers` are named in the log; the failure counts against `strikes`."""
         request.cold = why
         for peer in peers or (b"",):
             self._out.append(Note(why, peer, detail))
@@ -262,7 +263,7 @@ class Machine:
     # -- time
 
     def tick(self) -> None:
-        """Time has passed. Needed every 0.1 s while a request is open, and every second."""
+        """Act on the time: needed every 0.1 s while a request is open, otherwise every second."""
         for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for request in list(self._requests.values()):
@@ -277,7 +278,7 @@ class Machine:
                 )
 
     def on_action_failed(self, action: act.Action, error: Exception) -> None:
-        """This action raised. A message concerns its generation alone; slots of an ACK expire."""
+        """An action raised. A message affects only its generation; the slots of an ACK expire."""
         match action:
             case Send(peer, Open(_, room, generation) | Fail(room, generation)):
                 self.failed(peer, Fail(room, generation, ColdReason.UNSENT, repr(error)[:300]))

@@ -1,7 +1,7 @@
 """A decode rank's transfer plan for a prefill server, from its fact rows, or why it is refused.
 
-Pure. `judge` looks at all rows of a server once, when GET /mixkv has answered; `make_plan` at those
-of the ranks that a request contacts (`bootstrap_infos` of SGLang's receiver).
+Pure. `judge` checks all rows of a server once, when GET /mixkv has answered; `make_plan` checks the
+rows of the ranks that a request contacts (`bootstrap_infos` of SGLang's receiver).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Plan(msgspec.Struct, frozen=True):
 def judge(
     rows: Collection[Row], own: Row, *, serve_mismatch: bool
 ) -> tuple[Cold, tuple[Difference, ...]]:
-    """Return why requests to a server with these rows are cold, "" for warm, and which differences
-    are served. MixKVError if it is refused. `serve_mismatch`: other drafters are cold."""
+    """Return why requests to a server with these rows are cold ("" if warm), and the differences
+    that are tolerated. Raises MixKVError if it is refused. `serve_mismatch`: a different drafter
+    means cold, not refused."""
     _check_instances(rows)
     for row in rows:
         readers_of(row.attn_tp, own.attn_tp)
@@ -59,8 +60,8 @@ def judge(
 def make_plan(
     infos: Sequence[Any], rows: Rows, own: Row, cold: Cold = "", server: str = ""
 ) -> Plan:
-    """Make the plan. MixKVError if these ranks are refused. `cold`: of `judge`. `server`: its
-    bootstrap address."""
+    """Make a request's plan. Raises MixKVError if these ranks are refused. `cold`: from `judge`.
+    `server`: the bootstrap address."""
     found = [_row_of(info, rows) for info in infos]
     stage = max((row.pp_rank for row in found if row.draft is not None), default=None)
     drafting = [(row, row.draft) for row in found if row.pp_rank == stage and row.draft]

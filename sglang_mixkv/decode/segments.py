@@ -1,7 +1,7 @@
 """All segments of a decode rank: they wait for slots, are read, and are copied to the pool.
 
 A segment is acknowledged once: when its read has ended, or when it is dropped before it was read.
-Its local slot is free once it is in place, or cannot be any more.
+Its local slot is free once it is in place, or can no longer be.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Segments:
         self._turns.add(segment.peer, segment)
 
     def remove(self, segment: Segment) -> None:
-        """Forget a segment that is in place, or never will be. Its slot is freed; one that was not
-        read yet is acknowledged."""
+        """Forget a segment that is in place, or never will be. Free its slot, and acknowledge it if
+        it was not read yet."""
         del segment.request.segments[segment]
         if segment.stage is Stage.WAITING:
             self._turns.remove(segment.peer, segment)
@@ -41,7 +41,7 @@ class Segments:
             self._slots.free(segment.slot)
 
     def drop(self, request: Request) -> None:
-        """Remove the waiting and held segments of a request that does not need them any more."""
+        """Remove the waiting and held segments of a request that no longer needs them."""
         for segment in request.of_stage(Stage.WAITING) + request.of_stage(Stage.HELD):
             self.remove(segment)
 
@@ -51,7 +51,7 @@ class Segments:
             acks.append((one.slot, one.stamp))
 
     def actions(self, now: float) -> list[act.Action]:
-        """Return ACKs, reads of as many waiting segments as there are slots for, and copies."""
+        """Return ACKs, reads for as many waiting segments as there are slots, and copies."""
         found: list[act.Action] = []
         for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
@@ -76,7 +76,7 @@ class Segments:
         return found
 
     def end_read(self, read: act.StartRead, now: float, error: str) -> None:
-        """Acknowledge its segments."""
+        """End a read and acknowledge its segments."""
         del self._reads[read]
         self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         if self._slots.barred:
@@ -85,27 +85,27 @@ class Segments:
             self._slots.sign(read.peer, now, served=True)
 
     def overdue(self, now: float) -> list[act.StartRead]:
-        """Return reads that take too long and have not failed yet. Their peers get no slot until
-        these have ended."""
+        """Return the reads that take too long and have not failed yet. Their peers get no slot
+        until they end."""
         found = [one for one in self._reads if one.until <= now and not one.failed]
         self._slots.barred.update(read.peer for read in found)
         return found
 
     def late(self, request: Request, since: float) -> list[Peer]:
-        """Return the peers to blame for missing rows: those of which no segment waits on this rank
+        """Return the peers to blame for missing rows: those with no segment waiting on this rank
         for a slot, a forward or a copy, and those with a read that began before `since`."""
         here = {one.peer for one in request.segments if one.stage is not Stage.READING}
         here -= {read.peer for read in self._reads if read.began <= since}
         return [peer for peer in request.missing() if peer not in here]
 
     def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
-        """Return those that are not in a read in flight."""
+        """Return those that no read in flight covers."""
         reads = [read for read in self._reads if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
     def copy(self, job: Job) -> None:
-        """Ask for a segment's copy from its slot to the pool, or for zeros."""
+        """Request the copy of a segment from its slot to the pool, or of zeros."""
         if isinstance(job, Segment):
             job.stage = Stage.COPYING
         self._copying.add(job)

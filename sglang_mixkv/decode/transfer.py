@@ -1,10 +1,10 @@
-r"""Request, SourceTransfer and Segment of a decode rank: a request, its transfer from each prefill
-rank, in pieces; and RecentRooms, which knows whether a room number was used again too early.
+r"""A decode rank's requests: Request, its SourceTransfer from each prefill rank, and the Segments
+of that; RecentRooms, which knows whether a room number was reused too early.
 
-A Request, a *room* in logs and metrics, is named by its *generation*, since SGLang uses its room
-numbers again. A *peer* is a prefill rank as one server's facts name it. The same rank named by
-another server is another peer, so that no server can end what came by another's facts. A *handle*
-is the caller's name of a request (in a server its ReceiveHandle).
+A Request, a *room* in logs and metrics, is named by its *generation*, since SGLang reuses room
+numbers. A *peer* is a prefill rank as one server's facts name it. The same rank in another server's
+facts is a different peer, so that no server can end what came through another's facts. A *handle*
+is the caller's name for a request (in a server, its ReceiveHandle).
 
 WAITING --a slot is free--> READING --read_ended--> HELD, while an earlier forward may write
    |                           |                     |      to the same rows
@@ -30,7 +30,7 @@ Peer = bytes
 
 
 def peer_of(instance: bytes, server: str) -> Peer:
-    """Name the rank of this instance by the facts of the server at this bootstrap address."""
+    """Name the rank of this instance as in the facts of the server at this bootstrap address."""
     return instance + server.encode()
 
 
@@ -39,16 +39,16 @@ def instance_of(peer: Peer) -> bytes:
 
 
 def server_of(peer: Peer) -> str:
-    """The server's bootstrap address."""
+    """Return the bootstrap address of the peer's server."""
     return peer[messages.INSTANCE_BYTES :].decode()
 
 
 class Source(msgspec.Struct, frozen=True):
     """One contacted prefill rank of the drafter's stage, for one request.
 
-    `heads`: to read from it, may be none. `readers`: how many decode ranks open it. `slots`: how
+    `heads`: to read from it, possibly none. `readers`: how many decode ranks open it. `slots`: how
     many it has. `segment_tokens`: how many tokens fit the smaller of its slots and this rank's.
-    `patience`: its own, by which it reuses a slot that was not acknowledged.
+    `patience`: its own, after which it reuses unacknowledged slots.
     """
 
     peer: Peer
@@ -60,11 +60,10 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A request to open. Rows of tokens [first_token, end) are its own; the prompt ends there or
-    earlier, within the last page, of `page_size` tokens.
+    """A request to open. It owns the rows of tokens [first_token, end); the prompt ends at `end` or
+    earlier in its last page of `page_size` tokens.
 
-    `cold`: a reason why nothing is fetched. `pending`: an earlier forward may still write these
-    rows.
+    `cold`: why nothing is fetched, if so. `pending`: an earlier forward may still write these rows.
     """
 
     generation: Generation
@@ -87,8 +86,8 @@ class Stage(Enum):
 
 
 class Segment(msgspec.Struct, eq=False, gc=False):
-    """`number`, `first`: its place in the transfer, and in the prompt. `since`: when it was
-    announced. `slot`: this rank's, from READING on. The garbage collector does not track it, since
+    """`number`, `first`: its place in the transfer and its first token. `since`: when it was
+    announced. `slot`: this rank's, from READING on. Not tracked by the garbage collector, since
     each leaves its request's `segments`."""
 
     request: Request
@@ -105,9 +104,9 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 class SourceTransfer:
     """The transfer of a request from one prefill rank.
 
-    `announced`, `token`: number and first token of the segment that it may announce next. `last`:
-    it has announced all. `placed`: segments whose rows are in the pool, by number; the value is the
-    token after them. `complete`: all are.
+    `announced`, `token`: number and first token of the next segment to be announced. `last`: all
+    have been announced. `placed`: segments whose rows are in the pool, number to the token after
+    them. `complete`: all are placed.
     """
 
     def __init__(self, source: Source, first_token: int) -> None:
@@ -123,15 +122,15 @@ class SourceTransfer:
 
     @property
     def placed_to(self) -> int:
-        """The rows of all tokens before this one are in place."""
+        """Return the first token whose rows are not in place."""
         segment, token = 0, self._first_token
         while segment in self.placed:
             segment, token = segment + 1, self.placed[segment]
         return token
 
     def violation(self, ready: Ready, opened: Opened) -> str:
-        """Say why this READY cannot be what a prefill rank sends next; "" if it can. One that ends
-        the prompt early would leave another request's rows in place."""
+        """Return why a prefill rank cannot send this READY next, "" if it can. One that ends the
+        prompt early would leave another request's rows in place."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
             return f"segment {ready.segment} after the last one"
@@ -163,12 +162,12 @@ class SourceTransfer:
 
 class Request:
     """One request on this rank. `transfers`: from the prefill ranks whose heads it reads.
-    `segments`: those that are announced and not in place, in this order.
+    `segments`: announced and not yet in place, in order.
 
-    Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
-    `copying`: copies under way. `cold`: why it is cold, once it is. `decided`: its Verdict is out,
-    or nobody waits for one any more. `limits`: times within which this rank is done with a prefill
-    rank's slot, by the smaller patience of both.
+    Times on the machine's clock: `first_ready`; `arrived`, when the target came; `progress`, the
+    last one. `copying`: copies under way. `cold`: why it is cold, once it is. `decided`: its
+    Verdict is out, or no longer awaited. `limits`: times within which this rank is done with a
+    prefill rank's slot, at the smaller patience of the two.
     """
 
     def __init__(self, opened: Opened, heads: bool, times: Times, now: float) -> None:
@@ -205,14 +204,14 @@ class Request:
         return min((transfer.placed_to for transfer in self.transfers.values()), default=first)
 
     def missing(self) -> list[Peer]:
-        """Peers whose rows are not all in place."""
+        """Return the peers whose rows are not all in place."""
         return [peer for peer, transfer in self.transfers.items() if not transfer.complete]
 
     def of_stage(self, stage: Stage) -> list[Segment]:
         return [segment for segment in self.segments if segment.stage is stage]
 
     def message(self, source: Source, instance: bytes, slot_bytes: int) -> Open:
-        """The OPEN for one prefill rank, of this instance with slots of that size."""
+        """Make the OPEN for one prefill rank, from this instance with slots of that size."""
         opened, transfer = self.opened, self.transfers.get(source.peer)
         return Open(
             opened.version, opened.bootstrap_room, opened.generation, instance_of(source.peer),
@@ -222,11 +221,11 @@ class Request:
         )  # fmt: skip
 
     def failure(self, code: str, detail: str) -> Fail:
-        """The FAIL that tells a prefill rank to send no more of it."""
+        """Make the FAIL that tells a prefill rank to send no more of it."""
         return fail(self.opened.bootstrap_room, self.generation, code, detail)
 
     def deadline(self, times: Times) -> float:
-        """The time at which it goes cold; never before the target is here."""
+        """Return when it goes cold; never before the target is here."""
         if self.arrived is None:
             return float("inf")
         took = 0.0 if self.first_ready is None else self.arrived - self.first_ready
@@ -236,15 +235,15 @@ class Request:
 
 class RecentRooms:
     """Room numbers whose last request here was not warm. Its OPEN may have been lost with a
-    connection: prefill would take the number's next OPEN for it, and send another request's KV. A
-    warm request was known to prefill. `seconds`: how long prefill keeps an unmatched half."""
+    connection: prefill would mistake the number's next OPEN for it, and send another request's KV.
+    Prefill did know a warm one. `seconds`: how long prefill keeps an unmatched half."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since: dict[int, float] = {}  # the oldest first
 
     def is_ambiguous(self, number: int, now: float) -> bool:
-        """True if prefill may take this request for an earlier one. Call it once per request."""
+        """Return whether prefill may mistake this request for an earlier one. Call it once."""
         since = self._since
         while since and now - since[oldest := next(iter(since))] > self._seconds:
             del since[oldest]

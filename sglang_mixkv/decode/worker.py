@@ -1,9 +1,10 @@
-"""A decode rank's channel: what SGLang's scheduler calls, the thread that owns the sockets, copies.
+"""A decode rank's channel: its interface for SGLang's scheduler, and the thread behind it.
 
 SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`.
 Threads of the caller call `dial` and `add` for each prefill rank before its first request, and
-`drop` once its server is gone. The channel thread does what the machine says, and asks the events
-that requests wait for. If it cannot go on, the scheduler clears their rows, and they are cold.
+`drop` once its server is gone. The channel thread carries out the machine's actions, and queries
+the events that requests wait for. If it cannot go on, the scheduler clears the requests' rows, and
+they are cold.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class ReceiveHandle:
-    """One request of a receiver, between the scheduler and the channel. `pages`: of `page_size`
-    tokens, the draft pool's, from `opened.first_token` on; they are written while `gate` is open.
-    `event`: of an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
-    `reason`: the channel's verdict. `request`: SGLang's, once the queue has it. `arrived`: when
-    SGLang's own transfer had succeeded, for the scheduler alone: the machine's thread may hang.
-    `decided`: when the verdict was there."""
+    """One request of a receiver, between the scheduler and the channel. `pages`: the draft pool's,
+    of `page_size` tokens, from `opened.first_token` on; written only while `gate` is open. `event`:
+    an earlier forward's, or None. `prefill`: the server's bootstrap address. `state`, `reason`: the
+    channel's verdict. `request`: SGLang's, once it is queued. `arrived`: when SGLang's own transfer
+    succeeded, kept here too since the machine's thread may hang. `decided`: when the verdict came.
+    """
 
     request: Any = None
 
@@ -57,21 +58,21 @@ class ReceiveHandle:
 
     @property
     def waited(self) -> float | None:
-        """Seconds spent on draft KV alone; None if the target or the verdict never came."""
+        """Return the seconds that only draft KV took; None without the target or a verdict."""
         if self.arrived is None or self.decided is None:
             return None
         return max(0.0, self.decided - self.arrived)
 
     def rows(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Row numbers of tokens [first, end) of the prompt."""
+        """Return the row numbers of the prompt's tokens [first, end)."""
         return self.pages.rows(first - self.opened.first_token, end - first)
 
 
 class DecodeWorker(Worker):
-    """`store`: None on a rank without a drafter, which opens requests and reads nothing.
+    """`store`: None on a rank without a drafter, which opens requests but reads nothing.
 
-    `forget_peer` takes a peer that was restarted, `check_peer` one that a message could not be sent
-    to. Both run in the channel thread, and must neither block nor raise.
+    `forget_peer` is called with a restarted peer, `check_peer` with one that a message could not
+    reach, both in the channel thread: they must neither block nor raise.
     """
 
     names = "mixkv-decode", "mixkv-unpack"
@@ -93,12 +94,12 @@ class DecodeWorker(Worker):
     # -- any thread
 
     def add(self, link: Link) -> None:
-        """Requests opened from here on can name this peer, until it is dropped."""
+        """Add a peer, which requests may name from now on until it is dropped."""
         self._call(self._links.add, link)
 
     def drop(self, peer: Peer) -> None:
-        """Close its socket and its connection in the data plane. Requests that wait for its rows
-        go cold at once: its server is gone."""
+        """Close the peer's socket and data plane connection, since its server is gone. Requests
+        that wait for its rows go cold at once."""
         self._call(self._drop, peer)
 
     # -- the scheduler's thread
@@ -117,7 +118,7 @@ class DecodeWorker(Worker):
         self, handle: ReceiveHandle, *, bootstrap_room: int, sources: tuple[Source, ...],
         first_token: int, end: int, cold: Cold = "", version: int = PROTOCOL[1],
     ) -> None:  # fmt: skip
-        """SGLang has sent the request's metadata; see Opened."""
+        """Open a request whose metadata SGLang has sent; see Opened."""
         generation, pending = self._new_generation(), handle.event is not None
         handle.opened = opened = Opened(
             generation, bootstrap_room, sources, first_token, end, cold, pending, version, handle,
@@ -128,7 +129,7 @@ class DecodeWorker(Worker):
             self._call(self._forwards.__setitem__, generation, handle.event)
 
     def target_arrived(self, handle: ReceiveHandle) -> None:
-        """Wait for draft KV from now on, unless the verdict is there."""
+        """Start waiting for draft KV, unless the verdict is there."""
         if handle.arrived is None:
             handle.arrived = time.monotonic()
             if handle.state is None:
@@ -136,7 +137,7 @@ class DecodeWorker(Worker):
                 self._call(self._machine.target_arrived, handle.opened.generation, wake=False)
 
     def close(self, handle: ReceiveHandle, reason: str = "") -> None:
-        """End the request. When this returns, none of its rows is written any more. Idempotent."""
+        """End the request. Once this returns, none of its rows is written any more. Idempotent."""
         if handle.closed:
             return
         handle.closed = True
@@ -148,14 +149,14 @@ class DecodeWorker(Worker):
         self._reporter.ended(handle, reason)
 
     def is_lost(self, handle: ReceiveHandle) -> bool:
-        """True if the channel will not decide this request: its threads have ended, or it has taken
-        twice as long as it may. The scheduler has to `clear_now` then."""
+        """Return whether the channel will never decide this request: its threads have ended, or it
+        has taken twice the time allowed. The scheduler must then `clear_now`."""
         since = handle.arrived
         return self.broken or (since is not None and time.monotonic() - since > self._slowest)
 
     def clear_now(self, handle: ReceiveHandle) -> None:
-        """Clear all rows of the request in the caller's thread; it is cold. Nothing else writes to
-        them from here on. While an earlier forward may still write them it does nothing, and the
+        """Clear all rows of the request in the caller's thread, and make it cold. Nothing else
+        writes to them afterwards. While an earlier forward may still write them, do nothing: the
         caller polls again. If that forward's event stays unknown as long again, the request fails.
         """
         opened = handle.opened
@@ -180,7 +181,7 @@ class DecodeWorker(Worker):
             self._decide(handle, act.State.FAILED, repr(error))
 
     def _decide(self, handle: ReceiveHandle, state: act.State, reason: str) -> None:
-        """`state` last: the scheduler polls it."""
+        """Set `state` last, since the scheduler polls it."""
         handle.reason, handle.decided, handle.state = reason, time.monotonic(), state
 
     # -- the channel thread
@@ -207,7 +208,7 @@ class DecodeWorker(Worker):
                 yield self._machine.failed, (peer, message)
 
     def _drop(self, peer: Peer) -> None:
-        """Drop a peer. A message without a link does not: the link may be there again."""
+        """Drop a peer. A message without a link does not drop it: the link may come back."""
         self._links.drop(peer)
         self._machine.peer_lost(peer, True)
 
