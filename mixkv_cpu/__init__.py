@@ -1,10 +1,10 @@
-"""SGLang's CPU engine on machines without a GPU and without AMX: what a server needs.
+"""What a server needs to run SGLang's CPU engine on a machine without a GPU or AMX.
 
 A server process takes its environment from :func:`launch_env` and its command line from
 :data:`LAUNCH_FLAGS`; the environment puts ``site/`` on the path. There ``import sgl_kernel``
-finds plain PyTorch kernels, and SGLang a plugin of its own: the metadata of a distribution
-``mixkv-cpu``, whose entry point is :func:`mixkv_cpu.support.install`. Without ``site/`` on the path
-no process imports anything of this.
+finds plain PyTorch kernels, and SGLang finds a plugin: the metadata of a distribution
+``mixkv-cpu``, whose entry point is :func:`mixkv_cpu.support.install`. Without ``site/`` on the
+path, no process imports any of this.
 
 This module stays light: importing it imports neither torch nor SGLang.
 """
@@ -21,8 +21,8 @@ SITE = Path(__file__).parent / "site"
 CPU_ENGINE_ENV = "SGLANG_USE_CPU_ENGINE"
 
 SPAWN_ENV = "SGLANG_CPU_ENGINE_SPAWN"
-"""With 1 the processes of a server start as they do on GPUs, each in a new interpreter that
-imports everything again. Otherwise they are forked, which takes half the time of a start."""
+"""If 1, a server's processes start as on GPUs, each in a new interpreter that imports everything
+again. Otherwise they are forked, which halves the start time."""
 
 LAUNCH_FLAGS: tuple[str, ...] = (
     *("--device", "cpu"),
@@ -36,10 +36,10 @@ LAUNCH_FLAGS: tuple[str, ...] = (
     *("--max-total-tokens", "8192"),
     *("--dtype", "bfloat16"),
 )
-"""Flags of every CPU server: speculation on CPU knows no overlap, and nothing is captured. The
-default place for retracted requests (of a decode server) is pinned by CUDA. The all-to-all of
-a DP-attention decode server (``sglang::reg_all_to_all_single``, taken when every DP rank has as
-many rows) is an operator that SGLang registers for CUDA only."""
+"""Flags of every CPU server. Speculation on CPU does not support overlap, and no graphs are
+captured. Memory for a decode server's retracted requests is by default pinned by CUDA. The
+all-to-all of a DP-attention decode server (``sglang::reg_all_to_all_single``, used if all DP ranks
+have equally many rows) is an operator that SGLang registers for CUDA only."""
 
 
 LOOPBACK_ENV = {
@@ -52,11 +52,11 @@ LOOPBACK_ENV = {
 
 
 def launch_env(num_ranks: int = 1) -> dict[str, str]:
-    """What to put on top of the environment of a server with that many scheduler processes."""
+    """Variables to add to the environment of a server with `num_ranks` scheduler processes."""
     env = {
         CPU_ENGINE_ENV: "1",
         "OMP_NUM_THREADS": "1",
-        # PyNccl would load a libnccl that it finds, and ask it for a CUDA device.
+        # PyNccl would load any libnccl that it finds, and ask it for a CUDA device.
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
         **LOOPBACK_ENV,
         "PYTHONPATH": _with_site(os.environ.get("PYTHONPATH", "")),
@@ -67,7 +67,7 @@ def launch_env(num_ranks: int = 1) -> dict[str, str]:
 
 
 def _with_site(path: str) -> str:
-    """A PYTHONPATH with the site folder first, and once."""
+    """A PYTHONPATH with the site folder first, and only once."""
     others = [folder for folder in path.split(os.pathsep) if folder and folder != str(SITE)]
     return os.pathsep.join([str(SITE), *others])
 

@@ -1,7 +1,7 @@
-"""What SGLang's CPU engine needs from inside its processes, as a plugin of SGLang's.
+"""What SGLang's CPU engine needs from inside its processes, as an SGLang plugin.
 
     seam                                              why
-    overrides._attention_backend_platform_fallbacks   without AMX it trades intel_amx for
+    overrides._attention_backend_platform_fallbacks   without AMX it swaps intel_amx for
         (around)                                      torch_native, which does neither MLA
                                                       extend nor target verify
     disaggregation.utils.get_kv_class                 Mooncake's sender would take page
@@ -17,24 +17,24 @@
     managers.scheduler.Scheduler.on_idle (after)      without --sleep-on-idle, as with
                                                       DP-attention, whose ranks step together,
                                                       ranks poll on the cores that compute
-    managers.data_parallel_controller                 it polls without end, on one of these cores
+    managers.data_parallel_controller                 it polls nonstop on one of these cores
         .DataParallelController.__init__ (after)
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
                                                       SGLang again, 10 s of a core
 
-DFLASH and DSPARK need more, the last two and what `_fit_block_drafter` does by itself once a
-process asks for the worker of such a drafter; others never import their models:
+DFLASH and DSPARK need more. The last two hooks, and the rest that `_fit_block_drafter` does, wait
+until a process asks for such a drafter's worker, since others never import its model:
 
-    speculative_hook._handle_dflash, _handle_dspark   SGLang lists the devices that it tried
+    speculative_hook._handle_dflash, _handle_dspark   SGLang allows only devices it has tried
         (around)
-    SpeculativeAlgorithm.create_worker (after)        the rest has to be there before the model
+    SpeculativeAlgorithm.create_worker (after)        the rest must be in place before the model
     models.dflash.DFlashAttention.__init__ (after)    a Triton kernel for norm and rotation
     models.dspark.DSparkDraftMixin                    a Triton kernel that writes the prompt's KV
         ._build_fused_kv_write_bundle (replace)
 
-SGLang finds the entry point where `site/` is on the path, and :func:`install` does nothing unless
+SGLang finds the entry point if `site/` is on the path, and :func:`install` does nothing unless
 SGLANG_USE_CPU_ENGINE is 1, SGLang's own switch. With both, servers need all hooks whether or not
-they opted in to mixkv. Hooks only: installing imports no SGLang module but its hook registry.
+they opt in to mixkv. Installing imports no SGLang module except its hook registry.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def _stand_in_is_loaded() -> bool:
 
 
 def _keep_intel_amx(original: Callable[[Any], dict[str, Any]], view: Any) -> dict[str, Any]:
-    """No fallback where the stand-in gives the kernels that the backend calls."""
+    """Leave the backend as it is if the stand-in has the kernels that it calls."""
     asked = view.attention_backend == "intel_amx" and view.device == "cpu"
     return {} if asked and _stand_in_is_loaded() else original(view)
 
 
 def _without_device_memory(kv_class: Any, transfer_backend: Any, class_type: Any) -> None:
-    """What a backend's classes need where KV lies in host memory."""
+    """Adapt a backend's classes to KV in host memory."""
     if getattr(kv_class, "supports_host_tensor_indices", False):
         kv_class.supports_host_tensor_indices = False  # subclasses inherit that
     if (transfer_backend.value, class_type.value) == ("nixl", "manager"):
@@ -111,11 +111,11 @@ def _without_device_memory(kv_class: Any, transfer_backend: Any, class_type: Any
 
 
 def _fit_nixl() -> None:
-    """NIXL agents of this process from now on take what is called VRAM for host memory (SGLang's
-    own word for that, kv_data_mem_kinds, is refused at unequal TP sizes), and wait for events."""
+    """Make this process's NIXL agents take VRAM to mean host memory (SGLang's own setting for that,
+    kv_data_mem_kinds, is refused at unequal TP sizes), and wait for events."""
     try:
         api = importlib.import_module("nixl._api")
-    except ImportError:  # SGLang's manager says so
+    except ImportError:  # SGLang's manager reports that
         return
     agent, bindings = api.nixl_agent, api.nixlBind
     if getattr(agent.__init__, "takes_vram_for_dram", False):
@@ -133,7 +133,7 @@ def _fit_nixl() -> None:
 
 def _waiting(config: Any) -> Any:
     """NIXL's configuration, with a progress thread that waits up to a millisecond for an event.
-    nixl_agent.__init__ asks it not to wait at all: it takes a core of each rank."""
+    nixl_agent.__init__ asks it not to wait at all, which would take up a core per rank."""
     delay = config.pthrDelay
 
     class Waiting(config):  # type: ignore[misc]
@@ -143,7 +143,7 @@ def _waiting(config: Any) -> Any:
 
 
 def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
-    """SGLang's own variant in PyTorch, which it keeps for two backends by name."""
+    """Call SGLang's own variant in PyTorch, which it uses only for two backends by name."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
@@ -161,11 +161,11 @@ def _pages_in_torch(_result: None, *_args: Any, **_kwargs: Any) -> None:
 def _host_pool_in_torch(
     original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """A host pool in plain memory, and the copies that its module imports on CUDA alone."""
+    """Make a host pool in plain memory, with the copies that its module imports only on CUDA."""
     from mixkv_cpu.kernels.host_cache import COPIES
 
     base: Any = sys.modules[HOST_POOL.removesuffix(".HostKVCache.__init__")]
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # a server's 10 GiB
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # by default 10 GiB
     module = sys.modules[type(pool).__module__]
     for copy in COPIES:
         setattr(module, copy.__name__, copy)
@@ -180,7 +180,7 @@ def _wait_where_none_sleeps(_result: None, scheduler: Any) -> None:
 
 
 def _wait_for_requests(_result: None, controller: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Its loop feeds the watchdog, and then asks whether there is a request."""
+    """Wait where the controller's loop feeds the watchdog, before it looks for a request."""
     feed = controller.soft_watchdog.feed
 
     def feed_and_wait() -> None:
@@ -191,12 +191,12 @@ def _wait_for_requests(_result: None, controller: Any, *_args: Any, **_kwargs: A
 
 
 def _fork(_result: None, _server_args: Any) -> None:
-    """SGLang starts its processes before any thread of its own. CUDA could not be forked."""
+    """Fork SGLang's processes. It starts them before any thread; CUDA could not be forked."""
     multiprocessing.set_start_method("fork", force=True)
 
 
 class _AsXpu:
-    """A view of server arguments that names a device which DFLASH and DSPARK take."""
+    """A view of server arguments that names a device which DFLASH and DSPARK accept."""
 
     device = "xpu"
 
@@ -208,7 +208,7 @@ class _AsXpu:
 
 
 def _with_block_drafter(original: Callable[[Any], None], server_args: Any) -> None:
-    """SGLang's own resolution of DFLASH's or DSPARK's arguments, past its list of devices."""
+    """Run SGLang's own resolution of DFLASH or DSPARK arguments, past its list of devices."""
     from sglang.srt.arg_groups import speculative_hook
 
     _let_draft_with_intel_amx()
@@ -221,7 +221,7 @@ def _with_block_drafter(original: Callable[[Any], None], server_args: Any) -> No
 
 
 def _let_draft_with_intel_amx() -> None:
-    """Without that, DFLASH and DSPARK draft with flashinfer."""
+    """Allow intel_amx for drafting; without it, DFLASH and DSPARK draft with flashinfer."""
     from sglang.srt.arg_groups import choices
 
     if "intel_amx" not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
@@ -229,7 +229,7 @@ def _let_draft_with_intel_amx() -> None:
 
 
 def _fit_block_drafter(_worker: type, algorithm: Any, _server_args: Any) -> None:
-    """Before a scheduler makes the worker and the model of a DFLASH or DSPARK drafter."""
+    """Prepare for a DFLASH or DSPARK drafter before a scheduler makes its worker and model."""
     if not algorithm.is_dflash_family():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -1,10 +1,10 @@
-"""The demo: a small trained pair in the real engine, three times.
+"""The demo: run a small trained pair in the real engine, three ways.
 
     single   one server: the reference
-    stock    prefill + decode behind SGLang's router, as SGLang does it
+    stock    prefill + decode behind SGLang's router, without the plugin
     mixkv    the same with --enable-mixkv on both sides
 
-It needs no GPU, no download and no training. See ``DISCLAIMER`` for what its figures say.
+It needs no GPU, no download and no training. ``DISCLAIMER`` says what its figures mean.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Builder = Callable[[Fleet, Progress], Deployment]
 
 
 def _runs(text: str) -> tuple[str, ...]:
-    """The value of --runs, in the order of RUNS."""
+    """Parse --runs; return the names in the order of RUNS."""
     names = text.split(",")
     if unknown := set(names) - set(RUNS):
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
     if RUNS[0] not in names:
-        raise argparse.ArgumentTypeError("'single' must be there: the others are compared with it")
+        raise argparse.ArgumentTypeError("'single' is required: the others are compared with it")
     return tuple(name for name in RUNS if name in names)
 
 
@@ -52,7 +52,7 @@ def _flags(text: str) -> tuple[str, ...]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m mixkv_demo", description=__doc__, epilog=report.DISCLAIMER,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,18 +70,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--backend", choices=BACKENDS, default=BACKENDS[0],
         help="SGLang's transfer backend (default mooncake)")  # fmt: skip
     add("--device", choices=DEVICES, default=DEVICES[0],
-        help="where the servers run (default cpu); on cuda --base-gpu-id in --decode chooses "
-        "its GPUs")  # fmt: skip
+        help="where the servers run (default cpu); on cuda, --base-gpu-id in --decode "
+        "chooses its GPUs")  # fmt: skip
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
-        help="further flags of the plugin, for both sides of the mixkv run")  # fmt: skip
+        help="more plugin flags, for both sides of the mixkv run")  # fmt: skip
     add("--repeat", type=int, default=1, metavar="N", choices=range(1, 10),
-        help="ask all prompts N times and show the last (default 1); the second time prefixes "
-        "come from the caches")  # fmt: skip
+        help="ask all prompts N times and show the last (default 1); from the second on, "
+        "prefixes come from the caches")  # fmt: skip
     add("--serve", choices=RUNS, metavar="RUN",
         help="start one deployment, print one line of JSON when it serves, and stay until "
         "standard input ends")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--keep-logs", type=Path, metavar="DIR", help="keep the servers' logs there")
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    add("--keep-logs", type=Path, metavar="DIR", help="keep the servers' logs in this folder")
     options = parser.parse_args(argv)
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")
@@ -91,7 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _builder(name: str, options: argparse.Namespace) -> Builder:
-    """How to start the servers of one run."""
+    """Return a function that starts the servers of one run."""
     pair = pair_name(options.pair, options.drafter)
     if name == "single":
         return lambda fleet, progress: single(fleet, pair, (), progress, options.device)
@@ -104,7 +104,7 @@ def _builder(name: str, options: argparse.Namespace) -> Builder:
 
 
 def _version(package: str) -> str | None:
-    """The installed version; None where it is not (a machine with another transport)."""
+    """Return a package's version; None if it is not installed (machines differ in transports)."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 class Demo:
-    """The runs asked for, one after the other: two cores carry one deployment at a time."""
+    """The requested runs, one after another: two cores carry only one deployment at a time."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self._options = options
@@ -122,7 +122,7 @@ class Demo:
         self.runs: list[report.Run] = []
 
     def run(self, name: str) -> None:
-        """Start the servers of one run, ask all prompts, stop them."""
+        """Start the servers of one run, ask all prompts, and stop the servers."""
         self._console.rule(f"[bold]{name}")
         keep = self._options.keep_logs
         with Fleet(keep / name if keep else None) as fleet:
@@ -131,7 +131,7 @@ class Demo:
             self.runs.append(self._measure(name, deployment))
 
     def _measure(self, name: str, deployment: Deployment) -> report.Run:
-        """Ask all prompts; bytes of the warm-up request, and of earlier times, do not count."""
+        """Ask all prompts; bytes of the warm-up request, and of earlier rounds, do not count."""
         for _ in range(self._options.repeat):
             before = deployment.draft_bytes()
             answers = self._ask_all(name, deployment)
@@ -142,7 +142,7 @@ class Demo:
         return report.summarise(name, answers, self._reference, draft)
 
     def _ask_all(self, name: str, deployment: Deployment) -> list[Answer | None]:
-        """Answers to all prompts. Servers that leave one without an answer are not asked again."""
+        """Return the answers to all prompts. After one prompt without an answer, none is asked."""
         asked = prompts(pair=pair_name(self._options.pair, self._options.drafter))
         answers: list[Answer | None] = []
         with suppress(NoAnswer):
@@ -151,7 +151,7 @@ class Demo:
         return [*answers, *[None] * (len(asked) - len(answers))]
 
     def _ask(self, name: str, deployment: Deployment, prompt: list[int]) -> Answer | None:
-        """One prompt with a line about it; a failed request is a result as well."""
+        """Ask one prompt, and print a line about it. None is a failed request, also a result."""
         label = f"  {len(prompt) - 2:>3} symbols:"
         try:
             answer = deployment.ask(prompt)
@@ -169,7 +169,7 @@ class Demo:
         return answer
 
     def conclude(self) -> int:
-        """Table, file and verdict."""
+        """Print the table and the verdict, write the file, and return the exit status."""
         options = self._options
         title = f"prefill {shlex.join(options.prefill)} -> decode {shlex.join(options.decode)}"
         title += f", {options.pair} target, {options.drafter} drafter, {options.backend}"
@@ -183,7 +183,7 @@ class Demo:
         return 1 if found else 0
 
     def _context(self) -> dict[str, object]:
-        """What the figures were measured on, and what they leave out."""
+        """Describe what the figures were measured on, and which requests they leave out."""
         names = ("prefill", "decode", "backend", "device", "mixkv_args", "pair", "drafter")
         packages = (
             "sglang", "sglang-mixkv", "sglang-router", "mooncake-transfer-engine-non-cuda", "nixl",
@@ -196,7 +196,7 @@ class Demo:
 
 
 def _serve(options: argparse.Namespace, console: Console) -> int:
-    """One deployment, until standard input ends."""
+    """Run one deployment until standard input ends."""
     with Fleet(options.keep_logs) as fleet:
         with StartDisplay(console) as display:
             deployment = _builder(options.serve, options)(fleet, display.update)
@@ -205,7 +205,7 @@ def _serve(options: argparse.Namespace, console: Console) -> int:
 
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
-    """All runs asked for, and what they show."""
+    """Make all requested runs, and return the exit status for what they show."""
     demo = Demo(options, console)
     for name in options.runs:
         demo.run(name)
@@ -213,8 +213,8 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: all outputs identical, but for requests that fail with stock, and mixkv's accept length as
-    good as the single server's."""
+    """Run the demo. Return 0 if all outputs are identical, except for requests that fail with
+    stock, and mixkv's accept length is as good as the single server's."""
     options = parse(argv)
     console = Console(highlight=False, stderr=options.serve is not None)
     if options.device == "cuda":
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted: all servers are stopped")
+        console.print("interrupted: all servers have been stopped")
         return 130
 
 

@@ -1,4 +1,4 @@
-"""Requests to the demo's servers, and what their answers say of speculation and caches."""
+"""Requests to the demo's servers, and what their answers say about speculation and caches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, request
 
 
 class Answer(client.Answer, frozen=True):
-    """`seconds`: until it came. `cached_tokens`: of the prompt, found in a radix cache;
-    `host_tokens`, `storage_tokens`: of these, restored from its host tier and from storage."""
+    """`seconds`: how long it took. `cached_tokens`: prompt tokens found in a radix cache;
+    `host_tokens`, `storage_tokens`: how many of them came from its host tier and from storage."""
 
     seconds: float = 0.0
     cached_tokens: int = 0
@@ -28,13 +28,13 @@ class NoAnswer(RequestFailed):
 
 
 def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
-    """One request to a server, whatever comes of it."""
+    """Send one request to a server, and return the response whatever its status."""
     with client.session() as made:
         return made.post(url, json=body, timeout=timeout)
 
 
 def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
-    """One request to a server or router; RequestFailed says why there is no answer."""
+    """Send one request to a server or router. Raises RequestFailed, which says why it failed."""
     begin = time.monotonic()
     try:
         reply = request("POST", f"{url}/generate", timeout, json=body)
@@ -67,6 +67,6 @@ def acceptance_by_position(answers: Sequence[client.Answer], steps: int) -> list
 
 
 def accept_length(answers: Sequence[client.Answer]) -> float:
-    """Completion tokens a verify round, over all prompts; 0 without any round."""
+    """Completion tokens per verify round, over all prompts; 0 without any round."""
     rounds = sum(answer.verify_rounds for answer in answers)
     return sum(len(answer.tokens) for answer in answers) / rounds if rounds else 0.0

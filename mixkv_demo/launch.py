@@ -20,17 +20,17 @@ DEVICES = ("cpu", "cuda")
 METRICS = "--enable-metrics"
 
 PATIENCE = "5"
-"""On a CPU engine, servers share few cores: no drafter is to be cold for want of one."""
+"""Servers on the CPU engine share few cores: no drafter is to go cold for lack of one."""
 
 
 @dataclass(frozen=True)
 class Topology:
     """The flags of a prefill and a decode server beyond what both share.
 
-    ``mixkv_*``: the plugin's own flags of that side; empty for a stock server.
-    ``speculative``: False leaves the drafter out on both sides. ``backend``: SGLang's transfer
-    backend. ``device``: of both sides, one of DEVICES. ``spawn``: ranks start as on GPUs
-    (mixkv_cpu.SPAWN_ENV). ``env``: further variables of both sides.
+    ``mixkv_*``: the plugin flags of that side; empty for a stock server. ``speculative``: False
+    leaves the drafter out on both sides. ``backend``: SGLang's transfer backend. ``device``: where
+    both sides run, one of DEVICES. ``spawn``: start ranks as on GPUs (mixkv_cpu.SPAWN_ENV).
+    ``env``: more variables for both sides.
     """
 
     prefill: tuple[str, ...] = ("--tp", "2")
@@ -46,7 +46,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Launch:
-    """One server to start: how it is called, its command, its environment, where it listens."""
+    """One server to start: its name, command, environment and port."""
 
     name: str
     argv: tuple[str, ...]
@@ -59,7 +59,7 @@ class Launch:
 
 
 def ranks(flags: Sequence[str]) -> int:
-    """How many scheduler processes a server with these flags has."""
+    """Return how many scheduler processes a server with these flags has."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tp", "--tp-size", "--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--pp", "--pp-size", "--pipeline-parallel-size", type=int, default=1)
@@ -68,7 +68,7 @@ def ranks(flags: Sequence[str]) -> int:
 
 
 def local_env() -> dict[str, str]:
-    """Local addresses past any proxy, no hub, no compiler; opting in is left to flags alone."""
+    """Variables for local addresses without a proxy, no Hub, no compiler; only flags opt in."""
     no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST, "localhost"]))
     return {
         "NO_PROXY": no_proxy,
@@ -118,8 +118,7 @@ def _disaggregation(mode: str, backend: str, bootstrap_port: int) -> tuple[str, 
 
 
 def prefill_and_decode(pair: str, topology: Topology) -> tuple[Launch, Launch, int]:
-    """Both servers of a disaggregated pair, with pages of metrics, and the prefill's bootstrap
-    port."""
+    """Both servers of a disaggregated pair, with metrics, and prefill's bootstrap port."""
     bootstrap, spawn = free_port(), str(int(topology.spawn))
     patience = os.environ.get(PATIENCE_ENV, PATIENCE)
     env = {PATIENCE_ENV: patience, mixkv_cpu.SPAWN_ENV: spawn, **topology.env}
@@ -166,9 +165,8 @@ def router(
     module: Sequence[str] = ("sglang_router.launch_router",),
     flags: Sequence[str] = HANDS_THROUGH,
 ) -> Launch:
-    """SGLang's own router in PD mode; by default prefill servers take turns, and it hands errors
-    through instead of trying again. `others`: further prefill servers with their bootstrap
-    ports."""
+    """SGLang's own router in PD mode. By default, prefill servers take turns, and the router passes
+    errors on instead of retrying. `others`: more prefill servers with their bootstrap ports."""
     port = free_port()
     prefills = [(prefill, bootstrap_port), *others]
     addresses = [word for one, room in prefills for word in ("--prefill", one.url, str(room))]

@@ -1,14 +1,14 @@
-"""Runs one server so that nothing of it outlives the program that started it.
+"""Run one server so that nothing of it outlives the program that started it.
 
-``python -m mixkv_demo.leash PARENT_PID FOLDER COMMAND...`` stays between the two:
+``python -m mixkv_demo.leash PARENT_PID FOLDER COMMAND...`` stands between that program and it:
 
     starter --SIGTERM, or its death--> leash --SIGTERM--> server
                                              --SIGKILL, after a grace--> server's group
 
 The server gets a process group of its own, and the leash adopts whatever the server leaves
-behind (a scheduler whose parent crashed, say), so "no child left" means "nothing left". It
-ends when the server exits (with its exit status), when it is asked to, or when its
-starter is gone; only in that last case nobody else can remove FOLDER, so each leash does.
+behind (a scheduler whose parent crashed, say), so "no child left" means "nothing left". The
+leash ends when the server exits (with its exit status), when asked to, or when its starter is
+gone; only in that last case can nobody else remove FOLDER, so each leash does.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Set one attribute of this process; a kernel that lacks it raises nothing."""
+    """Set one attribute of this process; a kernel that lacks it does nothing."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _die_with_parent() -> None:
-    """In the server, before it is executed: no leash, no server."""
+    """Make the kernel kill this process, which becomes the server, when the leash dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -47,7 +47,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def _reap(seconds: float) -> bool:
-    """Collect ended children for at most that long; True when none is left."""
+    """Collect ended children for at most `seconds`; True if none is left."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -60,10 +60,10 @@ def _reap(seconds: float) -> bool:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End the server and its whole group, the polite way first.
+    """End the server and its whole group, politely first.
 
-    SIGTERM goes to the server alone: its schedulers' ends would look like a crash to SGLang,
-    which then looks for causes and leaves shared memory behind. A dead server's rest gets it.
+    SIGTERM goes to the server alone: SGLang would take its schedulers' exits for a crash, look for
+    causes and leave shared memory behind. If the server is dead, the rest of its group gets it.
     """
     if server.poll() is None:
         server.terminate()
@@ -75,7 +75,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(command: list[str]) -> int:
-    """Run the server until it ends or this process is to end; leave none of it behind."""
+    """Run the server until it ends or this process is told to; leave nothing of it behind."""
     server = subprocess.Popen(command, process_group=0, preexec_fn=_die_with_parent)
     try:
         status = server.wait()
@@ -86,7 +86,7 @@ def _serve(command: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Tie the process to its parent, run the command, clean up after a parent that died."""
+    """Tie this process to its parent, run the command, and clean up after a parent that died."""
     parent, folder, command = int(argv[0]), Path(argv[1]), argv[2:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

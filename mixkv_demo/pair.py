@@ -1,9 +1,8 @@
 """The small trained pairs and the copy task: what to ask a server.
 
 The task is ``<bos> A <sep>`` -> ``A <sep>`` with a string A of distinct symbols. The drafter can
-know A from its own KV of the prompt only, and was trained so that every single KV head of the
-prompt matters. It is a detector of wrong draft bytes, not a measure of what production drafters
-lose to them.
+know A only from its own KV of the prompt, and was trained to need every single KV head of it.
+It detects wrong draft bytes; it does not measure what production drafters lose to them.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ TARGETS = ("mla", "gqa")
 """The shipped targets, by their attention."""
 
 DRAFTERS = ("eagle3", "dflash", "dspark")
-"""What drafters there are, the last two for the MLA target alone."""
+"""The shipped drafters, the last two only for the MLA target."""
 
 DRAFT_STEPS = 3
-"""Tokens drafted a verify round."""
+"""Tokens drafted per verify round."""
 
 PROMPTS = 8
 """How many fixed prompts there are."""
@@ -37,7 +36,7 @@ _MODELS = Path(__file__).parent / "models"
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a drafter, as folders of ``models/``. ``steps``: flags on how it drafts, where
+    """A target and a drafter, as folders of ``models/``. ``steps``: flags for how it drafts, if
     the drafter's config.json does not say. ``lengths``: symbols in each of its prompts."""
 
     target: str
@@ -59,7 +58,7 @@ def _eagle3(target: str) -> Pair:
 
 
 def _block(name: str) -> Pair:
-    """These two know strings of one length only."""
+    """Make a pair with DFLASH or DSPARK, which know strings of one length only."""
     return Pair("mla/target", f"mla/{name}", name.upper(), (), (48,))
 
 
@@ -100,7 +99,7 @@ def prompts(count: int = PROMPTS, pair: str = "mla") -> list[list[int]]:
 
 
 def cousins(pair: str = "mla") -> list[list[int]]:
-    """For each fixed prompt one with its first half, and its second half shuffled."""
+    """For each fixed prompt, one with the same first half and its second half shuffled."""
     source = random.Random(2025)
     found = []
     for prompt in prompts(pair=pair):
@@ -110,7 +109,7 @@ def cousins(pair: str = "mla") -> list[list[int]]:
 
 
 def request_body(prompt: list[int]) -> dict[str, Any]:
-    """The greedy request for one prompt: as many tokens as the right answer has."""
+    """The greedy request for one prompt, for as many tokens as the right answer has."""
     limits = {"max_new_tokens": len(prompt) - 1, "temperature": 0}
     return {"input_ids": prompt, "sampling_params": limits}
 

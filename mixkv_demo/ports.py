@@ -14,7 +14,7 @@ _DERIVED = (0, *range(233, 246))
 
 
 def _is_free(port: int) -> bool:
-    """Nobody listens on that port now."""
+    """True if nobody listens on this port now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("127.0.0.1", port))
@@ -30,7 +30,7 @@ def _all_free(ports: Iterable[int]) -> bool:
 def free_port() -> int:
     """An API port that is free now, as are the ports SGLang derives from it.
 
-    Drawn at random, so that two programs that look at the same moment do not meet.
+    It is drawn at random, so that two programs that look at the same moment do not collide.
     """
     for _ in range(200):
         port = random.randrange(LOWEST, HIGHEST)

@@ -1,4 +1,4 @@
-"""Groups of server processes with a common end.
+"""Groups of server processes that end together.
 
 A :class:`Fleet` is a context: it starts servers, notices one that dies, and on the way out
 (normal, exception, Ctrl-C, SIGTERM) ends all of them and removes their folders. Start servers
@@ -24,14 +24,14 @@ from typing import Self
 from mixkv_demo import leash
 
 TAIL_LINES = 30
-"""Lines of its log that a dead server's error carries."""
+"""How many lines of its log a dead server's error quotes."""
 
 ERROR_LINE = re.compile(r"^[\w.]+(?:Error|Exception)\b.*$", re.MULTILINE)
-"""How a traceback ends. SGLang prints much more below the one that ended a scheduler."""
+"""A traceback's last line. SGLang prints much more below one that ended a scheduler."""
 
 
 class ServerDied(RuntimeError):
-    """A server ended although nobody ended it; the message has its last log lines."""
+    """A server ended unasked; the message has its last log lines."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ServerProcess:
             )
 
     def finish(self) -> None:
-        """Wait for a leash that is to end; it needs two graces at most."""
+        """Wait for a leash that was told to end; it takes two graces at most."""
         try:
             self.process.wait(2 * leash.GRACE_S + 5)
         except subprocess.TimeoutExpired:
@@ -71,7 +71,7 @@ class ServerProcess:
 
 
 def leashed(server: ServerProcess) -> list[int]:
-    """The processes that a server's leash holds: its own first."""
+    """The processes that a server's leash holds, the server itself first."""
     pid = server.process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -111,7 +111,7 @@ class Fleet:
         self._stack.callback(signal.signal, number, previous)
 
     def _end_servers(self) -> None:
-        """Tell all first, then wait: they end side by side."""
+        """Tell all servers to end, then wait, so that they end concurrently."""
         for server in self._servers:
             server.process.terminate()
         for server in self._servers:
@@ -119,7 +119,7 @@ class Fleet:
         self._servers.clear()
 
     def folder(self, name: str) -> Path:
-        """A new folder of this fleet; removed with it."""
+        """Make a folder that is removed with this fleet."""
         path = self.root / name
         path.mkdir(parents=True)
         return path
@@ -134,8 +134,8 @@ class Fleet:
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> ServerProcess:
         """Start one server on a leash, with ``env`` on top of this process's environment.
 
-        Not in a session of its own: Linux shares the cores out by session first (autogroup), and
-        the HTTP thread of a server whose ranks poll would wait for seconds.
+        It gets no session of its own: Linux divides the cores by session first (autogroup), so in a
+        server whose ranks poll, the HTTP thread would wait for seconds.
         """
         home = self.folder(name)
         scratch = self.folder(f"{name}/tmp")
@@ -154,7 +154,7 @@ class Fleet:
         return self._servers[-1]
 
     def kill(self, name: str) -> None:
-        """Kill every process of one server, which no longer belongs to the fleet."""
+        """Kill every process of one server, and drop it from the fleet."""
         (server,) = [one for one in self._servers if one.name == name]
         for pid in leashed(server):
             os.killpg(pid, signal.SIGKILL)

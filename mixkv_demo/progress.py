@@ -1,4 +1,4 @@
-"""Shows servers while they start: a line each with a clock, on a terminal or in a log file."""
+"""Show servers while they start: one line each, with a clock, on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 QUIET_S = 30.0
-"""Without a terminal: seconds between two lines that say the same of a server."""
+"""Without a terminal, seconds between two lines that say the same about a server."""
 
 
 class StartDisplay:
@@ -37,7 +37,7 @@ class StartDisplay:
             self._bars.stop()
 
     def update(self, name: str, state: str) -> None:
-        """A server's state: live on a terminal, else a line now and then."""
+        """Show a server's state: live on a terminal, else as a line now and then."""
         if self._console.is_terminal:
             self._update_bar(name, state)
         else:

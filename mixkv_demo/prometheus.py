@@ -1,7 +1,7 @@
 """A Prometheus beside the demo's servers, and the expressions of the shipped dashboard.
 
-The binary is looked for in PATH (scripts/prometheus.sh gets Debian's). It runs with a
-configuration and a data folder of its own in a Fleet, and ends with it.
+The binary is looked for in PATH (scripts/prometheus.sh gets Debian's). It runs in a Fleet, with
+its own configuration and data folder, and ends with the Fleet.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mixkv_demo.processes import Fleet
 
 START_TIMEOUT_S = 30.0
 EVERY = "5s"
-"""How often to scrape, and how long a scrape may take: SGLang reads a file a process and kind of
-series for it, which takes more than a second where the cores are busy."""
+"""How often to scrape, and how long a scrape may take. For it, SGLang reads one file per process
+and kind of series, which takes more than a second if the cores are busy."""
 
 COLON_AGAIN = {
     "source_labels": ["__name__"],
@@ -30,12 +30,12 @@ COLON_AGAIN = {
     "target_label": "__name__",
     "replacement": "sglang:$1",
 }
-"""A relabelling for Prometheus before 3: prometheus_client 0.23 to 0.26 (openmetrics/exposition.py
-generate_latest) answers it with `_` for the `:` in the names of samples."""
+"""Relabelling for Prometheus before 3, to which prometheus_client 0.23 to 0.26 (generate_latest in
+openmetrics/exposition.py) gives sample names with `_` in place of `:`."""
 
 
 class QueryFailed(RuntimeError):
-    """Prometheus refused an expression; the message is its own."""
+    """Prometheus refused an expression; the message is that of Prometheus."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Expression:
 
 
 def expressions(dashboard: Path, interval: str, model: str = ".+") -> list[Expression]:
-    """Every expression of a Grafana dashboard, its variables replaced."""
+    """Every expression of a Grafana dashboard, with its variables replaced."""
     panels = json.loads(dashboard.read_text())["panels"]
     replaced = {"$__rate_interval": interval, "$model": model, "$instance": ".+"}
     found = []
@@ -133,7 +133,7 @@ class Prometheus:
         return answer["data"]
 
     def query(self, expression: str) -> list[Series]:
-        """The present value of an expression; raises QueryFailed for one that is not valid."""
+        """The current value of an expression. Raises QueryFailed if it is not valid."""
         found = self._data("/api/v1/query", query=expression)["result"]
         return [Series(s["metric"], float(s["value"][1])) for s in found]
 

@@ -1,4 +1,4 @@
-"""What the demo's runs came to: figures, verdict, table and JSON."""
+"""The results of the demo's runs: figures, verdict, table and JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _outputs(answers: Sequence[Answer | None]) -> list[tuple[int, ...] | None]:
 
 
 def _longest_draft(answers: list[Answer]) -> int:
-    """Tokens of the longest draft in a round, as the servers say, or as were right."""
+    """Tokens of the longest draft in a round: those servers report, or those that were right."""
     return max((max(a.drafted, len(a.rounds_by_right_drafts) - 1) for a in answers), default=0)
 
 
@@ -52,7 +52,7 @@ def summarise(
     reference: Sequence[Answer | None],
     draft: DraftBytes | None,
 ) -> Run:
-    """The figures over all prompts; None stands for a prompt without an answer."""
+    """Compute a run's figures over all prompts; None stands for a prompt without an answer."""
     good = [answer for answer in answers if answer is not None]
     seconds = sum(answer.seconds for answer in good)
     tokens = sum(len(answer.tokens) for answer in good)
@@ -76,7 +76,7 @@ def is_close(length: float, reference: float) -> bool:
 
 
 def shortcomings(runs: Sequence[Run]) -> list[str]:
-    """Why the demo did not show what it is to show; empty when it did."""
+    """Say why the demo did not show what it should; empty if it did."""
     found = [
         f"{run.name}: output differs from the single server's"
         for run in runs
@@ -109,8 +109,8 @@ def _row(run: Run) -> list[str]:
 
 
 def table(runs: Sequence[Run], title: str) -> Table:
-    """One row a run."""
-    grid = Table(title=title, caption="-: nobody counted", caption_justify="left")
+    """Make the table, one row per run."""
+    grid = Table(title=title, caption="-: not counted", caption_justify="left")
     grid.add_column("run")
     grid.add_column("output equal\nto single")
     grid.add_column("accept\nlength", justify="right")
@@ -123,6 +123,6 @@ def table(runs: Sequence[Run], title: str) -> Table:
 
 
 def write_json(path: Path, runs: Sequence[Run], context: dict[str, Any]) -> None:
-    """The figures as a file; ``context`` stands beside them at the top level."""
+    """Write the figures to a file, with ``context`` beside them at the top level."""
     record = {"runs": [asdict(run) for run in runs], **context}
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The plugin's series of a /metrics page, by name and labels."""
+"""The plugin's series on a /metrics page, by name and labels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sglang_mixkv.tools.status import samples
 
 
 def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:
-    """Summed over ranks, by their names after the prefix and the values of their own labels, but
-    for the label `without` and empty values. A histogram's value is how often it was observed.
+    """Sum the series over ranks, by name without the prefix and by the values of their own labels,
+    except empty ones and that of `without`. A histogram's value is its number of observations.
     Raises ValueError."""
     own = {PREFIX.replace(":", "_") + one.name: one for one in SERIES}
     found: Counter[tuple[str, ...]] = Counter()

@@ -1,6 +1,6 @@
 """``demo --serve RUN``: one deployment for people, load tests and other tools.
 
-One line of JSON on standard output when it serves; it ends with its standard input.
+It prints one line of JSON when it serves, and ends when its standard input does.
 
     {"url": "http://...", "servers": [{"name": "prefill", "url": "http://...", "pid": 1}, ...]}
 """
@@ -25,6 +25,6 @@ def described(deployment: Deployment) -> dict[str, Any]:
 
 
 def serve(deployment: Deployment) -> None:
-    """Until standard input ends. Raises ServerDied when a server ends before."""
+    """Print the line; return when standard input ends. Raises ServerDied if a server does first."""
     print(json.dumps(described(deployment)), flush=True)
     deployment.watch(sys.stdin.read)

@@ -4,7 +4,7 @@
         deployment = disaggregated(fleet, "mla", Topology(), progress)
         answer = deployment.ask(prompt)
 
-Both builders return when a first request has been served: it pays for what the engine compiles.
+Both builders return once a first request, which pays for the engine's compilation, is served.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_ANSWER_S = 60.0
 POLL_S = 0.5
 PAGE_S = 30.0
 SETTLE_S = 3.0
-"""How long a failed request waits for the news that its server has died."""
+"""How long to wait, after a failed request, for the news that its server has died."""
 
 Progress = Callable[[str, str], None]
 """Called with a server's name and what it is doing."""
@@ -60,7 +60,7 @@ class DraftBytes:
 @dataclass(frozen=True)
 class Deployment:
     """Running servers, and where to send requests. ``servers``: those that run models;
-    ``routers``: in front of them."""
+    ``routers``: those in front of them."""
 
     fleet: Fleet
     url: str
@@ -73,7 +73,7 @@ class Deployment:
         return self.servers[0].url
 
     def ask(self, prompt: list[int]) -> Answer:
-        """One prompt; raises RequestFailed, or ServerDied when a server ends meanwhile."""
+        """Ask one prompt. Raises RequestFailed, or ServerDied if a server ends meanwhile."""
         try:
             return _watched(self.fleet, lambda: ask(self.url, prompt))
         except RequestFailed:
@@ -81,11 +81,11 @@ class Deployment:
             raise
 
     def watch(self, call: Callable[[], T]) -> T:
-        """The result of a blocking call; ServerDied as soon as a server ends meanwhile."""
+        """Return a blocking call's result. Raises ServerDied as soon as a server ends meanwhile."""
         return _watched(self.fleet, call)
 
     def counters(self) -> Counter[tuple[str, ...]]:
-        """The plugin's series over all ranks of all servers, once they rest: a request's are
+        """The plugin's series over all ranks of all servers, once they stop changing: a request is
         counted after its end."""
         last = totals(self.servers)
         while True:
@@ -96,7 +96,7 @@ class Deployment:
             last = now
 
     def draft_bytes(self) -> DraftBytes | None:
-        """None where nobody counts."""
+        """The bytes so far; None if no server counts them."""
         found = self.counters()
         if ("sent_bytes_total", "draft") not in found:
             return None
@@ -105,8 +105,8 @@ class Deployment:
 
 
 def totals(servers: Sequence[Launch]) -> Counter[tuple[str, ...]]:
-    """The plugin's series of all pages together, by name and labels. A server that has none counts
-    nothing."""
+    """Sum the plugin's series over all servers' pages, by name and labels. A server without a page
+    adds nothing."""
     found: Counter[tuple[str, ...]] = Counter()
     for server in servers:
         with suppress(RequestFailed):
@@ -116,7 +116,7 @@ def totals(servers: Sequence[Launch]) -> Counter[tuple[str, ...]]:
 
 
 def _watched(fleet: Fleet, call: Callable[[], T]) -> T:
-    """The result of a blocking call, given up as soon as a server of the fleet ends."""
+    """Return a blocking call's result, or give up as soon as a server of the fleet ends."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -141,7 +141,7 @@ def _settle(fleet: Fleet) -> None:
 
 
 def _is_healthy(server: Launch) -> bool:
-    """SGLang's own health check, which generates a token; the router's says that it listens."""
+    """Ask the health check: SGLang's generates a token; the router's only says that it listens."""
     try:
         with requests.Session() as session:
             session.trust_env = False
@@ -152,7 +152,7 @@ def _is_healthy(server: Launch) -> bool:
 
 def _serves(server: Launch) -> bool:
     """Whether a request gets past this server: a router answers 503 until it knows its workers.
-    One that gets no answer has got past it."""
+    A request that times out has got past it."""
     try:
         response = post(f"{server.url}/generate", request_body(prompts()[0]), FIRST_ANSWER_S)
     except requests.ReadTimeout:
@@ -165,7 +165,7 @@ def _serves(server: Launch) -> bool:
 def _poll(
     fleet: Fleet, servers: Sequence[Launch], is_up: Callable[[Launch], bool], tell: Progress
 ) -> None:
-    """Block until all servers are up; ServerDied or TimeoutError otherwise."""
+    """Block until all servers are up. Raises ServerDied or TimeoutError."""
     deadline = time.monotonic() + START_TIMEOUT_S
     waiting = list(servers)
     while waiting:
@@ -227,7 +227,7 @@ def disaggregated(
     prefill: Change = unchanged,
     decode: Change = unchanged,
 ) -> Deployment:
-    """Prefill and decode behind the router, all started together. `prefill`, `decode`: changes to
+    """Prefill and decode behind the router, all started together. `prefill`, `decode`: change
     the server that the topology describes."""
     first, second, bootstrap = launch.prefill_and_decode(pair, topology)
     servers = prefill(first), decode(second)
@@ -238,8 +238,8 @@ def disaggregated(
 
 @dataclass(frozen=True)
 class OneCold:
-    """Two prefill servers of one decode server: `warm` drafts, `cold` has no drafter. Each with its
-    bootstrap port."""
+    """Two prefill servers for one decode server, each with its bootstrap port: `warm` drafts,
+    `cold` has no drafter."""
 
     fleet: Fleet
     decode: Launch
@@ -247,7 +247,7 @@ class OneCold:
     cold: tuple[Launch, int]
 
     def behind_a_router(self, *prefills: tuple[Launch, int]) -> Deployment:
-        """These prefill servers, which take turns, and decode."""
+        """Put decode and these prefill servers, which take turns, behind a router."""
         (first, port), *others = prefills
         name = "-".join(["router", *(one.name for one, _ in prefills)])
         router = replace(launch.router(first, self.decode, port, *others), name=name)
@@ -257,8 +257,8 @@ class OneCold:
 
 
 def one_cold(fleet: Fleet, pair: str, topology: Topology, change: Change = unchanged) -> OneCold:
-    """Both prefill servers and decode, all started together, without a router. `change`: of the
-    one that drafts."""
+    """Start both prefill servers and decode together, without a router. `change`: applied to the
+    prefill server that drafts."""
     warm, decode, port = launch.prefill_and_decode(pair, topology)
     cold, _, other_port = launch.prefill_and_decode(pair, topology)
     cold = replace(launch.without_drafter(cold), name="cold")

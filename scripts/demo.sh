@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo on a bare machine: set up what is missing, run it. Options are passed on (--help).
+# Run the demo on a bare machine, after setting up what is missing. Options are passed on (--help).
 set -euo pipefail
 case "$*" in
     *"--device cuda"* | *"--device=cuda"*) export MIXKV_DEVICE=cuda ;;

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What a release consists of: dist/ with the source distribution and the wheel built from it, each
-# installed into an empty environment, and asked for its version and commands. Fetches from the
-# package index; needs no SGLang and no scripts/env.sh.
-# Usage: scripts/dist.sh [REF]; where REF is refs/tags/v*, the tag has to be the version.
+# Build a release in dist/: the source distribution, and the wheel built from it. Each is installed
+# into an empty environment, and asked for its version and commands. Fetches from the package index;
+# needs neither SGLang nor scripts/env.sh.
+# Usage: scripts/dist.sh [REF]; if REF is refs/tags/v*, the tag must match the version.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -31,7 +31,7 @@ python3 -m venv "$work/tools"
 for file in dist/*; do
     echo "installing ${file##*/}"
     python3 -m venv --clear "$work/clean"
-    # Without torch: what is imported here does without.
+    # Without torch, which nothing imported here needs.
     "$work/clean/bin/pip" install -q aiohttp msgspec numpy prometheus-client pyzmq requests
     "$work/clean/bin/pip" install -q --no-deps "$file"
     installed="$("$work/clean/bin/python" -P -c 'import sglang_mixkv; print(sglang_mixkv.__version__)')"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Are the plugin's kernels right on this GPU, and how fast? It needs NVIDIA's driver and no SGLang.
-# Exit status: 0 all is right; 1 a line that begins with !! is wrong; 2 it cannot be found out here.
+# Check that the plugin's kernels are right on this GPU, and time them. Needs NVIDIA's driver, not SGLang.
+# Exit status: 0 all is right; 1 lines that begin with !! are wrong; 2 the check cannot run here.
 # Options: --help. TRITON_INTERPRET=1 runs the kernels on the CPU, to see that the check itself works.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,7 +1,7 @@
-"""Run mutants of the package, each in a process that is forked where the libraries are loaded.
+"""Test mutants of the package, each in a process that is forked with the libraries loaded.
 
-They are put into copies of the checkout. What is known of them is kept in ~/.cache/sglang-mixkv
-for as long as no Python file changes, so that a run goes on where the last one stopped.
+They are put into copies of the checkout. Results are kept in ~/.cache/sglang-mixkv until a Python
+or TOML file changes, so that a run resumes where the last one stopped.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ CONFIG: dict[str, Any] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_te
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/mutate.sh", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders (default: all)")
-    parser.add_argument("--without", action="append", default=[], metavar="PATH", help="not these")
-    parser.add_argument("--since", metavar="COMMIT", help="those on lines changed since, mixed")
-    parser.add_argument("--draw", type=int, metavar="N", help="so many of them, drawn by --seed")
+    parser.add_argument("--without", action="append", default=[], metavar="PATH", help="but these")
+    parser.add_argument("--since", metavar="COMMIT", help="those on lines changed since, shuffled")
+    parser.add_argument("--draw", type=int, metavar="N", help="a sample of N, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1e9, help="at most; the next run goes on")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="limit; the next run resumes")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time")
     return parser.parse_args()
 
 
@@ -60,7 +60,7 @@ def part_of(file: str) -> dict[str, Any]:
 
 
 class Known:
-    """What became of mutants of these files: True if it was killed."""
+    """Results for the mutants of these files: True for one that was killed."""
 
     def __init__(self, files: list[str]) -> None:
         self._kept = CACHE / f"mutants-{hashlib.sha256(bytes(ROOT)).hexdigest()[:8]}.jsonl"
@@ -89,7 +89,7 @@ def choose(files: list[str], args: argparse.Namespace) -> list[Mutant]:
     found = [one for one in found if one not in equivalent and one.line in changed[one.file]]
     if args.draw or args.since:
         found = random.Random(args.seed).sample(found, min(args.draw or len(found), len(found)))
-    if args.since:  # those last whose tests take long to load
+    if args.since:  # those whose tests take long to load go last
         found.sort(key=lambda one: len(part_of(one.file).get("preload", ())))
     return found
 
@@ -110,7 +110,7 @@ def changed_since(commit: str) -> dict[str, Any]:
 
 
 def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
-    """The mutants that tests/mutants.toml says are equivalent; ends where it names none."""
+    """Return the mutants that tests/mutants.toml calls equivalent; exit if an entry fits none."""
     claims = {
         (one["file"], one["function"], one["line"], one["mutant"]): set[Mutant]()
         for one in CONFIG.get("equivalent", ())
@@ -122,12 +122,12 @@ def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
             claims.get((one.file, one.function, *one.change(ROOT)), set()).add(one)
     mutated = {one.file for one in found} | {f for f, *_ in claims if not (ROOT / f).exists()}
     if stale := [claim for claim, those in claims.items() if not those and claim[0] in mutated]:
-        sys.exit(f"tests/mutants.toml says of what is no mutant that it is equivalent: {stale}")
+        sys.exit(f"tests/mutants.toml calls equivalent what is not a mutant: {stale}")
     return set[Mutant]().union(*claims.values())
 
 
 class End:
-    """When a run ends, `seconds` from now or at a signal. Handlers do not raise: they would in
+    """When a run ends, `seconds` from now or at a signal. Handlers do not raise: that would hit
     whatever runs just then, and what an import's or a fork's callback raises is lost.
     """
 
@@ -140,7 +140,7 @@ class End:
             signal.signal(number, lambda *_: None)
 
     def wait(self, fds: Iterable[int], until: float) -> set[int]:
-        """Those that can be read by `until`; it raises SystemExit at the end."""
+        """Return the fds that can be read by `until`. Raises SystemExit when the run ends."""
         wait = max(0.0, min(until, self._at) - time.monotonic())
         ready = set(select.select([self._signals, *fds], [], [], min(wait, 1e6))[0])
         if self._signals in ready or time.monotonic() >= self._at:
@@ -163,7 +163,7 @@ class Runner:
         self.children: set[int] = set()
 
     def run(self, todo: Iterable[Mutant]) -> Iterator[tuple[Mutant, bool]]:
-        """Each with whether it was killed, in the order in which they end."""
+        """Yield each mutant with whether it was killed, in the order in which they end."""
         rest, free = iter(todo), list(self._copies)
         running: dict[int, tuple[int, Mutant, Path, float]] = {}
         while True:
@@ -196,14 +196,14 @@ class Runner:
             self._end.wait([ended], float("inf"))
             os.close(ended)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self.stop(pid):
-                sys.exit(f"these fail without a mutant: {tests}")
+                sys.exit(f"these tests fail without a mutant: {tests}")
             self._clean[tests] = time.monotonic() - begun
         return self._clean[tests]
 
     def _start(self, part: dict[str, Any], copy: Path, one: Mutant | None) -> int:
         if one:
             (copy / one.file).write_text(one.code(ROOT))
-            self._written += 1  # compiled code is known by its source's size and second
+            self._written += 1  # bytecode is matched by its source's size and time in seconds
             os.utime(copy / one.file, (self._written, self._written))
         pid = os.fork()
         if not pid:
@@ -227,7 +227,7 @@ class Runner:
 
 
 def report(chosen: list[Mutant], known: Known) -> None:
-    """A line for each survivor, and one with the scores."""
+    """Print a line for each survivor, and one with the scores."""
     scores: dict[str, Counter[bool]] = defaultdict(Counter)
     for one in sorted(one for one in chosen if one in known.killed):
         scores[os.path.dirname(one.file)][known.killed[one]] += 1

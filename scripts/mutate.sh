@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Mutants of the package: small mistakes put in by a tool, one at a time, and the tests that should
-# notice them. One line per mutant that survives, and a score per folder.
-#   scripts/mutate.sh [PATH...]                       all mutants; goes on where it was stopped
+# Put small mistakes (mutants) into the package, one at a time, and run the tests that should notice
+# them. Prints one line per mutant that survives, and a score per folder.
+#   scripts/mutate.sh [PATH...]                       all mutants; resumes where it was stopped
 #   scripts/mutate.sh --since COMMIT --seconds 22     a sample of those on lines changed since then
 #   scripts/mutate.sh --draw 200 --seed 1 [PATH...]   a sample for a score
 # tests/mutants.toml says what is mutated, how, against which tests, and which mutants are equivalent.

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced after env.sh by what can use a Prometheus: mixkv_prometheus puts `prometheus` and
-# `promtool` of Debian's package into the environment. The package is unpacked, not installed: no
+# Sourced after env.sh by scripts that can use Prometheus: mixkv_prometheus puts `prometheus` and
+# `promtool` from Debian's package into the environment. The package is unpacked, not installed: no
 # service is started, and none of its web libraries are needed.
 
 mixkv_prometheus() {
@@ -15,12 +15,12 @@ mixkv_prometheus() {
     if (cd "$folder" && mixkv_download prometheus && dpkg-deb -x prometheus_*.deb .); then
         install "$folder"/usr/bin/prometheus "$folder"/usr/bin/promtool "$MIXKV_VENV/bin"
     else
-        echo "prometheus could not be had: what needs it is skipped" >&2
+        echo "prometheus could not be fetched: what needs it is skipped" >&2
     fi
     rm -rf "$folder"
 }
 
-# A package's file, with the package lists fetched first where they are missing (as root).
+# Download a package's file, after the package lists if they are missing (as root).
 mixkv_download() {
     apt-get download -qq "$1" 2>/dev/null && return
     apt-get update -qq </dev/null || sudo -n apt-get update -qq </dev/null || return 1

@@ -3,7 +3,7 @@
     python scripts/simulate.py --seed 1 --schedules 10000
     python scripts/simulate.py --replay 1234
 
-Exit code 1, and the smallest failing schedule as a log of calls, where an invariant is broken.
+If an invariant is broken, it logs the calls of the smallest failing schedule, and exits with 1.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.sim.runner import Outcome, describe, run_many, run_spec, summary
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule")
     parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=1e9, help="at most")
+    parser.add_argument("--seconds", type=float, default=1e9, help="time limit")
     parser.add_argument(
         "--replay", metavar="SEED", type=int, help="log one schedule, and shrink it"
     )

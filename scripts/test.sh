@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# All tests on a bare machine: set up what is missing, run the rings, quickest first, then a part
+# Run all tests on a bare machine: set up what is missing, run the tests, quickest first, then some
 # of them on the oldest supported release of SGLang.
-# --full adds the long ones, and a larger part on every older release; other options go to pytest,
-# and leave the older releases out. The last line names the Pythons that are supported and were not
-# tested.
-# PYTHON=python3.12 runs them on that version, in .venv-3.12/, and fails where this machine does
-# not have it; MIXKV_SGLANG=0.5.22 on that release of SGLang, in .venv-0.5.22/.
+# --full adds the long ones, and more of them on every older release; other options go to pytest,
+# and leave the older releases out. The last lines name the supported Pythons that were not tested.
+# PYTHON=python3.12 runs them on that version, in .venv-3.12/, and fails if this machine does not
+# have it; MIXKV_SGLANG=0.5.22 runs them on that release of SGLang, in .venv-0.5.22/.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -50,8 +49,8 @@ if [ -z "${MIXKV_SGLANG:-}${PYTHON:-}" ] && { [ "$*" = "" ] || [ "$*" = --full ]
     classifier='.*"Programming Language :: Python :: \(3\.[0-9]*\)".*'
     sed -n "s/$classifier/\1/p" pyproject.toml | while read -r version; do
         [ "$version" = "$ran" ] || printf '\n%s\n%s\n' \
-            "NOT TESTED: Python $version. All of this ran on $ran, for an environment takes 10 GB, and its" \
-            "tests as long again. They are run by: PYTHON=python$version bash scripts/test.sh"
+            "NOT TESTED: Python $version. All of this ran on $ran, since another environment takes 10 GB, and" \
+            "its tests as long again. To run them: PYTHON=python$version bash scripts/test.sh"
     done
 fi
 exit "$status"

@@ -1,8 +1,8 @@
-"""``sglang-mixkv COMMAND`` or ``python -m sglang_mixkv COMMAND``: finds a tool by name and runs its
-``main(argv) -> int``.
+"""``sglang-mixkv COMMAND`` or ``python -m sglang_mixkv COMMAND``: find the tool of that name and
+run its ``main(argv) -> int``.
 
-A tool is a module, imported only when asked for, so that the help text needs neither SGLang nor
-torch.
+A tool's module is imported only when the tool is asked for, so the help text needs neither SGLang
+nor torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from sglang_mixkv import __version__
 
 COMMANDS = {
-    "plan": "whether two launch lines need the plugin, what moves, and what would be refused",
-    "doctor": "versions, SGLang's functions, settings, a real read: what to paste into an issue",
+    "plan": "whether two launch lines need the plugin, what it would move, and what is refused",
+    "doctor": "versions, SGLang's functions, settings, a real read: paste this into an issue",
     "status": "running servers on one screen: drafters, transfers, what is wrong and what to do",
-    "accept": "acceptance of your own pair of servers against a single one, on your prompts",
+    "accept": "accept length of your pair of servers against a single server's, on your prompts",
 }
 """Module in `tools` -> its line in the help text."""
 
@@ -29,7 +29,7 @@ USAGE = "usage: python -m sglang_mixkv COMMAND [options]\n\ncommands:\n" + "\n".
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Dispatch to one tool; 2 for a command that does not exist."""
+    """Run the tool that `argv` names, and return its exit status; 2 for an unknown command."""
     args = sys.argv[1:] if argv is None else argv
     command = args[0] if args else ""
     if command in COMMANDS:
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(tool: Callable[[], int] = main) -> int:
-    """A `main`, which ends without a word at Ctrl-C, and where its reader has gone (`head`)."""
+    """Run a `main`; end silently on Ctrl-C, or when the reader of its output has gone (`head`)."""
     try:
         try:
             return tool()
@@ -54,7 +54,7 @@ def run(tool: Callable[[], int] = main) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails too
         return 128 + signal.SIGPIPE
 
 

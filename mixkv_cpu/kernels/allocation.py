@@ -1,4 +1,4 @@
-"""Pages for tokens in PyTorch: SGLang 0.5.21 has kernels for a GPU alone, newer ones do without."""
+"""Page allocation in PyTorch: SGLang 0.5.21 has only GPU kernels, newer releases need none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 
 class Launched:
-    """A function that is called as Triton's kernels are: with a grid first."""
+    """A function that is called like a Triton kernel, with a grid first."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -21,7 +21,7 @@ class Launched:
 
 
 def extend_by(naive: Callable[..., None]) -> Launched:
-    """SGLang's kernel for the pages of new tokens, by ``naive``, its own loop in PyTorch."""
+    """SGLang's kernel for new tokens' pages, done by ``naive``, its own loop in PyTorch."""
 
     def extend(
         prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor,
@@ -35,7 +35,7 @@ def extend_by(naive: Callable[..., None]) -> Launched:
 def decode(
     seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor, _size: int, page_size: int
 ) -> None:
-    """One token for each request: behind its last one, or the first of a new page."""
+    """Allocate one token per request: after its last one, or the first of a new page."""
     fresh = (seq_lens - 1) % page_size == 0
     pages = free_pages[(fresh.cumsum(0) - 1).clamp(0, free_pages.numel() - 1)]
     out.copy_(torch.where(fresh, pages * page_size, last_loc + 1))

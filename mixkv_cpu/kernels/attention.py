@@ -37,7 +37,7 @@ _NAMES = (
 
 
 def register_operators() -> None:
-    """Make both kernels ``torch.ops.sgl_kernel`` operators; call it once a process."""
+    """Register both kernels as ``torch.ops.sgl_kernel`` operators; call this once per process."""
     for name in _NAMES:
         torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> ()")
     for kernel, schema in ((decode_attention_cpu, _DECODE), (extend_attention_cpu, _EXTEND)):
@@ -47,7 +47,7 @@ def register_operators() -> None:
 
 
 def _refuse(**unsupported: Any) -> None:
-    """Stop on an option that these kernels would ignore."""
+    """Raise NotImplementedError for an option that these kernels would ignore."""
     asked = [name for name, value in unsupported.items() if value not in (None, False)]
     if asked:
         raise NotImplementedError(f"sgl_kernel stand-in: attention with {', '.join(asked)}")
@@ -72,14 +72,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) 
 
 
 def _heads(x: Tensor, width: int) -> Tensor:
-    """[n, ...] -> [n, heads, width], for no rows as well."""
+    """[n, ...] -> [n, heads, width], even without rows."""
     return x.reshape(len(x), math.prod(x.shape[1:]) // width, width)
 
 
 def _gather(cache: Tensor, slots: Tensor, new: Tensor | None, width: int) -> Tensor:
-    """The rows of a request: those in the cache, except for a tail that is given as ``new``.
+    """A request's rows: those in the cache, except for a tail that is given as ``new``.
 
-    A prompt without a cached prefix may be given in a form that the cache does not have: MLA
+    A prompt without a cached prefix may come in a form that the cache does not have: MLA
     computes it with full heads, and the cache holds latents.
     """
     if new is None:
@@ -118,7 +118,7 @@ def extend_attention_cpu(
     Their keys and values come from ``k`` and ``v`` (None: from the cache), those of the
     positions before them from the cache. ``window``: keys that a query sees; 0 for all.
 
-    DP-attention pads ``q`` and ``req_pool_indices`` behind the batch that the lengths describe:
+    DP-attention pads ``q`` and ``req_pool_indices`` past the batch that the lengths describe:
     those rows of ``o`` become zero.
     """
     scaled = k_scale != 1 or v_scale != 1
@@ -164,7 +164,7 @@ def decode_attention_cpu(
 ) -> None:
     """Store the new keys and values at ``loc``; fill ``o`` [bs, H, Dv] for one query per request.
 
-    With MLA ``v_cache`` is a view of ``k_cache``, and the keys bring the values along.
+    With MLA, ``v_cache`` is a view of ``k_cache``, so storing the keys stores the values.
     """
     scaled = k_scale != 1 or v_scale != 1
     _refuse(cross_attention=is_cross, kv_scale=scaled, logit_cap=logit_cap, sinks=sinks)

@@ -2,8 +2,8 @@
 
 ``req_to_token``: [requests, pool_len] int32, the cache slot of each position of a request.
 Request b of a batch is row ``req_pool_indices[b]``. Signatures as in sgl_kernel's
-``speculative.py`` and ``kvcacheio.py``; arguments that a tensor's shape already tells are
-taken and ignored.
+``speculative.py`` and ``kvcacheio.py``; arguments that a tensor's shape already implies
+are accepted and ignored.
 """
 
 from __future__ import annotations

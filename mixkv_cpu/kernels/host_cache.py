@@ -1,4 +1,4 @@
-"""Copies between KV pools and the host cache, which on CPU lie in the same memory.
+"""Copies between KV pools and the host cache, both in host memory on the CPU engine.
 
 A KV pool has a buffer per layer (and per K and V): [slots, ...]. The host has the same
 (`layer_first`), or [pages, layers, page_size, ...] (`page_first_direct`). Indices are slots, page
@@ -18,7 +18,7 @@ def transfer_kv_direct(
     dst_indices: Tensor,
     page_size: int,
 ) -> None:
-    """Slots of each source buffer to slots of its destination."""
+    """Copy slots of each source buffer to slots of its destination."""
     for source, destination in zip(src_layers, dst_layers, strict=True):
         _bytes(destination)[dst_indices] = _bytes(source)[src_indices]
 
@@ -31,7 +31,7 @@ def transfer_kv_per_layer_direct_pf_lf(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """One layer of the host's pages, to slots of the pool."""
+    """Copy one layer of the host's pages to slots of the pool."""
     pages = _pages(src_indices, page_size)
     for source, destination in zip(src_ptrs, dst_ptrs, strict=True):
         _bytes(destination)[dst_indices] = _bytes(source)[pages, layer_id].flatten(0, 1)
@@ -44,7 +44,7 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: Tensor,
     page_size: int,
 ) -> None:
-    """Slots of all layers to pages of the host: first K of every layer, then V, if there is one."""
+    """Copy slots of all layers to host pages. Sources: K of every layer, then V if there is one."""
     pages, layers = _pages(dst_indices, page_size), len(src_ptrs) // len(dst_ptrs)
     for number, source in enumerate(src_ptrs):
         group, layer = divmod(number, layers)
@@ -57,7 +57,7 @@ def _pages(indices: Tensor, page_size: int) -> Tensor:
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    """PyTorch indexes no fp8."""
+    """View as bytes, since PyTorch cannot index fp8."""
     return buffer.view(torch.uint8)
 
 

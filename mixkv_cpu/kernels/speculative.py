@@ -44,7 +44,7 @@ def build_tree_kernel_efficient_cpu(
     if topk != 1 or tree_mask_mode not in (FULL_MASK, QLEN_ONLY):
         raise NotImplementedError(
             f"sgl_kernel stand-in: topk {topk} with mask mode {int(tree_mask_mode)}; "
-            "only --speculative-eagle-topk 1 with byte masks is there"
+            "only --speculative-eagle-topk 1 with byte masks is supported"
         )
     n, bs = draft_token_num, len(verified_seq_len)
     retrive_index.copy_(torch.arange(bs * n).view(bs, n))
@@ -84,7 +84,7 @@ def verify_tree_greedy_cpu(
 def fill_bonus_tokens_cpu(
     accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
 ) -> None:
-    """The last accepted token of each request; ``accept_lens`` [bs] counts the bonus token."""
+    """Copy each request's last accepted token; ``accept_lens`` [bs] counts the bonus token."""
     last = torch.arange(len(accept_lens)) * accept_stride + accept_lens.long() - 1
     bonus_tokens.copy_(accept_tokens.view(-1)[last])
 
@@ -92,7 +92,7 @@ def fill_bonus_tokens_cpu(
 def fill_accept_out_cache_loc_cpu(
     accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
 ) -> None:
-    """Slots of the accepted tokens, packed to the front; -1 in ``accept_index`` is skipped."""
+    """Copy the accepted tokens' slots, packed to the front; -1 in ``accept_index`` is skipped."""
     accepted = accept_index[accept_index >= 0].long()
     accept_out_cache_loc[: len(accepted)] = out_cache_loc[accepted]
 

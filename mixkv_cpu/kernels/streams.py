@@ -1,4 +1,4 @@
-"""Streams, of which a CPU has one."""
+"""CUDA streams, which a CPU does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def ignore_streams() -> None:
-    """From now on a CPU tensor takes ``record_stream``, and has nothing to remember."""
+    """Make ``record_stream`` do nothing for CPU tensors from now on."""
     real = torch.Tensor.record_stream
 
     def record_stream(self: Tensor, stream: torch.Stream) -> None:

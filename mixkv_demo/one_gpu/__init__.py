@@ -1,9 +1,9 @@
-"""What the demo's servers need on GPUs: all ranks on one card where there is only one, so that it
-shows TP 2 -> TP 1 as well.
+"""What the demo's servers need on GPUs. If there is only one, all ranks share it, so that it can
+show TP 2 -> TP 1 too.
 
-NCCL refuses two ranks on one device. There gloo takes its place, through host memory. That costs
-time in each layer, and changes nothing of what is transferred between servers. SGLang finds the
-plugin in `support.py` where `site/` is on the path; nothing else imports it.
+NCCL refuses two ranks on one device, so gloo replaces it there, through host memory. That costs
+time in each layer, but does not change what is transferred between servers. SGLang finds the
+plugin in `support.py` if `site/` is on the path; nothing else imports it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CUDA_FLAGS: tuple[str, ...] = (
 
 
 class Setup(NamedTuple):
-    """Flags and variables of the demo's servers on this machine's GPUs, and why, in sentences."""
+    """Flags and variables for the demo's servers on this machine's GPUs, and the reasons."""
 
     flags: tuple[str, ...]
     env: dict[str, str]
@@ -40,7 +40,7 @@ class Setup(NamedTuple):
 
 
 def cards() -> int:
-    """How many GPUs a server may use; found without a CUDA context in this process."""
+    """Count the GPUs that a server may use, without making a CUDA context in this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([one for one in visible.split(",") if one.strip()])
@@ -52,7 +52,7 @@ def cards() -> int:
 
 
 def setup(count: int, has: frozenset[str] | None = None) -> Setup:
-    """`count`: of GPUs. `has`: which of the optional packages are installed, None to look."""
+    """Choose for `count` GPUs. `has`: the optional packages that are installed; None to look."""
     if has is None:
         has = frozenset(name for name in ("cutlass",) if find_spec(name))
     path = os.environ.get("PYTHONPATH", "")
@@ -68,8 +68,8 @@ def setup(count: int, has: frozenset[str] | None = None) -> Setup:
         # Both map memory of other ranks' cards. The second is on by default for DeepSeek on Hopper.
         "--disable-custom-all-reduce",
         "--enforce-disable-flashinfer-allreduce-fusion",
-        "--no-enable-tp-lm-head-all-to-all",  # an operator that asks for NCCL
-        "--mem-fraction-static", "0.2",  # of each of a pair's three ranks
+        "--no-enable-tp-lm-head-all-to-all",  # it needs NCCL
+        "--mem-fraction-static", "0.2",  # for each of a pair's three ranks
     ]  # fmt: skip
     # SGLang's own variable makes each rank see one card, its device 0; the plugin says which.
     env |= {SHARED_ENV: "1", "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}

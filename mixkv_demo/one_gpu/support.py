@@ -1,9 +1,9 @@
-"""What the demo's servers on GPUs need from inside SGLang's processes, as a plugin of SGLang's.
+"""What the demo's servers on GPUs need from inside SGLang's processes, as an SGLang plugin.
 
 seam                                                   why
 distributed.parallel_state                             NCCL refuses two ranks on one device
     .get_default_distributed_backend (around)
-distributed.parallel_state.init_model_parallel_group   communicators beside torch's own ask
+distributed.parallel_state.init_model_parallel_group   communicators beside torch's own use
     (around)                                           NCCL, or map other cards' memory
 platforms.cuda.CudaDeviceMixin.reindex_device_id       rank 1 would take card 1
     (around)
@@ -54,7 +54,7 @@ def _without_others(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 class _Done(dist.Work):
-    """A collective that has ended when it is returned."""
+    """A collective that has already ended when it is returned."""
 
     def wait(self, _timeout: timedelta | None = None) -> bool:
         return True
@@ -64,10 +64,10 @@ class _Done(dist.Work):
 
 
 class OneGpuGroup(_Group):  # type: ignore[misc]
-    """Ranks on one GPU: each collective copies its tensors to host memory, and gloo does it there.
+    """Ranks on one GPU: each collective copies its tensors to host memory, where gloo runs it.
 
     What is only moved is moved as bytes, since gloo does not know all types. 16-bit floats are
-    added up in 32 bits, so that the sum does not depend on gloo's order more than NCCL's on its.
+    summed in 32 bits, so that gloo's order affects a sum no more than NCCL's order would.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta | None = None) -> None:
@@ -139,7 +139,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, to: list[int], of: list[int], _opts: Any
     ) -> Any:
-        """`to`, `of`: rows for each rank and of each, all of one size where they are empty."""
+        """`to`, `of`: rows to and from each rank; empty if all are of one size."""
         if to or of:
             raise NotImplementedError("parts that differ in size")
         parts = [one.chunk(self.size())[self.rank()] for one in self._of_all(tensor)]
@@ -150,12 +150,12 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
         self._gloo.barrier(opts).wait()
         return _Done()
 
-    # as torch called them before 2.14
+    # their names in torch before 2.14
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def _of_all(self, tensor: Tensor) -> list[Tensor]:
-        """The bytes of each rank's tensor, which all have one size."""
+        """Return the bytes of each rank's tensor; all must have one size."""
         mine = _bytes(tensor)
         found = [torch.empty_like(mine) for _ in range(self.size())]
         self._gloo.allgather([found], [mine]).wait()
@@ -168,7 +168,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A copy in host memory."""
+    """Copy to host memory, as bytes."""
     return tensor.detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8)
 
 

@@ -2,11 +2,12 @@
 
 Both sides' threads, sockets, slots and machines are the real ones. Copies copy nothing and end at
 once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or at the pace of a
-400 Gb/s NIC on prefill: each after the one before, at 50 GB/s. Slots are of 4 MiB, as by default:
+400 Gb/s NIC on prefill: one after another, at 50 GB/s. Slots have the default 4 MiB, which hold
 1,024 tokens of Kimi-K2's EAGLE3 drafter on one rank of TP 8.
 
 `us per slot`: CPU time of each side's channel thread. `ms`: from a request's only chunk to the
-verdict. `readers`: of drawn decode ranks, at drawn times; `busy`: beside a thread of pure Python.
+verdict. `readers`: requests of random decode ranks at random times; `busy`: beside a thread that
+runs pure Python.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ Quick = importlib.import_module("rig.channel.on_device").Quick
 
 HEADS, TIMES = range(64), Times(100)
 SLOTS, SLOT = slots_of(256)
-TOKEN = 16 << 10  # bytes of all heads
-TOKENS = (SLOT - 4096) // TOKEN  # of a slot
+TOKEN = 16 << 10  # bytes of a token over all heads
+TOKENS = (SLOT - 4096) // TOKEN  # per slot
 NIC = 50e9  # bytes per second
 REQUESTS = ((1, 1), (16, 1), (1024, 1), (1, 64), (16, 64))  # slots of each; how many at once
 READERS, PROMPTS, RATES = (8, 72, 128), (8, 32), (5, 20)  # slots; requests a second
-DRAWN = 40  # requests of a row in a turn
-SETTLE_S = 0.02  # in which what was said last is done
+DRAWN = 40  # requests per row and turn
+SETTLE_S = 0.02  # time for the last messages to be handled
 
 
 class AtOnce(Copier):
-    """Copies that have ended when they are started."""
+    """Copies that end as they are started."""
 
     is_alive, polled = True, False
     done: Sequence[Ended] = ()
@@ -68,7 +69,7 @@ class AtOnce(Copier):
 
 
 class NoRows:
-    """Sizes, and no bytes."""
+    """Rows with sizes but without bytes."""
 
     pack = unpack = clear = staticmethod(lambda *_: None)
     heads, bytes_per_head, device = HEADS, TOKEN // len(HEADS), SimpleNamespace(index=None)
@@ -80,7 +81,7 @@ class NoRows:
 
 
 class Plane(rig.Reads):  # type: ignore[misc, name-defined]
-    """Reads at `pace`, bytes per second of all ranks' reads, one after the other."""
+    """Reads one after another, at `pace` bytes per second over all ranks."""
 
     lock, free = threading.Lock(), 0.0
 
@@ -98,7 +99,7 @@ class Plane(rig.Reads):  # type: ignore[misc, name-defined]
 
 
 class Fleet:
-    """A prefill rank and so many decode ranks."""
+    """A prefill rank and `readers` decode ranks."""
 
     def __init__(self, pace: float, readers: int = 1) -> None:
         staging = SimpleNamespace(
@@ -120,8 +121,9 @@ class Fleet:
     def run(
         self, slots: int, starts: Sequence[float] = (0,), readers: int = 1
     ) -> tuple[list[float], list[float]]:
-        """Requests of so many full slots at these seconds, by drawn ranks of so many: the seconds
-        from each chunk to its verdict, and of prefill's and the first reader's channel threads."""
+        """Run requests of `slots` full slots at the seconds `starts`, each by a random one of
+        `readers` ranks. Return the seconds from each chunk to its verdict, and the CPU seconds of
+        prefill's and the first reader's channel threads."""
         pages, made = np.arange(slots * TOKENS), []
         for room, _ in zip(self._rooms, starts, strict=False):
             side, source = self._draw.choice(self._readers[:readers])
@@ -156,7 +158,7 @@ class Fleet:
 
 
 def control_plane(slots: int, requests: int, repeats: int) -> Record:
-    """CPU time per slot of each thread, for so many requests at once, of so many slots."""
+    """Measure each thread's CPU time per slot, for concurrent `requests` of `slots` slots each."""
     pair, found = Fleet(math.inf), []
     pair.run(slots, [0] * requests)
     for _ in range(repeats):
@@ -181,10 +183,10 @@ def paced(slots: int, repeats: int, device: Any = None) -> Record:
 
 
 def readers(repeats: int, drawn: int) -> list[Record]:
-    """Rows take turns, in an order that is drawn for each."""
+    """Measure the rows in turns, each turn in a random order."""
     rows = [*itertools.product(RATES, PROMPTS, ("", "busy"), READERS)]
     found: dict[Any, list[float]] = {row: [] for row in rows}
-    loop.TICK = 60.0  # so that the clocks of idle ranks do not take the GIL from others
+    loop.TICK = 60.0  # so that idle ranks' ticks do not take the GIL from others
     ranks, draw, busy = Fleet(NIC, max(READERS)), random.Random(drawn), threading.Event()
     threading.Thread(target=spin, args=(busy,), daemon=True).start()
     for row in [one for _ in range(repeats) for one in draw.sample(rows, len(rows))]:

@@ -1,6 +1,6 @@
 """What the benchmarks share: options, samples in turns, tables and JSON.
 
-A result is named lists of flat records. It is printed as tables, and `--json FILE` writes it.
+A result is named lists of flat records. It is printed as tables; `--json FILE` also writes it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Parts = dict[str, list[Record]]
 def options(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--repeats", type=int, default=0, help="samples of each figure")
     return parser
 
 
 def interleave(methods: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    """`count` samples of each method. They are taken in turns, so that what else the machine does
-    hits all equally, and each turn draws its order, so that none always follows the same other."""
+    """Take `count` samples of each method, in turns, so that other load on the machine hits all
+    equally. Each turn's order is random, so that no method always follows the same one."""
     samples: dict[str, list[float]] = {name: [] for name in methods}
     order = random.Random(count)
     for _ in range(count):

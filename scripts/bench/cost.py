@@ -3,9 +3,9 @@
     channel    from prefill's `send` until the draft KV is in place on all decode ranks
     bare       one `transfer_sync_read` of as many bytes by one Mooncake engine from one peer
 
-The ways take turns, over Mooncake's TCP. A request is one chunk, and all ranks know it when `send`
-is called. The drafter has 4 KiB a token over all its ranks: one layer of K and V, 8 heads of 256
-bytes. Bytes are compared first, in each layout and size.
+The two take turns, over Mooncake's TCP. A request is one chunk, and all ranks know it when `send`
+is called. The drafter has 4 KiB per token over all its ranks: one layer of K and V, 8 heads of 256
+bytes. For each layout and size, all bytes are compared first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BareRead:
     def seconds(self, size: int) -> float:
         self._pipe.send(size)
         if not self._pipe.poll(rings.LIMIT_S):
-            raise TimeoutError("the bare read does not end")
+            raise TimeoutError("the bare read did not end")
         return float(self._pipe.recv())
 
     def end(self) -> None:
@@ -68,7 +68,7 @@ def _serve(pipe: Any, size: int) -> None:
     memory = _truth(size).copy()
     engine = _engine(memory)
     pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", memory.ctypes.data))
-    pipe.recv()  # nothing comes until its parent ends it
+    pipe.recv()  # blocks until the parent ends this process
 
 
 def _read(pipe: Any, server: Any, largest: int) -> None:
@@ -86,7 +86,7 @@ def _read(pipe: Any, server: Any, largest: int) -> None:
 
 
 def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list[Record]:
-    """The lines of one direction."""
+    """Measure one direction; return its records, one per layout."""
     found, bare = list[Record](), BareRead(max(tokens) * rings.TOKEN_BYTES)
     with rings.rings(("channel",), *sizes, max(tokens)) as made:
         ring = made["channel"]
@@ -113,8 +113,8 @@ def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list
 
 
 def line(seconds: dict[int, list[float]]) -> tuple[float, float]:
-    """a, and b a byte, through all seconds by bytes. Least squares weigh each by the median of its
-    size, since noise grows with time."""
+    """Fit seconds = a + b x bytes by least squares. Each sample is weighted by the inverse of its
+    size's median, since noise grows with time."""
     x = np.concatenate([np.full(len(taken), size) for size, taken in seconds.items()])
     weight = np.concatenate([np.full(len(t), 1 / np.median(t)) for t in seconds.values()])
     b, a = np.polyfit(x, np.concatenate(list(seconds.values())), 1, w=weight)

@@ -1,11 +1,11 @@
-"""A ring of ranks for the benchmarks: each is a rank of tests/rig in a process of its own, and is
-asked for one request after the other.
+"""A ring of ranks for the benchmarks: each is a rank of tests/rig in a process of its own, and
+serves one request after another on command.
 
     stock      SGLang alone
     channel    with the plugin
 
-Rings of several ways stand side by side, so that their requests can take turns; one that is not
-asked sleeps. The main thread of a rank calls SGLang's sender or receiver as SGLang's scheduler
+Rings of several ways stand side by side, so that their requests can take turns; an idle one
+sleeps. The main thread of a rank calls SGLang's sender or receiver as SGLang's scheduler
 does. Times are seconds of CLOCK_MONOTONIC, which all processes share. The target is small: 24
 bytes per token.
 """
@@ -40,11 +40,11 @@ PAGE, HEADS, HEAD_BYTES = 64, 8, 256
 TOKEN_BYTES = 2 * HEADS * HEAD_BYTES  # of the whole drafter: K and V of one layer
 WAITING, SUCCESS = 2, 4  # of SGLang's KVPoll: WaitingForInput and Success
 POLL_S, LIMIT_S = 2e-4, 60.0
-PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter is no figure
+PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter gives no figure
 
 
 def load_sglang() -> None:
-    """Once, before the first ring."""
+    """Load SGLang; call this once, before the first ring."""
     os.environ.setdefault(*PATIENCE)
     load.load_sglang()
 
@@ -53,7 +53,7 @@ def load_sglang() -> None:
 
 
 class Member:
-    """A rank and its request. Each public method is a command of the ring's."""
+    """A rank and its request. Each public method is a command that the ring sends."""
 
     def __init__(self, rank: Any) -> None:
         self.rank, self.manager = rank, rank.manager
@@ -67,14 +67,14 @@ class Member:
         return result
 
     def asked_class(self, kind: str) -> Any:
-        """A sender's or receiver's, got as SGLang's scheduler gets it for each request."""
+        """Get a sender's or receiver's class as SGLang's scheduler does for each request."""
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
         get = get_kv_class if self.rank.plugin is not None else inspect.unwrap(get_kv_class)
         return get(TransferBackend(self.rank.case.backend), KVClassType(kind))
 
     def pages(self, side: str, tokens: int, layout: str) -> np.ndarray[Any, Any]:
-        """A request's pages on a side, among those that the largest request needs."""
+        """Choose a request's pages on a side, from those that the largest request needs."""
         count, most = (-(-n // PAGE) for n in (tokens, self.rank.case.requests[0].tokens))
         if layout == "runs":
             return np.arange(count, dtype=np.int32)
@@ -93,7 +93,7 @@ class Member:
         return bool(self.manager.request_status.get(self.handle.bootstrap_room) == SUCCESS)
 
     def last_poll(self) -> None:
-        """The one that says Success."""
+        """Wait for Success; only the poll that says so counts."""
         before = self.cpu
 
         def succeeded() -> bool:
@@ -109,7 +109,7 @@ class Member:
 
 class PrefillMember(Member):
     def begin(self, room: int, tokens: int, layout: str) -> None:
-        """Until decode's metadata is here."""
+        """Make the sender, and wait until decode's metadata is here."""
         self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room, True)
         self.handle = self.metered(lambda: self.asked_class("sender")(*arguments))
         self.chunk = self.pages("prefill", tokens, layout)
@@ -117,7 +117,7 @@ class PrefillMember(Member):
         self.metered(lambda: self.handle.init(len(self.chunk), 0))
 
     def send(self) -> float:
-        """When the chunk was handed over."""
+        """Send the chunk; return when it was handed over."""
         now = time.monotonic()
         self.metered(lambda: self.handle.send(self.chunk))
         self.wait_for(self.target_came)
@@ -131,7 +131,7 @@ class PrefillMember(Member):
 class DecodeMember(Member):
     @property
     def draft(self) -> Any:
-        """What the plugin has of the request, its ReceiveHandle; None in stock."""
+        """The plugin's ReceiveHandle for the request; None in stock."""
         return getattr(self.handle, "handle", None)
 
     def resolve(self) -> None:
@@ -153,12 +153,12 @@ class DecodeMember(Member):
         return self.draft is None or self.draft.state is not None
 
     def finish(self) -> float:
-        """When the draft KV was in place."""
+        """Wait until the draft KV is in place; return when it was."""
         self.wait_for(self.draft_came)
         return time.monotonic()
 
     def conclude(self) -> None:
-        """One poll once everything is there, so that it waits for no other process."""
+        """Poll once everything is there, so that the poll waits for no other process."""
         self.wait_for(lambda: self.target_came() and self.draft_came())
         if self.draft is not None:
             self.draft.request = request_of(self.handle.bootstrap_room)
@@ -170,7 +170,7 @@ class DecodeMember(Member):
                 entry.fill(0)
 
     def wrong(self) -> int:
-        """Bytes of the request's pages that are not prefill's."""
+        """Count the bytes of the request's pages that differ from prefill's."""
         if self.draft is not None and self.draft.reason:
             raise RuntimeError(f"a cold drafter: {self.draft.reason}")
         case, rank, found = self.rank.case, self.rank, 0
@@ -184,7 +184,7 @@ class DecodeMember(Member):
 
 
 def request_of(room: int) -> Any:
-    """SGLang's request, as far as the plugin looks at it when its room ends."""
+    """Make an SGLang request with what the plugin looks at when its room ends."""
     from sglang.srt.managers.schedule_batch import Req
 
     request = Req.__new__(Req)
@@ -194,7 +194,7 @@ def request_of(room: int) -> Any:
 
 
 def serve(case: Any, side: str, number: int, ports: list[int], pipe: Any) -> None:
-    """One rank: it obeys commands until its parent ends it."""
+    """Run one rank, which obeys commands until its parent ends it."""
     forks.die_with_parent()
     try:
         rank = rig.Rank(case, side, number, ports)
@@ -245,7 +245,7 @@ class Ring:
                 pipe.send((name, *args))
 
     def hear(self, side: str) -> list[Any]:
-        """What each rank of a side returned, by number."""
+        """Return what each rank of a side returned, by number."""
         found = []
         for (whose, number), pipe in self._pipes.items():
             if whose != side:
@@ -262,26 +262,26 @@ class Ring:
         return self.hear(side)
 
     def open(self, tokens: int, layout: str) -> None:
-        """A request that both sides know, and nothing of which is sent."""
+        """Open a request on both sides, without sending any of it."""
         request = (next(self._rooms), tokens, layout)
         self.ask("decode", "open", *request)
         self.ask("prefill", "begin", *request)
 
     def clear(self) -> dict[str, float]:
-        """End the request: the seconds that its calls took of the first ranks' threads, by side."""
+        """End the request; return the seconds its calls took on each side's first rank's thread."""
         self.ask("prefill", "conclude")
         return {side: self.ask(side, "clear")[0] for side in reversed(SIDES)}
 
     def request(self, tokens: int) -> dict[str, float]:
-        """One, and the seconds of its calls."""
+        """Run one request, and return the seconds of its calls."""
         self.open(tokens, "random")
         self.ask("prefill", "send")
         self.ask("decode", "conclude")
         return self.clear()
 
     def transfer(self, tokens: int, layout: str) -> float:
-        """Seconds from the first prefill rank's `send` until the draft KV is in place on all decode
-        ranks."""
+        """Run one request; return the seconds from the first prefill rank's `send` until the draft
+        KV is in place on all decode ranks."""
         self.open(tokens, layout)
         self.tell("decode", "finish")
         self.tell("prefill", "send")
@@ -290,7 +290,7 @@ class Ring:
         return seconds
 
     def check(self, tokens: int, layout: str) -> None:
-        """A request of which every byte is compared. RuntimeError at a wrong one."""
+        """Run one request, and compare every byte. Raises RuntimeError if one is wrong."""
         self.ask("decode", "empty")
         self.transfer(tokens, layout)
         if wrong := sum(self.ask("decode", "wrong")):
@@ -306,7 +306,7 @@ class Ring:
 def rings(
     ways: tuple[str, ...], prefill_tp: int, decode_tp: int, most: int
 ) -> Iterator[dict[str, Ring]]:
-    """One ring a way, by way, for requests of up to `most` tokens."""
+    """Make one ring per way, keyed by way, for requests of up to `most` tokens."""
     made: dict[str, Ring] = {}
     try:
         for way in ways:

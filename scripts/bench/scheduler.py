@@ -1,8 +1,8 @@
-"""What the plugin adds to the thread of SGLang's scheduler, in microseconds of a processor.
+"""What the plugin adds to the thread of SGLang's scheduler, in microseconds of CPU time.
 
-Rings with the plugin and without it take turns, request by request. Counted is the thread's own
-time in the calls that the scheduler makes for one request on the first rank of each side, with the
-one poll that says Success, so that no call waits for another process. `added us` is the plugin's
+Rings with and without the plugin take turns, request by request. The figure is the thread's own
+time in the scheduler's calls for one request, on the first rank of each side. Of the polls, only
+the one that says Success counts, so no call waits for another process. `added us` is the plugin's
 median minus stock's.
 """
 
@@ -15,7 +15,7 @@ import rings
 from common import Record, options, show
 
 WAYS = ("stock", "channel")
-RANKS = (2, 8)  # of prefill, to one of decode
+RANKS = (2, 8)  # prefill ranks, to one decode rank
 PAGES, PASSES = 16, 300
 
 
@@ -26,7 +26,7 @@ def measure(prefill_tp: int, passes: int) -> list[Record]:
         for turn in range(-(passes // 5) - 1, passes):
             for way in order.permutation(WAYS):
                 for side, seconds in made[way].request(tokens).items():
-                    if turn >= 0:  # the others warm up
+                    if turn >= 0:  # earlier turns warm up
                         taken[side].setdefault(way, []).append(seconds * 1e6)
     found = []
     for side, by_way in taken.items():

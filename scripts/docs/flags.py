@@ -1,7 +1,7 @@
-"""What docs/deploy.md lists of flags and variables, from `sglang_mixkv/config.py`.
+"""Generate docs/deploy.md's table of flags and variables from `sglang_mixkv/config.py`.
 
-python scripts/docs/flags.py            # rewrite them
-python scripts/docs/flags.py --check    # exit status 1 unless they are current
+python scripts/docs/flags.py            # rewrite it
+python scripts/docs/flags.py --check    # exit status 1 if it is not current
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINKS = {
     "the channel's times": "protocol.md#times",
     "by the transfer backend": "#mooncake-or-nixl",
 }
-"""Words of the descriptions, and where the documents explain them."""
+"""Words in the descriptions, and where the documents explain them."""
 
 
 def settings() -> list[tuple[str, ...]]:
@@ -53,13 +53,13 @@ def filled(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Write, or compare; 1 when the document is not current."""
+    """Write the table, or compare it; return 1 if the document is not current."""
     present = DOCUMENT.read_text()
     wanted = filled(present)
     if "--check" not in argv:
         DOCUMENT.write_text(wanted)
     elif present != wanted:
-        print("docs/deploy.md is not current: python scripts/docs/flags.py")
+        print("docs/deploy.md is not current: run python scripts/docs/flags.py")
         return 1
     return 0
 

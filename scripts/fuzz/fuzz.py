@@ -1,10 +1,10 @@
-"""Fuzz what parses a peer's bytes and keeps no state: messages, rows, endpoints.
+"""Fuzz the stateless parsers of a peer's bytes: messages, rows, endpoints.
 
     fuzz.py --runs N [PARSER...]
 
-An input is a document of the seeds, changed a few times, mostly within its structure. A finding is
-what a parser raises, or lets through unusable: a message that cannot be sent again, rows that make
-no plan and are not refused, an endpoint that reads outside its memory.
+An input is one of the seeds, changed a few times, mostly within its structure. A finding is an
+unexpected exception, or an unusable input that is let through: a message that cannot be sent again,
+rows that neither make a plan nor are refused, an endpoint that allows reads outside its memory.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def row(data: bytes) -> None:
 
 
 def _check_opens(request: Request) -> None:
-    """Each prefill rank can read its OPEN, and what is asked for is read."""
+    """Check that each prefill rank can read its OPEN, and that all heads asked for are read."""
     for source in request.opened.sources:
         message(messages.encode(request.message(source, OWN.instance, SLOT_BYTES)))
     asked = [head for source in request.opened.sources for head in source.heads]
@@ -97,7 +97,7 @@ def _check_opens(request: Request) -> None:
 
 
 class Posting(data_plane.DataPlane):
-    """It keeps what it would read."""
+    """A data plane that only records what it would read."""
 
     name = "nixl"
 
@@ -120,7 +120,7 @@ class Posting(data_plane.DataPlane):
 
 
 def endpoint(data: bytes) -> None:
-    """Reads at both ends of the memory that an honest endpoint has, and one list of them all."""
+    """Start reads at both ends of an honest endpoint's memory, one by one and all in one list."""
     plane = Posting()
     try:
         found = data_plane.decode(data, plane.name)
@@ -143,7 +143,7 @@ def endpoint(data: bytes) -> None:
 
 
 def answer(*names: bytes) -> bytes:
-    """Of a server with these ranks."""
+    """The answer of a server with these ranks."""
     rows = [new_row(rank, len(names), name) for rank, name in enumerate(names)]
     return b'{"protocol":2,"rows":%b}' % msgspec.json.encode(rows)
 
@@ -173,7 +173,7 @@ SEEDS = {
 
 
 def change(form: Any, data: bytes, rng: random.Random) -> bytes:
-    """One value changed, or some bytes. `form`: msgspec's module of the format."""
+    """Change one value, or some bytes. `form`: msgspec's module for the format."""
     try:
         changed: bytes = form.encode(_changed(form.decode(data), form, rng))
     except (ValueError, OverflowError, RecursionError, TypeError):
@@ -185,7 +185,7 @@ def change(form: Any, data: bytes, rng: random.Random) -> bytes:
 
 
 def _changed(value: Any, form: Any, rng: random.Random) -> Any:
-    """`value` with one value inside it replaced, removed, added or doubled."""
+    """Return `value` with one value inside it replaced, removed, added or repeated."""
     if not isinstance(value, list | dict) or not value or not rng.randrange(12):
         if isinstance(value, int) and rng.randrange(2):
             return value + rng.choice((-1, 1, 8, value, -2 * value))
@@ -207,7 +207,7 @@ TARGETS = {"message": message, "row": row, "endpoint": endpoint}
 
 
 def fuzz(name: str, seed: int, runs: int) -> tuple[bytes, str]:
-    """The first finding, among the seeds and then their mutations: its input and traceback."""
+    """Try the seeds, then mutations of them; return the first finding's input and traceback."""
     one, seeds, rng = TARGETS[name], SEEDS[name], random.Random(seed)
     form = msgspec.json if name == "row" else msgspec.msgpack
     for number in range(runs):
@@ -227,7 +227,7 @@ def main() -> int:
         "parsers", nargs="*", default=TARGETS, metavar="PARSER", help=str([*TARGETS])
     )
     parser.add_argument("--runs", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0, help="0: another one each time")
+    parser.add_argument("--seed", type=int, default=0, help="0: a new one each time")
     args = parser.parse_args()
     seed = args.seed or random.randrange(1, 1 << 30)
     for name in args.parsers:

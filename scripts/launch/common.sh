@@ -41,7 +41,7 @@ fail() {
     exit 2
 }
 
-# Variables that must be set, by name.
+# Fail unless these variables are set.
 need() {
     local name
     for name in "$@"; do
@@ -49,7 +49,7 @@ need() {
     done
 }
 
-# Variables that must be whole numbers, where they are set.
+# Fail if one of these variables is set, but not to a whole number.
 numbers() {
     local name
     for name in "$@"; do
@@ -114,7 +114,7 @@ parallelism() {
     fi
 }
 
-# The command of a server: its mode and its default port.
+# Make the COMMAND of a server from its mode and its default port.
 server_command() {
     need MODEL
     numbers TP DP PP NNODES NODE_RANK PORT BOOTSTRAP_PORT PAGE_SIZE

@@ -1,13 +1,13 @@
 """The copy task, and the drafters that transformers does not have: EAGLE3 and DFLASH.
 
-`<bos> A <sep>` is answered by `A <sep>`, with A a string of distinct symbols: a pair of symbols
-that occurs twice would make the next one ambiguous. The tokenizer of syllables that the shipped
-models have (models/*/*/tokenizer.json) knows the same ids.
+`<bos> A <sep>` is answered by `A <sep>`, where A is a string of distinct symbols: a pair of symbols
+that occurs twice would make the next one ambiguous. The shipped models' tokenizer of syllables
+(models/*/*/tokenizer.json) has the same ids.
 
-Both drafters look the next symbols up in their own KV of the prompt. `Damage` is what a wrong
+Both drafters look up the next symbols in their own KV of the prompt. `Damage` is what a wrong
 transfer leaves there. A forward pass gives logits [..., drafts, vocabulary] for the batch's
-`labels` [..., drafts], of which those `scored` count. Shapes: B rows of T tokens. A `state_dict()`
-is the checkpoint.
+`labels` [..., drafts]; only those in `scored` count. Shapes have B rows of T tokens. A
+`state_dict()` is the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, repeat_kv
 
-PAD, BOS, SEP, MASK = 0, 1, 2, 3  # <sep> also ends the answer; a block is filled in for masks
+PAD, BOS, SEP, MASK = 0, 1, 2, 3  # <sep> also ends the answer; a block's masks are filled in
 FIRST_SYMBOL, VOCAB = 4, 256
 AUX_LAYERS = (2, 3, 4)  # the features are the residual stream at the input of these target layers
-STEPS = 3  # drafts of training and of serving
+STEPS = 3  # drafts in training and in serving
 
 
 def sample(
     rows: int, shortest: int, longest: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Rows of `<bos> A <sep> A <sep>`, padded to one length T: ids [rows, T], and [rows, T] bool,
-    the positions whose next token is the answer's."""
+    """Draw rows of `<bos> A <sep> A <sep>`, padded to one length T. Return ids [rows, T], and a
+    bool [rows, T]: the positions whose next token is the answer's."""
     n = torch.randint(shortest, longest + 1, (rows,), generator=generator)[:, None]
     most = int(n.max())
     shuffled = torch.rand(rows, VOCAB - FIRST_SYMBOL, generator=generator).argsort(1) + FIRST_SYMBOL
@@ -50,8 +50,8 @@ def sample(
 
 @dataclass(frozen=True)
 class Damage:
-    """To one KV head of the prompt's entries. `shuffle`: 0 for zeros (never written); else another
-    entry's bytes, with this seed."""
+    """Damage to one KV head of the prompt's entries. `shuffle`: 0 for zeros (never written), else
+    the seed that chooses the other entries whose bytes they get."""
 
     head: int
     shuffle: int = 0
@@ -68,14 +68,14 @@ class Damage:
 
 @torch.no_grad()
 def features_of(target: Any, ids: Tensor) -> Tensor:
-    """[B, T, 3 * hidden] of a model of transformers."""
+    """Return the features [B, T, 3 * hidden] of a transformers model."""
     states = target.model(ids, use_cache=False, output_hidden_states=True).hidden_states
     return torch.cat([states[layer] for layer in AUX_LAYERS], -1)
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention with rotary positions. `normed`: Qwen3's norms of
-    each head."""
+    """The projections of grouped-query attention with rotary positions. `normed`: with Qwen3's
+    norm of each head."""
 
     def __init__(self, config: Any, width: int, normed: bool) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def norm(width: int) -> nn.RMSNorm:
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of (first half, second half) pairs, as Llama and Qwen have it."""
+    """Rotary embedding of (first half, second half) pairs, as in Llama and Qwen."""
     size = x.shape[-1]
     frequencies = 10_000.0 ** (-torch.arange(0, size, 2).float() / size)
     angles = (positions.float()[..., None] * frequencies)[..., None, :]
@@ -165,7 +165,7 @@ class Eagle3(nn.Module):
                 k, v = (damage.done_to(y, inputs["prompt"]) for y in (k, v))
             keys.append(attention.per_query_head(k))
             values.append(attention.per_query_head(v))
-            # over the entries before, of step 0, and over the entry's own later steps
+            # over step 0's entries so far, and over the entry's own later steps
             scores = (q @ keys[0].mT).masked_fill(~causal, float("-inf"))
             own = [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
             weights = (torch.cat([scores, *own], -1) * attention.size**-0.5).softmax(-1)
@@ -182,10 +182,10 @@ class Eagle3(nn.Module):
 
 
 class Dflash(nn.Module):
-    """Two Qwen3 layers that fill a block of masks at once. A token's KV is projected from the
-    target's features of it, in each layer from the same. The tokens of a block, of which the first
-    is known, see each other and all tokens before the block. DSPARK's dense drafter is the same,
-    with a head that adds what the token before says of the next."""
+    """Two Qwen3 layers that fill a block of masks at once. Each layer projects a token's KV
+    from the same target features of it. A block's tokens, the first of which is known, see each
+    other and all tokens before the block. DSPARK's dense drafter is the same, with a head that adds
+    what a token says about the next."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Dflash(nn.Module):
         self, target: Any, rows: int, _: int, symbols: int, generator: torch.Generator,
         count: int = 8,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """So many blocks a row, each from <sep> or a symbol of the answer on."""
+        """Draw `count` blocks per row, each beginning at <sep> or a symbol of the answer."""
         block, (ids, answer) = self.block, sample(rows, symbols, symbols, generator)
         length = ids.shape[1]
         first = torch.randint(symbols + 1, length - block + 1, (rows, count), generator=generator)
@@ -242,13 +242,13 @@ MODELS: dict[str, type[Eagle3 | Dflash]] = {"eagle3": Eagle3, "dflash": Dflash}
 
 
 def drafts(logits: Tensor, inputs: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Of each draft, logits [entries, vocabulary] and the right tokens [entries]."""
+    """For each draft, return logits [entries, vocabulary] and the right tokens [entries]."""
     steps = zip(*(x.unbind(-1) for x in (inputs["labels"], inputs["scored"])), strict=True)
     return [(logits[..., k, :][ok], labels[ok]) for k, (labels, ok) in enumerate(steps)]
 
 
 def accept_length(logits: Tensor, inputs: dict[str, Tensor]) -> float:
-    """1 + the mean number of leading right drafts, over all entries with labels of all."""
+    """1 + the mean number of leading right drafts, over the entries with labels for all drafts."""
     right = (logits.argmax(-1) == inputs["labels"]) & inputs["scored"]
     leading = right.cumprod(-1).sum(-1)[inputs["scored"][..., -1]]
     return 1 + leading.float().mean().item()

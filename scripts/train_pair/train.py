@@ -2,10 +2,10 @@
 
     python scripts/train_pair/train.py --target mla|gqa [--drafter eagle3|dflash] --out DIR
 
-Configurations and tokenizers are those of the shipped models (mixkv_demo/models). One CPU thread
-and fixed seeds: the same machine gives the same weights. `--keep-target` trains the drafter alone,
-on the target that DIR has; with `--check` nothing is trained. DFLASH's weights are written for
-DSPARK as well.
+Configurations and tokenizers are those of the shipped models (mixkv_demo/models). With one
+CPU thread and fixed seeds, the same machine gives the same weights. `--keep-target` trains only the
+drafter, on the target in DIR; `--check` trains nothing. DFLASH's weights are written for DSPARK
+too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ HELD_OUT_LENGTHS = {"eagle3": (24, 64, 128, 200), "dflash": (48,)}
 
 
 class Stage(NamedTuple):
-    """At most so many steps on strings of `shortest` to `longest` symbols; done when the running
-    accuracy reaches `goal`. The last stage has no goal, and its rate falls."""
+    """At most `steps` steps on strings of `shortest` to `longest` symbols; done when the running
+    accuracy reaches `goal`. The last stage has no goal, and its learning rate falls."""
 
     steps: int
     rows: int
@@ -58,7 +58,7 @@ STAGES = {
 
 
 def initialise(model: nn.Module, generator: torch.Generator) -> None:
-    """Random matrices by name order; what writes to the residual stream starts small."""
+    """Draw random matrices by name order; those that write to the residual stream start small."""
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() > 1:
             scale = 0.5 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
@@ -67,7 +67,7 @@ def initialise(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def optimizers_of(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for hidden matrices, AdamW for the rest, each with its full rate."""
+    """Return Muon for hidden matrices and AdamW for the rest, each with its full rate."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         hidden = not any(part in name for part in ("embed", "lm_head", "gate.weight"))
@@ -80,7 +80,7 @@ def optimizers_of(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]
 def train(
     model: nn.Module, stages: tuple[Stage, ...], loss_of: Callable[[Stage, int], Any]
 ) -> None:
-    """`loss_of`: from the stage and the number of steps so far to the loss and an accuracy."""
+    """Train in stages. `loss_of`: the loss and an accuracy, by stage and number of steps so far."""
     optimizers, done = optimizers_of(model), 0
     for number, stage in enumerate(stages):
         running = 0.0
@@ -104,7 +104,7 @@ def train(
 
 
 def train_target(name: str, folder: Path) -> None:
-    """The copy task, scored on the answer only."""
+    """Train a target on the copy task, scored on the answer only."""
     generator = torch.Generator().manual_seed(0)
     config = AutoConfig.from_pretrained(SHIPPED / name / "target")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -122,9 +122,9 @@ def train_target(name: str, folder: Path) -> None:
 
 
 def train_drafter(kind: str, target: Any, config: Any) -> nn.Module:
-    """On the frozen target. From the second stage on a part of the rows runs again with one KV head
-    of the prompt damaged, and the loss pushes the right tokens' probability down (the canary), so
-    that the drafter comes to need every head."""
+    """Train a drafter on the frozen target. From the second stage on, some rows run again with one
+    KV head of the prompt damaged, and the loss pushes the right tokens' probability down (the
+    canary), so that the drafter learns to need every head."""
     generator, model = torch.Generator().manual_seed(1), MODELS[kind](config)
     initialise(model, generator)
     if kind == "eagle3":
@@ -159,7 +159,7 @@ def pushed_down(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def save(weights: dict[str, Tensor], shipped: Path, folder: Path) -> None:
-    """In the shipped model's types, with its other files beside it."""
+    """Save weights in the shipped model's types, with copies of its JSON files beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     types = {name: value.dtype for name, value in load_file(shipped / "model.safetensors").items()}
     found = {name: weights[name].detach().to(kind).contiguous() for name, kind in types.items()}
@@ -176,7 +176,7 @@ def load(model: nn.Module, folder: Path) -> None:
 
 @torch.no_grad()
 def check_target(target: Any) -> None:
-    """Held-out strings, teacher forced: what greedy decoding gives where every token is right."""
+    """Check held-out strings, teacher-forced: a row that is all right is so in greedy decoding."""
     generator = torch.Generator().manual_seed(12345)
     for length in HELD_OUT_LENGTHS["eagle3"]:
         ids, answer = sample(48, length, length, generator)
@@ -187,7 +187,7 @@ def check_target(target: Any) -> None:
 
 @torch.no_grad()
 def check_drafter(kind: str, model: Any, target: Any, heads: int) -> None:
-    """Held-out accept lengths: whole, and with each KV head of the prompt damaged."""
+    """Print held-out accept lengths: undamaged, and with each KV head of the prompt damaged."""
     for length in HELD_OUT_LENGTHS[kind]:
         inputs = model.batch(target, 12, length, length, torch.Generator().manual_seed(777))
         damages: dict[str, Damage | None] = {"whole": None}

@@ -1,4 +1,4 @@
-"""The commands, a module each, and what they print with."""
+"""The commands, one module each, and the helpers they share for arguments and output."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def as_json(value: Any) -> str:
 
 
 def hidden(text: str) -> str:
-    """Hide what a report must not show of a URL: a password, and a query, which may be a key."""
+    """Mask a URL's user and password, and its query, which may hold a key, for use in reports."""
     return re.sub(r"(://[^?\s]*)\?\S+", r"\1?***", re.sub(r"://[^/?@\s]*@", "://***@", text))
 
 
 def bounded(least: int, most: int) -> Callable[[str], int]:
-    """Make the type of a number on the command line."""
+    """Return an argparse type for whole numbers from `least` to `most`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
@@ -41,7 +41,7 @@ def bounded(least: int, most: int) -> Callable[[str], int]:
 
 
 def point(text: str, first: str = "") -> list[str]:
-    """A paragraph's lines; `first` stands before the first one, spaces before the others."""
+    """Wrap a paragraph into lines; `first` goes before the first, spaces before the others."""
     return wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first),
         break_long_words=False, break_on_hyphens=False,
@@ -49,7 +49,7 @@ def point(text: str, first: str = "") -> list[str]:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Left-aligned columns, two spaces between; the first row is the header."""
+    """Format rows as left-aligned columns two spaces apart; the first row is the header."""
     head, *others = rows
     widths = [max(map(len, column)) for column in zip(head, *others, strict=True)]
     return [

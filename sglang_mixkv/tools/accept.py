@@ -1,18 +1,18 @@
-"""Acceptance of a pair of servers against a single server, on your own prompts.
+"""Compare a pair of servers' acceptance with a single server's, on your own prompts.
 
     python -m sglang_mixkv accept --single URL --pair ROUTER_URL --prompts FILE [--gate 0.05]
     python -m sglang_mixkv accept --baseline FIGURES --pair ROUTER_URL [--gate 0.05]
 
-The same token ids go to both, greedy. A baseline is the file that an earlier run wrote with
-`--json`: its prompts, and what the single server answered then. Side by side: accept length,
-acceptance by position, and whether the outputs agree. The accept length's loss is judged by what so
-many prompts can tell, with 95 % confidence, and on each of decode's DP ranks.
+Both get the same token ids, and decode greedily. A baseline is the file that an earlier run wrote
+with `--json`: its prompts, and the single server's answers to them. The report shows accept length,
+acceptance by position, and whether the outputs agree. The loss of accept length is judged at 95 %
+confidence, over all prompts and on each of decode's DP ranks.
 
-Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
-nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
+Exit status: 0 within `--gate`; 1 the accept length is lower, or the outputs differ too early too
+often; 2 no verdict: too few prompts, a failed request, or a server that does not answer or does not
 speculate.
 
-Servers that ask for an API key get that of SGLANG_MIXKV_API_KEY.
+If the servers ask for an API key, put it into SGLANG_MIXKV_API_KEY.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict, compar
 from sglang_mixkv.tools.client import RequestFailed, read_event, request, stream
 
 MAX_NEW_TOKENS = 128
-LEAST = 1.1  # an accept length of a drafter that is of use; below it there is nothing to lose
+LEAST = 1.1  # the least accept length of a useful drafter; below it there is nothing to lose
 NOT_JUDGED, INTERRUPTED = 2, 130
 EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UNDECIDED: NOT_JUDGED}
 
 
 Prompt = tuple[int, ...] | dict[str, Any]
-"""Its token ids, or what a server's /tokenize makes them of."""
+"""Token ids, or the request to a server's /tokenize that returns them."""
 
 
 class _Row(msgspec.Struct):
-    """A row has one of these. `turns`: as in SPEED-Bench (speed_bench.py in SGLang's
-    benchmark/datasets/), whose first is taken."""
+    """A prompt in JSON, which has one of these. `turns`: as in SPEED-Bench (speed_bench.py in
+    SGLang's benchmark/datasets/); only the first turn is asked."""
 
     input_ids: tuple[int, ...] = ()
     text: str = ""
@@ -56,11 +56,11 @@ class _Tokens(msgspec.Struct):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """One prompt a line: plain text, or JSON. Raises ValueError, OSError."""
+    """Read prompts, one per line, as plain text or JSON. Raises ValueError or OSError."""
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     found = [_prompt(f"{path}, line {n}", ln) for n, ln in enumerate(lines, 1) if ln.strip()]
     if not found:
-        raise ValueError(f"{path} has no prompts: one a line, text or JSON")
+        raise ValueError(f"{path} has no prompts: put one on each line, text or JSON")
     return found
 
 
@@ -76,7 +76,7 @@ def _prompt(where: str, line: str) -> Prompt:
     if row.text:
         return {"prompt": row.text}
     if row.messages:
-        whole: dict[str, Any] = msgspec.json.decode(line)  # with its tools and the template's words
+        whole: dict[str, Any] = msgspec.json.decode(line)  # with its tools and template arguments
         return whole
     if row.turns:
         return {"messages": [{"role": "user", "content": row.turns[0]}]}
@@ -84,8 +84,8 @@ def _prompt(where: str, line: str) -> Prompt:
 
 
 def token_ids(url: str, prompt: Prompt) -> tuple[int, ...]:
-    """A prompt as the single server's /tokenize has it, so that both deployments get the same ids.
-    Raises RequestFailed."""
+    """Return a prompt's token ids, from the single server's /tokenize unless the prompt has them,
+    so that both deployments get the same ids. Raises RequestFailed."""
     if isinstance(prompt, tuple):
         return prompt
     url = f"{url}/tokenize"
@@ -93,14 +93,14 @@ def token_ids(url: str, prompt: Prompt) -> tuple[int, ...]:
 
 
 class Baseline(msgspec.Struct):
-    """The part of a `--json` file that is read."""
+    """The fields that are read back from a `--json` file."""
 
     max_new_tokens: int
     each: list[Asked]
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Raises ValueError, OSError."""
+    """Read the file that an earlier run wrote with `--json`. Raises ValueError or OSError."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except ValueError as error:
@@ -112,7 +112,7 @@ def read_baseline(path: Path) -> Baseline:
 
 
 def ask(args: argparse.Namespace, number: int, prompt: Any) -> Asked:
-    """Ask both deployments for answers of so many tokens at most. Raises RequestFailed."""
+    """Ask both deployments for answers of at most `number` tokens. Raises RequestFailed."""
     sampling = {"max_new_tokens": number, "temperature": 0}
     if isinstance(prompt, Asked):
         ids, single = prompt.input_ids, prompt.single
@@ -124,8 +124,8 @@ def ask(args: argparse.Namespace, number: int, prompt: Any) -> Asked:
 
 
 def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]:
-    """All answers, why others failed, their most tokens, and how many prompts Ctrl-C left. Raises
-    ValueError, RequestFailed, OSError: the first prompt goes alone, and has to be answered."""
+    """Ask all prompts; return the answers, the errors, the token limit, and how many prompts Ctrl-C
+    left. Raises ValueError, OSError, or RequestFailed if the first prompt, sent alone, fails."""
     prompts: Sequence[Any]
     if args.baseline:
         baseline = read_baseline(args.baseline)
@@ -133,7 +133,7 @@ def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]
     else:
         prompts, number = read_prompts(args.prompts), args.max_new_tokens or MAX_NEW_TOKENS
     if args.json:
-        args.json.open("a").close()  # an OSError before the work, not after it
+        args.json.open("a").close()  # raise OSError before the work, not after it
 
     def tried(prompt: Any) -> Asked | str:
         try:
@@ -149,13 +149,13 @@ def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]
 
 
 def judge(args: argparse.Namespace) -> int:
-    """Ask, tell everything, and return the exit status."""
+    """Ask all prompts, print and write the comparison, and return the exit status."""
     asked, failed, number, left = ask_all(args)
     compared = compare(asked, args.gate)
     why_not = [*why_invalid(asked, compared)]
     why_not += [f"interrupted: {left} prompts were not asked, or not answered"] * (left > 0)
     verdict = compared.verdict
-    if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stays one where prompts failed
+    if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stands even if prompts failed
         verdict = Verdict.UNDECIDED
     if failed:
         prompts = len(asked) + len(failed)
@@ -175,16 +175,16 @@ def judge(args: argparse.Namespace) -> int:
 
 
 def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:
-    """Say why these answers show nothing of the pair's drafter."""
+    """Say why these answers show nothing about the pair's drafter."""
     sides = [one.single for one in asked], [one.pair for one in asked]
     for name, answers in zip(("single server", "pair"), sides, strict=True):
         drafting = sum(answer.verify_rounds > 0 for answer in answers)
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
         if silent or not drafting:
-            text = f"for {len(answers) - drafting} of {len(answers)} answers: start it with that"
+            text = f"for {len(answers) - drafting} of {len(answers)} answers: turn it on"
             yield f"the {name} reports no speculative decoding {text}"
     if 0 < (length := compared.single.accept_length) < LEAST:
-        text = f"drafts nothing ({length:.3f} tokens a round). Give it the right one"
+        text = f"is of no use ({length:.3f} tokens a round). Give it the right one"
         yield f"the single server's own drafter {text}"
     drafted = [{a.drafted for a in answers} - {0} for answers in sides]
     if all(drafted) and drafted[0] != drafted[1]:
@@ -196,20 +196,20 @@ _URL: dict[str, Any] = {"metavar": "URL", "type": lambda url: url.rstrip("/")}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """SystemExit for flags that do not go together."""
+    """Parse the command line. Raises SystemExit for flags that do not go together."""
     made = parser("accept", __doc__)
     add, one = made.add_argument, made.add_mutually_exclusive_group(required=True)
     one.add_argument("--single", **_URL, help="a single server with the same models")
-    earlier = "an earlier run's --json file in place of --single and --prompts"
+    earlier = "an earlier run's --json file, in place of --single and --prompts"
     one.add_argument("--baseline", type=Path, metavar="FIGURES", help=earlier)
     add("--pair", **_URL, required=True, help="the pair's router")
-    add("--prompts", type=Path, help="one prompt a line, text or JSON; with --single")
-    of_answer = f"per answer (default {MAX_NEW_TOKENS}); a baseline's is fixed"
+    add("--prompts", type=Path, help="one prompt per line, text or JSON; with --single")
+    of_answer = f"tokens per answer (default {MAX_NEW_TOKENS}; a baseline has its own)"
     add("--max-new-tokens", type=int, help=of_answer)
     add("--at-once", type=int, default=1, help="prompts in flight (default %(default)s)")
     share = "share of accept length that may be lost (default %(default)s)"
     add("--gate", type=float, default=0.05, help=share)
-    add("--json", type=Path, help="write the figures to this file; later a baseline")
+    add("--json", type=Path, help="write the figures to this file; it can be a later baseline")
     args = made.parse_args(argv)
     if not 0 <= args.gate < 1 or min(args.at_once, args.max_new_tokens or 1) < 1:
         made.error("expected --gate from 0 to 1, --at-once and --max-new-tokens of 1 or more")

@@ -1,5 +1,5 @@
-"""The comparison of a pair's answers with a single server's, prompt by prompt. Accept lengths here
-are what a verify round yields, its right drafts and one token more, without an answer's first."""
+"""Compare a pair's answers with a single server's, prompt by prompt. An accept length here is the
+tokens per verify round, right drafts plus one; an answer's first token comes before any round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from sglang_mixkv.tools.client import Answer
 
-FEWEST = 8  # prompts for a verdict: of fewer, how much prompts differ is not known
+FEWEST = 8  # prompts for a verdict; fewer do not show how much prompts differ
 EARLY = 8
 RESAMPLES, TAIL = 2000, 0.025
 
@@ -35,7 +35,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True):
-    """All answers of one deployment. `accept_length`: 0 without a verify round."""
+    """The figures of one deployment's answers. `accept_length`: 0 without a verify round."""
 
     accept_length: float
     by_position: list[float]
@@ -47,10 +47,10 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """`ratio`: the pair's accept length to the single server's; None where one has no rounds.
-    `interval`: where it lies; None for too few prompts. `differs`: outputs do too soon, too often.
-    `gate`: the share that the pair may lose. `by_dp_rank`: of decode's, where several answered,
-    since one may be broken."""
+    """`ratio`: the pair's accept length over the single server's; None if one has no rounds.
+    `interval`: the confidence interval of `ratio`; None for too few prompts. `differs`: outputs
+    differ too early too often. `gate`: the share of accept length that the pair may lose.
+    `by_dp_rank`: one per DP rank of decode if several answered, since one may be broken."""
 
     prompts: int
     same_output: int
@@ -68,8 +68,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Each rank must have prompts enough to be found below, but not to be found within: that
-        takes as many on each as on all."""
+        """WITHIN takes enough prompts on each rank to find it below, not to find it within: that
+        would take as many on each rank as on all together."""
         each = (self, *self.by_dp_rank.values())
         if any(one.differs for one in each):
             return Verdict.OTHER_OUTPUT
@@ -81,13 +81,13 @@ class Comparison(msgspec.Struct, frozen=True):
         return Verdict.UNDECIDED
 
     def words(self) -> str:
-        """The verdict's."""
+        """Say the verdict in a sentence."""
         number = max(2 * self.prompts, FEWEST * len(self.by_dp_rank))
         return {
             Verdict.WITHIN: f"accept length within the gate of {self.gate:.0%}",
             Verdict.BELOW: f"accept length OUTSIDE the gate of {self.gate:.0%}",
-            Verdict.OTHER_OUTPUT: f"OTHER OUTPUT: too often it differs within {EARLY} tokens. The "
-            "pair runs another model or other flags, or the target's KV is wrong",
+            Verdict.OTHER_OUTPUT: f"OTHER OUTPUT: it differs too often within {EARLY} tokens. The "
+            "pair runs a different model or flags, or the target's KV is wrong",
             Verdict.UNDECIDED: f"too few prompts to decide: send {number} or more",
         }[self.verdict]
 
@@ -109,7 +109,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparison:
-    """`tail`: the probability on either side of the interval."""
+    """Compare both answers to each prompt. `tail`: the probability on each side of `interval`."""
     sides = [a.single for a in asked], [a.pair for a in asked]
     tables = [*map(_at_least, sides)]
     single, pair = map(_side, tables)
@@ -117,7 +117,7 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
     same = sum(a.single.tokens == a.pair.tokens for a in asked)
     early = sum(a.single.tokens[:EARLY] != a.pair.tokens[:EARLY] for a in asked)
     ranks = sorted({a.pair.dp_rank for a in asked if a.pair.dp_rank is not None})
-    # The more ranks there are, the less may chance do on each.
+    # More ranks are more chances of a false alarm, so each gets a smaller tail.
     by_dp_rank = {
         rank: compare([a for a in asked if a.pair.dp_rank == rank], gate, tail / len(ranks))
         for rank in ranks if len(ranks) > 1
@@ -130,8 +130,8 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
 
 
 def _at_least(answers: list[Answer]) -> Any:
-    """[answers, longest draft + 1]: each answer's verify rounds with at least so many right drafts.
-    The first are all rounds, and their sum is the tokens that these yielded."""
+    """[answers, longest draft + 1]: in column k, each answer's verify rounds with k or more right
+    drafts. Column 0 counts all rounds; a row adds up to the tokens that its rounds yielded."""
     rows = [answer.rounds_by_right_drafts for answer in answers]
     padded = np.array([*zip_longest(*rows, (0,), fillvalue=0)], float).T[:-1]
     return padded[:, ::-1].cumsum(axis=1)[:, ::-1]
@@ -144,7 +144,7 @@ def _side(at_least: Any) -> Side:
 
 
 def _interval(tables: list[Any], tail: float) -> tuple[float, float] | None:
-    """Resample prompts: rounds of one prompt hang together."""
+    """Resample whole prompts, since a prompt's rounds are correlated; None for too few prompts."""
     number = len(tables[0])
     if number < FEWEST:
         return None
@@ -156,9 +156,9 @@ def _interval(tables: list[Any], tail: float) -> tuple[float, float] | None:
 
 
 def is_chance(early: int, number: int) -> bool:
-    """True if so many of this number of outputs may differ within EARLY tokens. Outputs of right
-    servers do, too, where two tokens are as likely. More than a tenth of them is taken for chance
-    only as long as that is likelier than one in a thousand; in whole numbers, since the ways to
-    choose them are beyond a float."""
+    """True if `early` of `number` outputs may differ within EARLY tokens by chance, as right
+    servers' do where two tokens are equally likely. It may be chance if, were each output to differ
+    with probability 0.1, so many or more would in at least one of a thousand runs. In whole
+    numbers, since the binomials overflow a float."""
     ways = (math.comb(number, k) * 9 ** (number - k) for k in range(early, number + 1))
     return 1000 * sum(ways) >= 10**number

@@ -17,8 +17,8 @@ REQUEST_TIMEOUT_S = 180.0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A server's answer to one prompt. `drafted`: tokens drafted a verify round. `dp_rank`: who
-    decoded it, None where the server does not say."""
+    """A server's answer to one prompt. `drafted`: tokens drafted per verify round. `dp_rank`: the
+    rank that decoded it; None if the server does not say."""
 
     tokens: tuple[int, ...]
     verify_rounds: int
@@ -37,19 +37,19 @@ class _Info(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """What is read of a reply of SGLang's /generate, or of an event of its stream."""
+    """The fields that are read from a reply of SGLang's /generate, or an event of its stream."""
 
     output_ids: tuple[int, ...]
     meta_info: _Info
 
 
 class RequestFailed(RuntimeError):
-    """A server answered with an error, with something else, or not at all."""
+    """A server answered with an error, with something unreadable, or not at all."""
 
 
 def session() -> requests.Session:
     """Make a session without proxies, with the environment's certificates and the servers' key.
-    Raises RequestFailed for one that no header can have, which requests would print."""
+    Raises RequestFailed for a key that does not fit a header: requests would print it."""
     made = requests.Session()
     made.trust_env = False
     made.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
@@ -62,7 +62,7 @@ def session() -> requests.Session:
 
 @contextmanager
 def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[requests.Response]:
-    """Raises RequestFailed where there is no answer, an error, or none that ends."""
+    """Yield a request's response. Raises RequestFailed for an error, no answer, or a broken one."""
     shown = hidden(url)
     try:
         with session() as made, made.request(method, url, timeout=timeout, **how) as response:
@@ -72,36 +72,36 @@ def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[req
                     text += f" (put the server's --api-key into {API_KEY_ENV})"
                 raise RequestFailed(f"HTTP {response.status_code} from {shown}: {text}")
             yield response
-    except (OSError, UnicodeError) as error:  # all of requests' are an OSError
-        # Of a stream, requests has a timeout for a broken connection.
+    except (OSError, UnicodeError) as error:  # requests' are all OSErrors
+        # requests reports a stream's timeout as a broken connection.
         if isinstance(error, requests.Timeout) or "Read timed out" in str(error):
             raise RequestFailed(f"no answer from {shown} within {timeout:.0f} s") from error
-        why = getattr((*error.args, error)[0], "reason", error)  # urllib3's has no URL
+        why = getattr((*error.args, error)[0], "reason", error)  # urllib3's reason has no URL
         raise RequestFailed(f"no answer from {shown}: {hidden(str(why))}") from error
 
 
 def request(
     method: str, url: str, timeout: float = REQUEST_TIMEOUT_S, **options: Any
 ) -> requests.Response:
-    """Raises RequestFailed where there is no answer, or an error."""
+    """Send a request and return the response. Raises RequestFailed for an error or no answer."""
     with _answered(method, url, timeout, **options) as response:
         return response
 
 
 def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
-    """One prompt's answer from a server or router, token by token. `timeout`: of the first one, and
-    between two of them. Raises RequestFailed."""
+    """Stream a prompt's answer from a server or router. `timeout`: for the first token, and between
+    two tokens. Raises RequestFailed."""
     url = f"{url}/generate"
     with _answered("POST", url, timeout, json={**body, "stream": True}, stream=True) as response:
         return parse_answer(read_stream(hidden(url), response.iter_lines()))
 
 
 def read_stream(url: str, lines: Iterable[bytes]) -> Event:
-    """The last event, with all tokens. An event has all tokens so far, or, from a server with
-    --incremental-streaming-output, the new ones."""
+    """Return the last event, with all tokens. An event has all tokens so far or, from a server with
+    --incremental-streaming-output, only the new ones. Raises RequestFailed."""
     event, tokens = None, ()
     for line in lines:
-        # SGLang's small router passes an error on without the field's name.
+        # SGLang's mini load balancer passes an error on without `data:`.
         if line.startswith((b"data:", b"{")) and not line.endswith(b"[DONE]"):
             event = read_event(url, line.removeprefix(b"data:"))
             is_all = event.meta_info.completion_tokens == len(event.output_ids)
@@ -109,12 +109,12 @@ def read_stream(url: str, lines: Iterable[bytes]) -> Event:
     if event is None:
         raise RequestFailed(f"no answer from {url}: it sent no event")
     if not event.meta_info.finish_reason or event.meta_info.completion_tokens != len(tokens):
-        raise RequestFailed(f"the stream of {url} broke off after {len(tokens)} tokens")
+        raise RequestFailed(f"the stream from {url} broke off after {len(tokens)} tokens")
     return Event(tokens, event.meta_info)
 
 
 def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
-    """Raises RequestFailed for text that is not of this kind."""
+    """Decode a reply's JSON. Raises RequestFailed if it is not of this kind."""
     try:
         return msgspec.json.decode(text, type=kind)
     except ValueError as error:
@@ -122,7 +122,7 @@ def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
 
 
 def parse_answer(reply: Event) -> Answer:
-    """Raises RequestFailed for a request that was aborted."""
+    """Turn a reply into an Answer. Raises RequestFailed if the request was aborted."""
     info = reply.meta_info
     if (info.finish_reason or {}).get("type") == "abort":
         raise RequestFailed(f"the request was aborted: {info.finish_reason}")

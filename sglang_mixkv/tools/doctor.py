@@ -1,8 +1,8 @@
 """Check this host: versions, plugin, seams in SGLang, configuration, RDMA devices, and reads over
-the drafter's data plane, by default between two processes here. Between two hosts: --listen on
-prefill's, --peer on decode's.
+the drafter's data plane, by default between two processes here. To test two hosts, run it with
+--listen on prefill's and with --peer on decode's.
 
-Exit status: 0 when nothing is wrong, 1 otherwise, 2 for unusable arguments.
+Exit status: 0 if nothing is wrong, 1 if something is, 2 for unusable arguments.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
-    """All checks, the quick ones first, of which none raises; without SGLang no others."""
+    """Run all checks, quick ones first; none raises. Without SGLang, only the first two run."""
     yield from versions()
     yield from entry_point()
     if version_of("sglang") == "none":
@@ -59,7 +59,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def as_asked(args: argparse.Namespace, one: Finding) -> Finding:
-    """What the plugin alone minds is no problem of a server that does not opt in."""
+    """Clear a problem that only the plugin minds, unless this host's server would opt in."""
     variable = os.environ.get(config.ENABLE_ENV, "").strip().lower()
     if args.enable_mixkv or variable not in ("", "0", "false", "no", "off") or not one.problem:
         return one
@@ -68,7 +68,7 @@ def as_asked(args: argparse.Namespace, one: Finding) -> Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """The plugin, what it needs, and the host."""
+    """Report the versions of the plugin, of what it needs, and of the host."""
     sglang, newest, advice, missing = version_of("sglang"), SUPPORTED_SGLANG[-1], "", ""
     engines = [f"{version_of(name)} ({name})" for name in MOONCAKE if version_of(name) != "none"]
     if sglang == "none":
@@ -87,7 +87,7 @@ def versions() -> Iterator[Finding]:
 
 
 def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Check that SGLang will find the plugin, and that its own variable does not leave it out."""
+    """Check that SGLang will find the plugin, and that SGLANG_PLUGINS does not leave it out."""
     found = [point.value for point in metadata.entry_points(group=GROUP) if point.name == ENTRY]
     missing = "" if found else "SGLang will not load the plugin: reinstall sglang-mixkv"
     yield Finding("plugin", "entry point", ", ".join(found) or "not found", missing)
@@ -98,21 +98,21 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Variables that decide how servers of this shell would transfer KV; no secrets, since the
-    report is pasted into public places."""
+    """Report the variables that decide how servers started from this shell would transfer KV.
+    Secrets are not shown, since the report is pasted into public places."""
     for name in sorted(filter(_SHOWN.match, environ)):
         problem = ""
         try:
             config.variable(name, environ[name])
             problem = "".join(refusals.broken((), None, {name: environ[name]}))
         except MixKVError as error:
-            problem = f"{error}. Until then the server does not start"
+            problem = f"{error}. The server does not start before that"
         value = "(set, not shown)" if _SECRET.search(name) else environ[name]
         yield Finding("environment", name, hidden(value), problem)
 
 
 def seams(compare: Callable[[], list[str]] = problems) -> Iterator[Finding]:
-    """All functions of SGLang's that the plugin relies on."""
+    """Check all of SGLang's functions that the plugin relies on."""
     try:
         differing = doctor_read.apart(SEAMS_LIMIT_S, [compare])
     except doctor_read.ReadFailed as error:
@@ -125,7 +125,7 @@ def seams(compare: Callable[[], list[str]] = problems) -> Iterator[Finding]:
 
 
 def devices() -> dict[str, str]:
-    """The kernel's devices, and the state of their ports."""
+    """Return the kernel's RDMA devices, each with the state of its ports."""
     text = doctor_read.text_of
     return {
         device.name: ", ".join(
@@ -137,8 +137,8 @@ def devices() -> dict[str, str]:
 
 
 def by_gpu(devices: str) -> list[str]:
-    """Read the flag as SGLang does (parse_ib_device_config): names for all GPUs, or by GPU in JSON,
-    or in a file of it. Raises ArgumentTypeError."""
+    """Read the flag as SGLang does (parse_ib_device_config): names for all GPUs, or JSON, given as
+    text or a file, with names by GPU. Raises ArgumentTypeError."""
     try:
         text = Path(devices).read_text() if devices.endswith(".json") else devices.strip()
         if not text.lstrip().startswith("{"):
@@ -150,14 +150,14 @@ def by_gpu(devices: str) -> list[str]:
 
 
 def rdma(names: list[str]) -> Iterator[Finding]:
-    """The devices, and whether those that the servers are to use, by GPU, are there."""
+    """Report the devices, and check that those in `names`, which servers are to use, are active."""
     here = devices()
     for name, ports in (here or {"devices": "none"}).items():
         yield Finding("RDMA", name, ports)
     if here and NVIDIA.exists():
         has = ["nvidia_peermem"] * PEERMEM.exists() + ["dma-buf"] * (" Open " in NVIDIA.read_text())
-        advice = "expected nvidia_peermem to be loaded, or the driver's open kernel modules"
-        yield Finding("RDMA", "GPU memory", ", ".join(has) or "no way to it", "" if has else advice)
+        advice = "expected nvidia_peermem or the driver's open kernel modules to be loaded"
+        yield Finding("RDMA", "GPU memory", ", ".join(has) or "unreachable", "" if has else advice)
     wanted = dict.fromkeys(re.findall(r"[^\s,]+", ",".join(names)))
     if wrong := [name for name in wanted if " ACTIVE " not in here.get(name, "")]:
         known = ", ".join(here) or "it has none"
@@ -166,7 +166,7 @@ def rdma(names: list[str]) -> Iterator[Finding]:
 
 
 def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
-    """Reads from a peer, by a peer, or between two processes here."""
+    """Read from a peer, let a peer read, or read between two processes here."""
     section = "data plane"
     try:
         wire = doctor_read.Wire(args.backend, args.devices[0], config.resolve(args))
@@ -188,8 +188,8 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.environ) -> Finding:
-    """Say what the reads of this plane went over. `used`: the devices that it had open, of which
-    NIXL may have used none."""
+    """Say which transport the plane's reads took. `used`: the devices that it had open; NIXL may
+    not have used them."""
     here, mooncake = devices(), plane == "mooncake"
     value, problem = "TCP" if mooncake else "no RDMA device", ""
     if used:
@@ -204,8 +204,8 @@ def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.e
 
 
 def report(found: Iterable[Finding]) -> int:
-    """Prints aligned lines as they are found, problems marked, and the verdict. Returns how many
-    problems there are."""
+    """Print each finding as it comes, with problems marked, then the verdict. Return the number of
+    problems."""
     section, wrong = "", 0
     for one in found:
         title, section = "" if one.section == section else one.section, one.section
@@ -228,18 +228,18 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def main(argv: list[str]) -> int:
-    """Check, print, and return the exit status."""
+    """Run the checks, print the report, and return the exit status."""
     made = parser("doctor", __doc__)
     add, where = made.add_argument, made.add_mutually_exclusive_group()
     where.add_argument("--listen", metavar="PORT", type=bounded(1, 65535),
-                       help="wait for one --peer, 10 minutes")  # fmt: skip
+                       help="wait up to 10 minutes for one --peer")  # fmt: skip
     where.add_argument("--peer", metavar="HOST:PORT", type=_address, help="read from a --listen")
-    backend = "the servers', which decides the data plane (default: %(default)s)"
+    backend = "the servers' backend; it decides the data plane (default: %(default)s)"
     add("--disaggregation-transfer-backend", choices=refusals.BACKENDS, help=backend,
         default=refusals.BACKENDS[0], dest="backend")  # fmt: skip
     names = "the servers' RDMA devices, as SGLang takes them (default: the transport's choice)"
     add(DEVICES_FLAG, metavar="DEVICES", default=[""], dest="devices", type=by_gpu, help=names)
-    add("--no-transfer", action="store_true", help="leave out the reads and what they would use")
+    add("--no-transfer", action="store_true", help="skip the data plane and its reads")
     add("--no-seams", action="store_true", help="do not import SGLang")
     add("--json", action="store_true", help="print JSON instead of text")
     config.add_flags(made)

@@ -1,10 +1,10 @@
-"""Slots of one process are read by another, as a decode rank reads those of a prefill rank.
+"""Read one process's slots from another, as a decode rank reads a prefill rank's.
 
-    serve   listens on a port; fills slots, and answers each reader with the facts of a rank's
-    read    asks a listener, reads its slots, compares each byte, and tells it what was wrong
+    serve   listens on a port, fills slots, and answers each reader with their StagingFacts
+    read    asks a listener, reads its slots, compares each byte, and reports the wrong ones
 
-Each takes what a rank of such a server would take, and is a process of its own, since a transport
-may end it. The port is a ZMQ socket, which port scanners and health checks do not disturb.
+Each sets up the memory and data plane of a server's rank, in a process of its own, since a
+transport may end it. The port is a ZMQ socket, which port scanners and health checks do not upset.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from sglang_mixkv.config import PLANE_ENV, Config
 from sglang_mixkv.draft.handshake import StagingFacts
 
 READ = 8
-"""How many slots are read, all at once; twice, and the faster counts."""
+"""Slots per read. Two reads are made, and the faster one counts."""
 ANSWER_S, READ_S, LIMIT_S, LISTEN_S = 60, 30, 120, 600
-LINGER_MS = 5000  # for the last message of a socket that is closed
+LINGER_MS = 5000  # lets a closed socket still send its last message
 HERE, PR_SET_PDEATHSIG = "127.0.0.1", 1
 VERBS, FILES = Path("/sys/class/infiniband_verbs"), Path("/proc/self/fd")
 
 
 class ReadFailed(RuntimeError):
-    """It did not work; the text says where."""
+    """A read, or another call in its own process, failed; the text says where."""
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """The choices that the flags and variables of a server make."""
+    """What a server's flags and variables choose."""
 
     backend: str = "mooncake"
     devices: str = ""
@@ -60,8 +60,8 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """`used`: the RDMA devices that one side had open. `wrong`: the first wrong byte of each slot
-    that has one. A listener gets these, and neither bytes nor seconds."""
+    """What one side found. `used`: the RDMA devices that it had open. `wrong`: the first wrong byte
+    of each wrong slot. A listener has no bytes or seconds."""
 
     memory: str
     used: list[str]
@@ -71,19 +71,19 @@ class Result(msgspec.Struct):
 
 
 class Ask(msgspec.Struct, tag="ask 5"):
-    """A release with other messages has another tag."""
+    """A reader's request. Releases with different messages have different tags."""
 
     plane: str
     host: str  # the listener's address, as the reader reaches it
-    wrong: list[str] | None = None  # at the reader's end
+    wrong: list[str] | None = None  # set once the reader is done
 
 
 Offer = StagingFacts | str
-"""The slots of a listener, or why it has none."""
+"""A listener's slots, or why it has none."""
 
 
 def text_of(file: Path) -> str:
-    """Return the word of a device's state, which reads `4: ACTIVE`."""
+    """Read a device's attribute without its number: `4: ACTIVE` as ACTIVE."""
     try:
         return file.read_text().strip().rpartition(": ")[2]
     except OSError:
@@ -91,21 +91,21 @@ def text_of(file: Path) -> str:
 
 
 def devices_in_use() -> list[str]:
-    """The devices that this process has open. Mooncake and UCX do not report their transport, and
-    take TCP without a word where they can open no device; but each that they use is a file."""
+    """Return the RDMA devices that this process has open. Mooncake and UCX do not report their
+    transport, and silently fall back to TCP; but each device that they use is an open file."""
     files = (os.readlink(file) for file in FILES.iterdir() if file.is_symlink())
     verbs = {os.path.basename(file) for file in files if "/infiniband/uverbs" in file}
     return sorted(text_of(VERBS / name / "ibdev") for name in verbs)
 
 
 def pattern(number: int, size: int) -> Any:
-    """The bytes of a slot, in which a shifted, missing, doubled or foreign piece shows."""
+    """Return a slot's test bytes, which show a shifted, missing, repeated or foreign piece."""
     words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return (words + np.uint64(number + 1)).view(np.uint8)
 
 
 class Side:
-    """Staging memory, on the first GPU where there is one, registered with a data plane."""
+    """Staging memory, on the first GPU if there is one, registered with a data plane."""
 
     def __init__(self, wire: Wire, host: str) -> None:
         import torch
@@ -165,7 +165,7 @@ def serve(host: str, port: int, wire: Wire) -> Result:
 
 
 def read(host: str, port: int, wire: Wire) -> Result:
-    """Reads from a listener, and tells it what was wrong."""
+    """Read a listener's slots, and tell it which were wrong."""
     family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as route:
         route.connect(address)  # sends nothing
@@ -188,7 +188,7 @@ def read(host: str, port: int, wire: Wire) -> Result:
 
 
 def _read_slots(side: Side, peer: Peer, offer: StagingFacts) -> Result:
-    """Twice, into other slots, since the first read also connects."""
+    """Read twice, into separate slots, since the first read also connects."""
     size, seconds, wrong = min(offer.slot_bytes, side.facts.slot_bytes), [], dict[int, str]()
     what = f"a read of {READ} x {size:,} bytes"
     for first in (0, READ):
@@ -212,7 +212,7 @@ def _read_slots(side: Side, peer: Peer, offer: StagingFacts) -> Result:
 
 
 def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None = None) -> Result:
-    """Read from a peer here, or let a peer read, or else between two processes here."""
+    """Read from `peer`, or let one read from port `listen`, or read between two processes here."""
     roles: list[Any] = [(serve, "*", listen)] if peer is None else [(read, *peer)]
     if peer is None and listen is None:
         with socket.create_server((HERE, 0)) as free:
@@ -223,8 +223,8 @@ def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None =
 
 
 def apart(seconds: int, *calls: Sequence[Any]) -> Any:
-    """Return what the last of these functions with arguments returns. Each runs in a process of its
-    own, which an import or a transport may end. ReadFailed where one fails, dies or takes longer.
+    """Run each function with its arguments in a process of its own, which an import or a transport
+    may end, and return the last one's result. Raises ReadFailed if one fails, dies or is too slow.
     """
     with NamedTemporaryFile() as log, ProcessPoolExecutor(
         len(calls), multiprocessing.get_context("spawn"), _confine, (log.name, seconds)
@@ -232,19 +232,19 @@ def apart(seconds: int, *calls: Sequence[Any]) -> Any:
         try:
             running = [pool.submit(_run, *call) for call in calls]
             futures.wait(running, return_when=futures.FIRST_EXCEPTION)
-            # One that has failed is why the other one has not ended.
+            # If one has failed, the other may never end: only ended ones are looked at.
             return [one.result() for one in running if one.done()][-1]
         except BrokenProcessPool:
             last = b" | ".join(log.read().splitlines()[-3:]).decode(errors="replace")
             raise ReadFailed(f"a process died, or took {seconds} s: {last}") from None
         finally:
-            for process in pool._processes.values():  # a listener without its reader goes on
+            for process in pool._processes.values():  # a listener would wait on without its reader
                 process.kill()
 
 
 def _confine(log: str, seconds: int) -> None:
-    """This process ends with the doctor, and after so long. What its transports print goes to a
-    file, and what Python prints on a terminal."""
+    """End this process with the doctor, or after `seconds`. What its transports print goes to
+    `log`; only Python's own stderr stays as it is."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.alarm(seconds)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
@@ -259,5 +259,5 @@ def _run(call: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:
         text = str(error) or repr(error)
         if text.startswith("mooncake: [") and "MC_USE_IPV6" not in os.environ:
-            text += ". Over IPv6 it needs MC_USE_IPV6=1 on both hosts, the servers' too"
+            text += ". Over IPv6, Mooncake needs MC_USE_IPV6=1 on both hosts, for servers too"
         raise ReadFailed(text) from None

@@ -14,19 +14,19 @@ from sglang_mixkv.tools.plan_server import GPUS, Server, read
 ROLES = ("prefill", "decode")
 ABOUT = """\
 Print whether a prefill and a decode server need the plugin, what decode would read from prefill,
-and what would be refused. SGLang, which has to be installed, resolves the launch lines. Needs no
-GPU; of a model it reads config.json.
+and what would be refused. SGLang, which must be installed, resolves the launch lines. No GPU is
+needed; of each model, only config.json is read.
 
-Exit status: 0 without findings, 1 with findings, 2 when a line or a model cannot be read, with all
-that is wrong with either line."""
+Exit status: 0 without findings, 1 with findings, 2 if a line or a model cannot be read; the errors
+of both lines are printed."""
 
 
 def main(argv: list[str]) -> int:
-    """Parse, plan, print."""
+    """Plan for both lines, print the plan, and return the exit status."""
     made = parser("plan", ABOUT)
     add = made.add_argument
     for role in ROLES:
-        of = f"launch line of the {role} server or its flags, or a file (- is stdin) that has it"
+        of = f"launch line or flags of the {role} server, or a file (- for stdin) with them"
         add(f"--{role}", metavar="LINE", required=True, help=of)
     both = "GPU to resolve both lines for (default: the first on which SGLang starts them)"
     add("--gpu", choices=GPUS, help=both)
@@ -38,14 +38,14 @@ def main(argv: list[str]) -> int:
         try:
             args[role] = _text(args[role], stdin)
             servers.append(read(role, args[role], gpu=args["gpu"]))
-        except (OSError, ValueError) as error:  # an error of both lines is printed once
+        except (OSError, ValueError) as error:  # an error that both lines have is printed once
             errors.setdefault(str(error).replace(f"{role}: ", ""), str(error))
         except ImportError as error:
-            errors["SGLang"] = f"{error}. Run the plan in the servers' image, which has SGLang."
+            errors["SGLang"] = f"{error}. Run plan in the servers' image, which has SGLang."
     if errors:
         print(*(f"error: {error}" for error in errors.values()), sep="\n", file=sys.stderr)
         return 2
-    if len({one.gpu for one in servers} - {""}) > 1:  # one starts on the last alone: both might
+    if len({one.gpu for one in servers} - {""}) > 1:  # one starts only on the last: perhaps both do
         again = [read(one.role, args[one.role], gpu=[*GPUS][-1]) for one in servers]
         servers = servers if any(one.stock for one in again) else again
     plan = make_plan(*servers)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def _text(given: str, stdin: str) -> str:
-    """Return the text of a file that has this name, else what is given. Raises OSError."""
+    """Return the text of the file or stdin that `given` names, else `given`. Raises OSError."""
     if not os.path.isfile(given):
         return stdin if given == "-" else given
     return Path(given).read_text(encoding="utf-8-sig", errors="replace")
@@ -102,7 +102,7 @@ def _models(plan: Plan) -> Iterator[str]:
 
 
 def _transfer(plan: Plan) -> Iterator[str]:
-    """What the plugin would move, and the memory for it."""
+    """Say what the plugin would move, and how much memory it takes."""
     facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
     if facts is None or facts != plan.prefill.facts:
         return

@@ -1,4 +1,4 @@
-"""A model of a launch line, by its config.json, as SGLang reads it."""
+"""A model on a launch line, as SGLang reads its config.json."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sglang_mixkv.tools.plan_text import unreadable
 
 
 class Model(msgspec.Struct, frozen=True):
-    """`facts`: with 0 heads where each rank has the same rows (MLA). `hybrid`: some layers have a
-    state instead of KV. `window`: how far a drafter reads (draft/window.py). `states`: those beside
-    KV that SGLang does not cut by heads. `met`: what it compares besides when a pair meets."""
+    """`facts`: 0 heads if each rank has the same rows (MLA). `hybrid`: some layers have a state
+    instead of KV. `window`: how far back a drafter reads (draft/window.py). `states`: beside KV,
+    what SGLang does not cut by heads. `met`: more values that SGLang compares when a pair meets."""
 
     facts: DraftFacts
     layers: int
@@ -45,7 +45,7 @@ def stage_of(target: Model, view: Any) -> Target:
 
 
 def model_of(server_args: Any, view: Any, *, is_draft: bool) -> Model:
-    """Raises MixKVError for a config.json that SGLang does not read."""
+    """Read a server's target or drafter. Raises MixKVError if SGLang cannot read config.json."""
     from sglang.srt.configs import model_config
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
@@ -58,11 +58,11 @@ def model_of(server_args: Any, view: Any, *, is_draft: bool) -> Model:
         config = model_config.ModelConfig.from_server_args(
             server_args, model_path=path, model_revision=revision, is_draft_model=is_draft
         )
-    except Exception as error:  # of SGLang, transformers or the model's own code
+    except Exception as error:  # from SGLang, transformers or the model's own code
         words = " ".join(str(error).split())
         if (kind := re.search(r"model type `\w+`", words)) or "`model_type` key" in words:
-            words = f"SGLang {sglang_version()} has no loader for {kind[0] if kind else 'it'}. In "
-            words += "another engine's format, e.g. speculators', it needs a copy in SGLang's"
+            words = f"SGLang {sglang_version()} has no loader for {kind[0] if kind else 'it'}. If "
+            words += "it has another engine's format, e.g. speculators', convert it to SGLang's"
         raise unreadable(f"{path}: {words.rstrip('.')}") from None
     layers = layer_setup._compute_model_num_layers(
         model=None, model_config=config, is_draft_worker=is_draft

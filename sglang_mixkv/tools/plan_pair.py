@@ -1,13 +1,13 @@
 """The plan of a pair as a value: whether it needs the plugin, and what goes wrong.
 
-Stock SGLang 0.5.23: beside an MLA target each decode rank gets the rows of one prefill rank as they
-are, which is right where both hold the same heads. Mooncake writes them at prefill's row
+What stock SGLang 0.5.23 does: beside an MLA target, each decode rank gets one prefill rank's draft
+rows as they are, which is right if both hold the same heads. Mooncake writes them at prefill's row
 length (send_kvcache), NIXL page by page (_prep_equal_tp_dlist). A target with KV heads is cut by
-heads, and its drafter at the same bytes (send_kvcache_slice). With --dcp-size, Mooncake's
-send_kvcache_dcp cuts by heads, but sends from one prefill rank, and not beside pure MLA; NIXL's
+heads, and its drafter at the same byte offsets (send_kvcache_slice). With --dcp-size, Mooncake's
+send_kvcache_dcp cuts by heads, except beside pure MLA, but sends from one prefill rank only; NIXL's
 prefill compares decode's draft rows with its own (prepare_dcp_token_item_lens), and its thread
-ends where they differ.
-tests/protocol/test_stock.py runs these cases.
+ends if they differ.
+tests/protocol/test_stock.py tests these cases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEMA = 7
 
 
 class Need(msgspec.Struct, frozen=True):
-    """`wrong_share`: of draft KV on decode without the plugin; None where that is not known."""
+    """`wrong_share`: how much of decode's draft KV is wrong without the plugin; None if unknown."""
 
     needed: bool
     reason: str
@@ -43,7 +43,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`need`: None where nothing serves the pair. `findings`: what is refused or goes wrong."""
+    """`need`: None if nothing serves the pair. `findings`: what is refused or goes wrong."""
 
     need: Need | None
     prefill: Server
@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(prefill: Server, decode: Server) -> Plan:
-    """Make the plan, with all findings at once."""
+    """Make the plan of a pair, with all findings at once."""
     found = _differences(prefill, decode)
     of_target = [f"[MIXKV-PAIR-03] {one}" for one in found if one.what.startswith(_TARGETS)]
     no_route = [*_no_route(prefill, decode)] or of_target or [*_asked_of_sglang(prefill, decode)]
@@ -66,7 +66,7 @@ def make_plan(prefill: Server, decode: Server) -> Plan:
 
 
 def need_of(prefill: Server, decode: Server) -> Need:
-    """Say what is needed of attention-TP sizes of which one divides the other."""
+    """Say whether the pair needs the plugin, given that one attention-TP size divides the other."""
     sizes = theirs, ours = prefill.attention_tp, decode.attention_tp
     if prefill.draft is None or decode.draft is None:
         without = [side.role for side in (prefill, decode) if side.draft is None]
@@ -79,18 +79,18 @@ def need_of(prefill: Server, decode: Server) -> Need:
     if decode.target.kv_heads:
         if all(_row_bytes(decode.target, tp) == _row_bytes(decode.draft, tp) for tp in sizes):
             return Need(False, "SGLang cuts the drafter's KV by heads exactly as the target's")
-        return Need(True, "SGLang cuts the drafter's rows as the target's, of another length", None)
+        return Need(True, "SGLang cuts the drafter's rows by the target rows' length", None)
     if heads <= min(sizes):
         return Need(False, f"each rank holds one KV head of the drafter's {heads}")
     held, needed = (max(1, heads // tp) for tp in sizes)
     is_nixl = decode.disaggregation_transfer_backend == "nixl"
     if decode.dcp_size > 1 and is_nixl:
-        text = "over NIXL with --dcp-size prefill's bootstrap thread dies on a drafter "
+        text = "over NIXL with --dcp-size, prefill's bootstrap thread dies on a drafter "
         return Need(True, text + "that decode cuts differently: requests hang", None)
     if decode.dcp_size > 1 and not decode.target.hybrid:
-        return Need(True, "with --dcp-size SGLang cuts no heads beside this target", None)
+        return Need(True, "with --dcp-size, SGLang cuts no heads beside this target", None)
     if decode.dcp_size > 1 and held >= needed:
-        return Need(False, "with --dcp-size SGLang cuts the drafter's heads itself")
+        return Need(False, "with --dcp-size, SGLang cuts the drafter's heads itself")
     if decode.dcp_size > 1:
         text = f"SGLang sends {held} of the {needed} KV heads a decode rank needs"
         return Need(True, text, 1 - held / needed)
@@ -109,7 +109,7 @@ def _row_bytes(model: Model, tp: int) -> set[int]:
 
 
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
-    """Sizes that do not divide, and a drafter's heads that do not."""
+    """Say why there is no route: attention-TP sizes, or a drafter's heads, that do not divide."""
     try:
         layout.readers_of(prefill.attention_tp, decode.attention_tp)
     except MixKVError as error:
@@ -123,7 +123,7 @@ def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
 
 
 def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
-    """Ask SGLang's own check of a pair that meets, but for what _findings has at once."""
+    """Run SGLang's own check of a pair that meets, except for what _findings reports itself."""
     from sglang.srt.disaggregation.base.conn import StateType
     from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo, requests
 
@@ -150,16 +150,16 @@ def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
 
 
 def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
-    """SGLang's own refusals, the plugin's where it is asked for or needed, and the pair's."""
+    """List SGLang's refusals, the plugin's if it is asked for or needed, and the pair's."""
     for server in (prefill, decode):
         yield from server.stock
         if server.enabled or (need is not None and need.needed):
             yield from server.refused
     if prefill.enabled != decode.enabled:
         yield "[MIXKV-PAIR-01] --enable-mixkv: on one side only. Set it on both, or on neither."
-    if prefill.dp_size > 1:  # CommonKVSender.__init__ in common/conn.py: each one's DP rank is 0
-        text = "replicas (--dp-size without DP attention) SGLang fails the requests of all but one"
-        yield f"prefill: of {prefill.dp_size} {text}. Start them as servers."
+    if prefill.dp_size > 1:  # CommonKVSender.__init__ in common/conn.py: DP rank 0 for each
+        text = "replicas (--dp-size without DP attention), SGLang fails requests of all but one"
+        yield f"prefill: of {prefill.dp_size} {text}. Start each as its own server."
     if prefill.tcp and _is_cut(prefill, decode):
         yield f"{_TCP}. Use RDMA, NIXL or one attention-TP size."
     for name, why in (
@@ -173,29 +173,29 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
 
 
 _TARGETS = "target", "pipeline stages"
-_TCP = "over Mooncake's TCP, chunks of this target from some 2,048 tokens fail at unequal sizes"
+_TCP = "over Mooncake's TCP, this target's chunks of about 2,048+ tokens fail at unequal sizes"
 
 
 def _is_cut(prefill: Server, decode: Server) -> bool:
-    """True if SGLang's Mooncake sends the target's heads one by one."""
+    """True if SGLang sends the target's heads one by one over Mooncake."""
     is_mooncake = prefill.disaggregation_transfer_backend == "mooncake"
     is_unequal = prefill.attention_tp != decode.attention_tp
     return bool(is_mooncake and is_unequal and prefill.target.kv_heads)
 
 
 def _differences(prefill: Server, decode: Server) -> list[Difference]:
-    """List what the servers would refuse of each other."""
+    """List the differences for which the servers would refuse each other."""
     is_cold = decode.config.on_draft_mismatch == "cold"
     served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
     topks = [side.speculative_eagle_topk or 0 for side in (prefill, decode)]
     if not all(topks):
-        topks = [0, 0]  # SGLang did not resolve a line so far, or speculates on one side alone
+        topks = [0, 0]  # SGLang did not resolve a line that far, or one side does not speculate
     rows = map(_row, (prefill, decode), topks)
     return [one for one in differences(*rows) if one.severity not in served]
 
 
 def _row(server: Server, topk: int) -> Row:
-    """Make the row that its ranks would publish, without what only a running one knows."""
+    """Make the row that a server's ranks would publish, without what only a running rank knows."""
     facts, tp = server.facts, server.attention_tp or 1
     draft = DraftLayout(facts, tp, 0) if facts else None
     of_rank = sglang_version(), bytes(8), "", 0, "", tp, 0, 0, ()
@@ -204,7 +204,7 @@ def _row(server: Server, topk: int) -> Row:
 
 
 def _models(prefill: Server, decode: Server) -> Iterator[str]:
-    """Note what nothing compares."""
+    """Find faults of the models that the servers do not look for."""
     for side in (prefill, decode):
         if facts := side.draft and side.draft.facts:
             words = refusals.other_head(facts.architecture, facts.algorithm)
@@ -229,13 +229,13 @@ def _notes(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     yield from (*prefill.notes, *decode.notes)
     for gpu in dict.fromkeys(filter(None, (prefill.gpu, decode.gpu))):
         roles = " and ".join(side.role for side in (prefill, decode) if side.gpu == gpu)
-        yield f"{roles}: resolved as on a {gpu.title()} GPU (--gpu)"
+        yield f"{roles}: resolved for a {gpu.title()} GPU (--gpu)"
     if not prefill.tcp and _is_cut(prefill, decode):
         yield f"{_TCP}; over RDMA and NIXL they do not"
     if need and not need.needed and decode.facts and prefill.enabled and decode.enabled:
         cost = f"{decode.config.staging_mb} MiB a rank and two draft KV copies"
         yield f"--enable-mixkv is of no use here, and costs {cost}: drop it on both sides"
     if prefill.draft is None and decode.draft is not None:
-        yield "speculation on decode alone: drafters start cold; give prefill the same flags for it"
+        yield "only decode speculates, so drafters start cold: give prefill the same flags for it"
     if decode.draft is not None and decode.draft.window is not None:
         yield f"draft window: only the last {decode.draft.window:,} tokens' draft KV is moved"

@@ -1,5 +1,5 @@
-"""One server as SGLang resolves its launch line: its own parser, resolution, checks and model
-configuration run here, without a GPU and without weights."""
+"""One server as SGLang resolves its launch line. SGLang's own parser, resolution, checks and model
+configuration run here, without a GPU or weights."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from sglang_mixkv.tools.plan_text import Line, split, unreadable
 OF_HOST = (
     "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
 )  # fmt: skip
-"""Flags whose devices and files SGLang looks for where it resolves a line."""
+"""Flags whose devices and files SGLang looks for on the host that resolves a line."""
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """FLAGS are SGLang's, resolved. `enabled`: opted in. `gpu`: what it was resolved for.
-    `attention_tp`: 0 where TP does not split. `stage`: the target of the first pipeline stage.
-    `tcp`: Mooncake was told to take it. `stock`: why SGLang does not start it; `refused`: why the
+    """FLAGS are SGLang's, resolved. `enabled`: opted in. `gpu`: the one it was resolved for.
+    `attention_tp`: 0 if TP does not divide. `stage`: the target's part in the first pipeline stage.
+    `tcp`: Mooncake is told to use TCP. `stock`: why SGLang does not start it; `refused`: why the
     plugin does not."""
 
     attn_cp_size: int = 1
@@ -74,8 +74,8 @@ FLAGS = Server.__struct_fields__[:12]
 
 
 def read(role: str, text: str, *, gpu: str | None = None) -> Server:
-    """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `gpu`: a
-    name of GPUS; without one, the first on which SGLang starts the line."""
+    """Resolve a launch line. `gpu`: a name in GPUS; None for the first on which SGLang starts it.
+    Raises MixKVError or ValueError if it cannot be read, ImportError without SGLang."""
     try:
         line = split(text, role)
         with alone(line.environ):
@@ -97,13 +97,13 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
     refused = list[str]()
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
-        if config.enabled and line.launcher:  # flags alone may not be all
+        if config.enabled and line.launcher:  # flags alone may be incomplete
             refused.append(f"[MIXKV-START-03] {role}: {refusals.SINGLE_SERVER}")
         else:
             notes.append(f"{role}: taken as --disaggregation-mode {role}, which is not given")
     args.device = args.device or "cuda"
     gpus = gpus if args.device == "cuda" else [""]
-    for gpu in (*gpus, gpus[0]):  # where none will do, the first says why
+    for gpu in (*gpus, gpus[0]):  # if none will do, the first says why
         server_args = ServerArgs.from_cli_args(args)
         # `refused` has what the plugin's hook would raise.
         setattr(server_args, ATTRIBUTE, Config())
@@ -111,19 +111,19 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
             stock = [*_not_started(role, server_args)]
         if not stock:
             break
-    if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
-        stock, notes = [], [*notes, f"{role}: what SGLang checks on {args.device} was not checked"]
+    if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for it here
+        stock, notes = [], [*notes, f"{role}: SGLang's checks for {args.device} were not run"]
     view = resolving_view(server_args)
     notes += _amd(role, view, line.environ)
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
-    if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
+    if values["attn_dp_size"] is None:  # SGLang up to 0.5.21 has no such flag
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
         values["dp_size"] //= values["attn_dp_size"]
     parts = values["attn_dp_size"] * view.attn_cp_size
     target = model_of(server_args, view, is_draft=False)
     draft = model_of(server_args, view, is_draft=True) if refusals.has_drafter(view) else None
     attention_tp = view.tp_size // parts if parts and not view.tp_size % parts else 0
-    # Of a target with an MTP layer, or DSPARK's, SGLang knows; of others it would load the target.
+    # SGLang finds the drafter in a target with MTP or DSPARK; else it would load the target as one.
     if draft and args.speculative_draft_model_path in (None, args.model_path):
         is_same = draft.facts.architecture == target.facts.architecture
         is_none = is_same and view.speculative_draft_model_path is None
@@ -131,8 +131,8 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
             text = "needs --speculative-draft-model-path: the target has no such drafter"
             stock.append(f"{role}: {draft.facts.algorithm} {text}")
     if draft and draft.kv_heads and view.hicache_storage_backend == refusals.STORED:
-        text = "draft KV in Mooncake's store is found by servers of the same attention TP alone"
-        notes.append(f"{role}: with the plugin, its {text} ({attention_tp})")
+        text = f"only servers of attention TP {attention_tp} find its draft KV in Mooncake's store"
+        notes.append(f"{role}: with the plugin, {text}")
     refused += _refused(role, line, view, args)
     return Server(
         **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=tuple(stock),
@@ -143,20 +143,20 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
 
 
 def _unread(role: str, line: Line, of_dynamo: list[str], args: argparse.Namespace) -> Iterator[str]:
-    """Note what decides nothing here. Takes the flags away that the server's host answers."""
+    """Note what was left out of account, and clear the flags that only the server's host knows."""
     if line.unread:
-        yield f"{role}: no shell runs, so this is taken as it stands: {' '.join(line.unread)}"
+        yield f"{role}: no shell runs here, so this is taken literally: {' '.join(line.unread)}"
     if of_dynamo:
         yield f"{role}: taken as Dynamo's own flags, and not checked: {' '.join(of_dynamo)}"
     for name in OF_HOST:
         if value := getattr(args, name, None):
             setattr(args, name, None)
             flag = f"--{name.replace('_', '-')}"
-            yield f"{role}: {flag} {value} depends on the server's host and was not looked at"
+            yield f"{role}: {flag} {value} depends on the server's host, and was not checked"
 
 
 def _amd(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
-    """For AMD's GPUs, of which a line says no more than this; `torch` is that of this image."""
+    """Note an AMD GPU, which shows only in these backends, or in this image's torch."""
     import torch
 
     flags = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
@@ -166,7 +166,7 @@ def _amd(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _check_models(args: argparse.Namespace) -> None:
-    """SGLang would ask the Hub, again and again."""
+    """Raise MixKVError if a model is not here: SGLang would ask the Hub again and again."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -174,7 +174,7 @@ def _check_models(args: argparse.Namespace) -> None:
         raise unreadable("--model-path is missing on the launch line")
     for flag in ("--model-path", "--speculative-draft-model-path"):
         path = getattr(args, flag[2:].replace("-", "_"))
-        with suppress(HFValidationError):  # no name of the Hub's
+        with suppress(HFValidationError):  # not a Hub name
             if path is None or Path(path).exists() or try_to_load_from_cache(path, "config.json"):
                 continue
         text = "neither a folder nor in the Hub's cache here: copy its config.json into a folder"
@@ -182,8 +182,8 @@ def _check_models(args: argparse.Namespace) -> None:
 
 
 def _not_started(role: str, server_args: Any) -> Iterator[str]:
-    """Return what SGLang raises, and where it says nothing, the line that does. A step of its
-    resolution that raises hides no later one."""
+    """Yield what SGLang raises, or if an error has no text, the source line that raises it. A step
+    of its resolution that raises does not hide later errors."""
     from sglang.srt.arg_groups import pipeline
 
     raised, run = list[Exception](), pipeline.run_hook
@@ -222,7 +222,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(line: Line) -> tuple[argparse.Namespace, list[str]]:
-    """Return what the flags set, and those that are Dynamo's. Raises MixKVError with all words that
+    """Return the parsed flags, and those taken as Dynamo's. Raises MixKVError with all words that
     SGLang does not know."""
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
@@ -230,7 +230,7 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str]]:
     try:
         if "--config" in words:
             words = list(ConfigArgumentMerger(parser).merge_config_with_args(words))
-    except Exception as error:  # of SGLang or the YAML parser
+    except Exception as error:  # from SGLang or the YAML parser
         raise unreadable(f"--config: {error}") from None
     args, unknown = parser.parse_known_args(words)
     if unknown and not line.is_dynamos:
@@ -247,13 +247,13 @@ def _parser() -> argparse.ArgumentParser:
     ServerArgs.add_cli_args(parser)
     add_flags(parser)
     for action in parser._actions:
-        action.required = False  # else a missing flag hides the mistyped one
+        action.required = False  # else a missing flag would hide a mistyped one
     return parser
 
 
 @contextmanager
 def alone(environ: Mapping[str, str]) -> Iterator[None]:
-    """The line's variables alone decide. SGLang logs nothing and downloads nothing."""
+    """Let only the line's SGLANG_ variables count; keep SGLang from logging and downloading."""
     level = logging.root.manager.disable
     of_shell = {name: v for name, v in os.environ.items() if not name.startswith("SGLANG_")}
     whole = {**of_shell, **environ, "HF_HUB_OFFLINE": "1"}
@@ -267,8 +267,8 @@ def alone(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def as_on(gpu: str) -> Iterator[None]:
-    """Answers what SGLang asks of a GPU while it resolves a line, as this GPU would. It decides
-    attention backends and types of KV."""
+    """Answer what SGLang asks about the GPU while it resolves a line, as this GPU would. The
+    answers decide attention backends and KV types."""
     import torch
     from sglang.srt.runtime_context import override_platform
 

@@ -1,6 +1,6 @@
-"""The command that starts a server, in a launch line, a script, a Kubernetes manifest or a compose
-file: the text is split into commands with their variables, and the one of SGLang's or Dynamo's is
-taken, also inside a word, as in `bash -c "..."`. No shell runs."""
+"""Find the command that starts a server in a launch line, script, Kubernetes manifest or compose
+file. The text is split into commands with their variables, and SGLang's or Dynamo's command is
+taken, even inside a word, as in `bash -c "..."`. No shell runs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def unreadable(text: str) -> MixKVError:
 
 
 class Line(NamedTuple):
-    """The flags of a server. `launcher`: "" where it is not known what takes them. `unread`: what a
-    shell would replace, and SGLang's variables that it would not export."""
+    """A server's flags. `launcher`: the command that takes them, "" if unknown. `unread`: what a
+    shell would replace, and SGLang's variables that are set but not exported."""
 
     environ: dict[str, str]
     flags: list[str]
@@ -43,11 +43,11 @@ class Line(NamedTuple):
 
 
 def split(text: str, role: str = "") -> Line:
-    """Return the one line, of several the one of this role. Raises MixKVError where there is none,
-    or more than one."""
+    """Return the only launch line, or the only one with this role. Raises MixKVError if there is
+    none, or more than one."""
     try:
         found = _lines_of_yaml(text) or [*_lines_of_script(text, {})]
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # odd YAML, and shlex
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # odd YAML, or shlex
         raise error if isinstance(error, MixKVError) else unreadable(str(error)) from None
     mode = re.compile(rf"--disaggregation-mode[ =]{role}\b")
     for is_better in (
@@ -56,11 +56,11 @@ def split(text: str, role: str = "") -> Line:
         lambda line: mode.search(" ".join(line.flags)),
     ):
         found = [*filter(is_better, found)] or found
-    # The nodes of a server have a line each, and so have equal servers: the first stands for all.
+    # Nodes of a server, and equal servers, have one line each: the first stands for all.
     lines = {_PLACE.sub("", " ".join(line.flags)): line for line in found[::-1]}
     if len(lines) != 1:
         each = [f"\n  {' '.join((line.launcher, *line.flags)):.90}" for line in found]
-        text = "Give SGLang's or Dynamo's, or the script, manifest or compose file that has it"
+        text = "Give SGLang's or Dynamo's, or a script, manifest or compose file with one"
         raise unreadable(f"expected one launch line, got {len(lines)}{''.join(each)}\n{text}")
     (line,) = lines.values()
     words = (word for word in line.flags if "$" in word or "`" in word)
@@ -68,7 +68,7 @@ def split(text: str, role: str = "") -> Line:
 
 
 def _line(words: list[str], environ: Mapping[str, str]) -> Iterator[Line]:
-    """Find the line of a command, none without flags; or those of a script that is a word of it."""
+    """Find a command's launch line, if it has flags, or the lines of a script in it."""
     starts = (n for n, word in enumerate(words, 1) if _LAUNCHER.fullmatch(word)
               or _LAUNCHER.fullmatch(" ".join(words[max(0, n - 2) : n])))  # fmt: skip
     begin = next(starts, 0)
@@ -94,7 +94,7 @@ def _assigned(words: list[str], known: Mapping[str, str]) -> dict[str, str]:
 
 
 def _filled(word: str, known: Mapping[str, str]) -> list[str]:
-    """Put these variables in place in a word; several words where it is one that has flags."""
+    """Expand known variables in a word; a word that is just a variable with flags is split."""
     filled = _VARIABLE.sub(lambda v: known.get(v[1] or v[2] or v[3], v[4] or v[0]), word)
     if not (_VARIABLE.fullmatch(word) and filled.lstrip().startswith("-")):
         return [filled]
@@ -137,7 +137,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _lines_of_yaml(text: str) -> list[Line]:
-    """Find the lines in a manifest or a compose file, or in a list of words; none in other text."""
+    """Find the launch lines in a manifest, compose file or list of words; none in other text."""
     import yaml
 
     try:
@@ -149,7 +149,7 @@ def _lines_of_yaml(text: str) -> list[Line]:
 
 
 def _containers(node: Any) -> Iterator[Line]:
-    """Find them at any depth: what has a command, and a script that is a value of its own."""
+    """Find launch lines at any depth: in nodes with a command, and in values that are scripts."""
     if isinstance(node, str) and _LAUNCHER.search(node):
         yield from _lines_of_script(node, {})
     elif isinstance(node, dict):
@@ -158,7 +158,7 @@ def _containers(node: Any) -> Iterator[Line]:
         environ = dict[str, str]()
         own = node.get("env") or node.get("environment") or {}
         for one in own.items() if isinstance(own, dict) else own:
-            if isinstance(one, dict):  # Kubernetes' pairs; compose has NAME=VALUE, or a mapping
+            if isinstance(one, dict):  # Kubernetes has pairs, compose NAME=VALUE or a mapping
                 one = one["name"], one.get("value")
             name, value = one.partition("=")[::2] if isinstance(one, str) else one
             if value is not None:

@@ -1,13 +1,13 @@
-"""Running servers on one screen, from their /metrics pages.
+"""Show running servers on one screen, from their /metrics pages.
 
     python -m sglang_mixkv status URL... [--seconds N] [--json]
 
-A URL is a server's, the page of a router, or Prometheus'. Requests are counted since each server
-started; with --seconds N, those that end in the next N seconds.
+A URL is a server's, or a metrics page of a router or Prometheus. Requests are counted since each
+server's start; with --seconds N, those that end in the next N seconds.
 
 Exit status: 0 nothing is wrong; 1 something is; 2 a page could not be read.
 
-Servers need --enable-metrics; those that ask for an API key get that of SGLANG_MIXKV_API_KEY.
+Servers need --enable-metrics. If they ask for an API key, put it into SGLANG_MIXKV_API_KEY.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sglang_mixkv.series import MEMORY, NOTES, PREFILL, STATES, ColdReason
 from sglang_mixkv.tools import as_json, bounded, hidden, parser, point, table
 from sglang_mixkv.tools.client import RequestFailed, request
 
-COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters
+COLD_SHARE = 0.01  # of requests, as in the alert MixKVColdDrafters
 OURS, NONE, TIMEOUT_S = "sglang_mixkv_", "-", 5.0
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
 
 
 def samples(text: str) -> Iterator[Sample]:
-    """Read the finite samples of a Prometheus page. A server's own begins its names with `sglang:`,
-    the router's with `sglang_`, as here. Raises ValueError."""
+    """Read the finite samples of a metrics page. A server's names begin with `sglang:`, a router's,
+    and those returned, with `sglang_`. Raises ValueError."""
     for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
         if isfinite(one.value):
             yield one._replace(name=one.name.replace(":", "_", 1))
@@ -48,7 +48,7 @@ class Page(list[Sample]):
     """The plugin's series of one server."""
 
     def ranks(self, name: str, by: str = "", **labels: Collection[str]) -> list[Counter[str]]:
-        """Sum the series of this name on each rank by a label, whose others have these values."""
+        """On each rank, sum the series with this name and these labels, by the label `by`."""
         found: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
         for one in (sample for sample in self if sample.name == name):
             if all(one.labels.get(label, "") in some for label, some in labels.items()):
@@ -61,16 +61,16 @@ class Page(list[Sample]):
     def counts(
         self, name: str, by: str = "", but: str = "*", **labels: Collection[str]
     ) -> Counter[str]:
-        """A counter's requests by a label. The ranks of a DP rank serve the same ones, so the one
-        with most stands for them, `but` not counted."""
+        """Count requests by a label. The ranks of a DP rank serve the same requests, so the rank
+        with the most, not counting `but`, stands for them."""
         groups = {sample.labels.get("dp_rank", "") for sample in self}
         each = (self.ranks(name, by, dp_rank=[one], **labels) for one in groups)
         most = (max(one, key=lambda n: n.total() - n[but], default=Counter()) for one in each)
         return sum(most, Counter())
 
     def within(self, name: str, share: float) -> float | None:
-        """The bound of a histogram within which so many were, its last one for what is beyond; on
-        the rank where it is largest, since a request waits for all of its ranks."""
+        """Return the bucket bound within which `share` of a histogram lies, at most its last finite
+        one, on the rank where it is largest, since a request waits for all of its ranks."""
         found = list[float]()
         for one in (rank for rank in self.ranks(f"{name}_bucket", "le") if rank.total()):
             below = sum(number < share * max(one.values()) for number in one.values())
@@ -78,7 +78,7 @@ class Page(list[Sample]):
         return max(found, default=None)
 
     def since(self, before: Page) -> Page:
-        """Counters as what was added to them, all of them where the server was restarted."""
+        """Subtract `before` from the counters, unless the server restarted in between."""
         counters = (one for one in before if one.name.endswith(("_total", "_bucket")))
         was = {_key(one): one.value for one in counters}
         added = Page(one._replace(value=one.value - was.get(_key(one), 0)) for one in self)
@@ -90,12 +90,12 @@ def _key(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
 
 
 Pages = dict[str, Page]
-"""By server."""
+"""Each server's page, by the server's name."""
 
 
 def read(url: str, text: str) -> Pages:
-    """A page may have several servers: `worker_addr` names them on a router's, `instance` on
-    Prometheus' own. Raises ValueError."""
+    """Split a page by server: `worker_addr` names servers on a router's page, `instance` on that of
+    Prometheus. Raises ValueError."""
     server = url.rpartition("@")[2].rpartition("://")[2].removesuffix("/metrics")
     pages = {server: Page()}
     for sample in samples(text):
@@ -104,19 +104,19 @@ def read(url: str, text: str) -> Pages:
             page = pages.setdefault(name.rpartition("://")[2], Page())
             page.append(sample._replace(name=sample.name.removeprefix(OURS)))
     if len(pages) > 1 and not pages[server]:
-        del pages[server]  # the router's or Prometheus' own
+        del pages[server]  # that of the router or Prometheus itself
     return pages
 
 
 def page_url(url: str) -> str:
-    """Complete what an operator types: with or without scheme, with or without /metrics."""
+    """Add the scheme and /metrics to an operator's URL where they are missing."""
     whole = url if "://" in url else f"http://{url}"
     return whole if "?" in whole or whole.endswith("metrics") else f"{whole.rstrip('/')}/metrics"
 
 
 def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[str, str]]:
-    """Read all pages side by side, and say why any could not be read. A page that drips is given
-    up after twice `timeout`, the seconds for one that is silent."""
+    """Read all pages concurrently, and say why any could not be read. A silent page is given up
+    after `timeout` seconds, one that drips after twice as long."""
     pages, unread, wholes = Pages(), dict[str, str](), [*map(page_url, urls)]
     end = time.monotonic() + 2 * timeout
     with ThreadPool(len(wholes)) as pool:
@@ -130,14 +130,14 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[s
             except TimeoutError:
                 unread[url] = f"{url} did not end within {2 * timeout:.0f} s"
             except ValueError as error:
-                unread[url] = f"{url} is no page of metrics: {error}"
+                unread[url] = f"{url} is not a metrics page: {error}"
     return pages, unread
 
 
 class Server(msgspec.Struct, frozen=True):
-    """`ranks`: that have series of the plugin. `slots_used`: of the rank that uses most. `p50`,
-    `p99`: seconds within which so many requests had their draft KV; on prefill, chunks their READY.
-    """
+    """`ranks`: those with series of the plugin. `slots_used`: on the rank that uses most. `p50`,
+    `p99`: seconds within which 50 and 99 % of requests had their draft KV, or on prefill, of chunks
+    their READY."""
 
     name: str
     role: str
@@ -154,9 +154,9 @@ class Server(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """A decode server and a prefill server's bootstrap address. `rooms`: requests by reason of a
-    cold drafter, and those that were warm; what ended before is left out. `accept_lengths`: tokens
-    a verify round of requests that have ended, over all ranks, by state; None without any."""
+    """A decode server and a prefill server's bootstrap address. `rooms`: requests by cold reason or
+    `warm`; those that ended before either are left out. `accept_lengths`: tokens per verify round
+    of requests that have ended, over all ranks, by state; None without any."""
 
     decode: str
     prefill: str
@@ -175,8 +175,8 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """`wrong`: a server, or a decode server and its prefill server, with what, and what to do.
-    `unread`: URL -> why."""
+    """`wrong`: faults of a server, or of a decode server and one of its prefill servers. `unread`:
+    URL -> why it could not be read."""
 
     servers: list[Server]
     pairs: list[Pair]
@@ -202,8 +202,8 @@ class Wrong(msgspec.Struct, frozen=True):
 
 
 def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> Status:
-    """`first`: what happened since is counted; without it, since servers started. A server that is
-    new counts from its start."""
+    """Judge the pages. `first`: earlier pages to count from; without them, and for new servers,
+    counts are from each server's start."""
     before = first or Pages()
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
     found, rows = [_server(*one) for one in since.items()], [*_pairs(since)]
@@ -224,7 +224,7 @@ def _server(name: str, page: Page) -> Server:
 def _pairs(since: Pages) -> Iterator[Pair]:
     for name, page in sorted(since.items()):
         for prefill in sorted({one.labels.get("prefill", "") for one in page} - {""}):
-            # A request is warm only where no rank says cold: the rank with most colds counts.
+            # A request is warm only if no rank says cold: the rank with the most cold ones counts.
             rooms = page.counts("prefill_rooms_total", "reason", "", prefill=[prefill],
                                 state=["warm", "cold"])  # fmt: skip
             rooms = Counter({reason or "warm": number for reason, number in rooms.items()})
@@ -237,14 +237,14 @@ def _pairs(since: Pages) -> Iterator[Pair]:
 
 
 def _of_server(server: Server, page: Page) -> Iterator[tuple[str, str]]:
-    """What is wrong, and what to do."""
+    """Yield what is wrong with a server, and what to do."""
     if not server.ranks:
         what = "its page, which should be a server's own, has no series of the plugin"
-        yield what, "Start it with --enable-mixkv; with it, search its log for MIXKV-"
+        yield what, "Start it with --enable-mixkv; if it has that, search its log for MIXKV-"
     elif 0 < server.slots <= server.slots_used:
-        yield "all slots of a rank are in use", f"{MEMORY} if it stays so"
+        yield "all slots of a rank are in use", f"{MEMORY} if this persists"
     if not all(one.total() for one in page.ranks("gpu_kernels")):
-        what = "torch copies draft KV on a GPU, by estimate 13 to 30 times slower"
+        what = "torch copies draft KV on a GPU, an estimated 13 to 30 times slower"
         yield what, "Search its log for MIXKV-START-07"
     for reason, number in page.counts("peers_refused_total", "reason").items():
         what = f"{number} requests failed: a prefill server is refused ({reason})"
@@ -270,10 +270,10 @@ def _of_pair(pair: Pair) -> Iterator[tuple[str, str]]:
 def main(argv: list[str]) -> int:
     made = parser("status", __doc__)
     add = made.add_argument
-    add("urls", nargs="+", metavar="URL", help="http://HOST:PORT of a server, or a page of metrics")
+    add("urls", nargs="+", metavar="URL", help="http://HOST:PORT of a server, or a metrics page")
     of_now = "count the requests of the next N seconds"
     add("--seconds", metavar="N", type=bounded(1, 1 << 20), help=of_now)
-    add("--json", action="store_true", help="figures instead of the tables")
+    add("--json", action="store_true", help="print JSON instead of the tables")
     args = made.parse_args(argv)
     first, (now, unread) = None, look(args.urls)
     if args.seconds:

@@ -168,7 +168,7 @@ def test_the_verdict_on_a_pair(
 @pytest.mark.parametrize(
     ("single", "pair", "why"),
     [
-        ({"histogram": [30, 1]}, {"histogram": [30, 1]}, "own drafter drafts nothing"),
+        ({"histogram": [30, 1]}, {"histogram": [30, 1]}, "own drafter is of no use"),
         ({"drafted": 3}, {"drafted": 5}, "draft {3} and {5} tokens a round"),
         ({}, {"histogram": []}, "reports no speculative decoding"),
         ({}, {"broken_rank": 1, "broken": []}, "reports no speculative decoding"),

@@ -207,7 +207,7 @@ def test_devices_that_sglang_cannot_read(given: str, capsys: pytest.CaptureFixtu
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06", False, "dma-buf"),
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06", True, "nvidia_peermem"),
         ("NVIDIA UNIX Open Kernel Module", True, "nvidia_peermem, dma-buf"),
-        ("NVIDIA UNIX x86_64 Kernel Module", False, "no way to it"),
+        ("NVIDIA UNIX x86_64 Kernel Module", False, "unreachable"),
     ],
 )
 def test_what_lets_a_nic_reach_gpu_memory(
@@ -221,7 +221,7 @@ def test_what_lets_a_nic_reach_gpu_memory(
     monkeypatch.setattr(doctor, "PEERMEM", tmp_path / ("version" if module else "none"))
     _, found = doctor.rdma([""])
     assert (found.name, found.value) == ("GPU memory", value)
-    assert bool(found.problem) == (value == "no way to it")
+    assert bool(found.problem) == (value == "unreachable")
 
 
 # ---------------------------------------------------------------- the command

@@ -158,7 +158,7 @@ def test_a_claim_is_taken_and_one_of_no_mutant_is_an_error(checkout: Path) -> No
     config.write_text(CONFIG + CLAIM.format("<"))
     assert rows(checkout, "--seconds", "0") == ["killed: none; 5 not run"]
     config.write_text(CONFIG + CLAIM.format(">"))
-    assert "no mutant" in rows(checkout)[-1]
+    assert "not a mutant" in rows(checkout)[-1]
 
 
 def test_a_run_that_is_ended_leaves_nothing_behind(checkout: Path) -> None:

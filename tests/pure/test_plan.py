@@ -104,15 +104,15 @@ def test_the_share_is_what_stocks_copy_leaves_wrong(heads: int, page: int, backe
 @pytest.mark.parametrize(
     ("sizes", "heads", "target", "reason"),
     [((2, 1), 8, GQA, "by heads exactly"), ((2, 1), 8, WIDE, "by heads exactly"),
-     ((8, 1), 8, WIDE, "another length"), ((2, 1), 4, GQA, "another length"),
-     ((8, 4), 4, GQA, "another length"), ((8, 16), 8, GQA, "by heads exactly"),
-     ((8, 16), 8, WIDE, "another length")],
+     ((8, 1), 8, WIDE, "target rows' length"), ((2, 1), 4, GQA, "target rows' length"),
+     ((8, 4), 4, GQA, "target rows' length"), ((8, 16), 8, GQA, "by heads exactly"),
+     ((8, 16), 8, WIDE, "target rows' length")],
 )  # fmt: skip
 def test_whether_it_is_needed_beside_a_target_with_kv_heads(
     sizes: tuple[int, int], heads: int, target: Model, reason: str
 ) -> None:
     answer = tool.text(make_plan(*pair(*sizes, heads, target=target)))
-    is_needed = reason == "another length"
+    is_needed = reason == "target rows' length"
     assert answer.startswith("You need the plugin" if is_needed else "You do not need the plugin")
     assert reason in " ".join(answer.split())
 
@@ -200,7 +200,7 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({}, {"disaggregation_enable_kv_checksum": True}, "metadata rows differ"),
         ({"pp_size": 2}, {"pp_size": 3}, r"SGLang refuses .*Decode pp size \(3\) should be equal"),
         ({"attn_cp_size": 2}, {"dcp_size": 2}, "SGLang refuses .*requires prefill attention CP=1"),
-        ({"dp_size": 2}, {}, "of 2 replicas .* SGLang fails .* Start them as servers"),
+        ({"dp_size": 2}, {}, "of 2 replicas .* SGLang fails .* Start each as its own"),
         ({"tcp": True, "target": GQA}, {"tcp": True, "target": GQA}, "Mooncake's TCP.*Use RDMA"),
         ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: on one side only"),
         ({"attention_tp": 3}, {"attention_tp": 2}, "one divides the other"),
@@ -262,7 +262,7 @@ def test_what_is_no_finding() -> None:
     assert plan_with(off, off, tp=2).findings == ()
     assert plan_with(on, on, tp=2).findings == plan_with(off, off).findings == ("no",)
     for prefill, decode, note in (
-        ({"draft": None}, {"draft": LATENT}, "speculation on decode alone"),
+        ({"draft": None}, {"draft": LATENT}, "only decode speculates"),
         ({}, {"draft": replace(eagle3(8), window=2048)}, "the last 2,048 tokens' draft KV"),
     ):
         plan = plan_with(prefill, decode)
@@ -456,7 +456,7 @@ def test_exit_statuses(
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)
     plan_server._parser.cache_clear()
     assert tool.main([*prefill, *decode]) == 2
-    assert capsys.readouterr().err.count("Run the plan in the servers' image") == 1
+    assert capsys.readouterr().err.count("Run plan in the servers' image") == 1
 
 
 @of_the_newest
@@ -464,9 +464,9 @@ def test_one_kind_of_gpu_for_both_lines(capsys: pytest.CaptureFixture[str]) -> N
     """What starts on Hopper too is resolved anew where the other line needs Blackwell; and is not
     where it would not start there."""
     page = "--page-size 128"
-    for more, gpus in ((page, "prefill and decode: resolved as on a Blackwell"),
+    for more, gpus in ((page, "prefill and decode: resolved for a Blackwell"),
                        (f"{page} --tp 4 --dp 3 --enable-dp-attention",
-                        "prefill: resolved as on a Hopper")):  # fmt: skip
+                        "prefill: resolved for a Hopper")):  # fmt: skip
         tool.main(["--prefill", flags(more), "--decode", flags(CUTEDSL)])
         assert gpus in capsys.readouterr().out
 

@@ -177,7 +177,7 @@ def test_dynamos_launcher(text: str, is_dynamos: bool) -> None:
     ("text", "words"),
     [
         ("", "expected one launch line, got 0\n"),
-        ("prefill.sh", "got 0\n.*or the script, manifest"),
+        ("prefill.sh", "got 0\n.*or a script, manifest"),
         ("--model-path 'm", "No closing quotation"),
         (f"{RUN}\n{RUN}-2", "got 2\n  .*launch_server --model-path m\n  .*--model-path m-2\n"),
         ("vllm serve a --x 1\nother --y 2", r"got 2\n   --x 1\n   --y 2"),

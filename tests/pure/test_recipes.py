@@ -243,7 +243,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Kimi-K3, a pipeline over Mooncake, with a storage tier": (
         K3, "--tp-size 1 --pp-size 8 --enable-hierarchical-cache --hicache-storage-backend "
         "mooncake", "--tp-size 8", True, "over other requests' rows and past the end",
-        {"share": 1.0, "noted": "prefill: .* store is found by .* attention TP alone .1."}),
+        {"share": 1.0, "noted": "prefill: .* only servers of attention TP 1 find .* store"}),
     "Kimi-K3, DCP: SGLang cuts the heads itself from ranks that hold as many": (
         K3, "--tp-size 1 --pp-size 8", "--tp-size 8 --dcp-size 8",
         False, "SGLang cuts the drafter's heads itself", {"gpu": "blackwell"}),
@@ -290,11 +290,11 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f"{SERVER} {V31} --tp-size 16 --attention-backend ascend --device npu --quantization "
         "w8a8_int8 --disaggregation-transfer-backend ascend --enable-dp-attention "
         f"--speculative-algorithm NEXTN {DRAFTS}", "--dp-size 2", "--dp-size 8",
-        False, "the drafter is MLA", {"noted": "what SGLang checks on npu was not checked"}),
+        False, "the drafter is MLA", {"noted": "SGLang's checks for npu were not run"}),
     "SGLang's documentation, two nodes": (
         f"{SERVER} {V31} --disaggregation-ib-device ${{device_name}} {TWO_NODES} --dp-size 8 "
         "--enable-dp-attention --moe-a2a-backend deepep", "--ssl-keyfile /key", "", False, NEITHER,
-        {"noted": r"as it stands: \$\{device_name\} \$\{master_ip\}:5000(.|\n)*"
+        {"noted": r"literally: \$\{device_name\} \$\{master_ip\}:5000(.|\n)*"
          r"prefill: --ssl-keyfile /key depends on the server's host"}),
     "a comment and arithmetic of the shell (sglang#17212)": (
         f"# GLM-4.5 Air\n{SERVER} \\\n  --model-path zai-org/GLM-4.5-Air --tp-size 4 \\\n",
@@ -305,7 +305,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f"{SERVER} {V31} --attention-backend trtllm_mla --kv-cache-dtype fp8_e4m3 "
         "--moe-runner-backend flashinfer_cutlass --enable-dp-attention --enable-dp-lm-head",
         "--tp-size 4 --dp-size 4 --ep-size 4", "--tp-size 48 --dp-size 48 --ep-size 48",
-        False, NEITHER, {"noted": "resolved as on a Blackwell GPU"}),
+        False, NEITHER, {"noted": "resolved for a Blackwell GPU"}),
     "GLM-5.3's crash: an MTP layer, FP8 KV (sglang#39072)": (
         f"{GLM} {MTP} --kv-cache-dtype fp8_e4m3", "--tp 8", "--tp 8 --dp 2 --enable-dp-attention",
         False, "the drafter is MLA", {}),
@@ -378,7 +378,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "one side for Blackwell, the other for either": (
         f"{K26} {HEAD3} eagle3 {ON}", "", "--tp-size 4 --attention-backend trtllm_mla",
         True, FROM_ONE, {"share": 1.0, "gpu": "blackwell", "noted": "prefill and decode: resolved "
-                         "as on a Blackwell GPU"}),
+                         "for a Blackwell GPU"}),
     "Dynamo's flag for a plugin of SGLang": (
         f"python3 -m dynamo.sglang {MODE} {V31} {HEAD3} eagle3 {ON} --dyn-tool-call-parser kimi_k2",
         "--tp 8", "--tp 8 --dp 8 --enable-dp-attention", True, FROM_ONE,
@@ -412,7 +412,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         True, FROM_ONE, {"share": 1.0}),
     "a standalone drafter of half the width": (
         f"{LLAMA} --speculative-algorithm STANDALONE {DRAFTS} --speculative-draft-model-path "
-        "meta-llama/Llama-3.2-1B", "--tp 4", "--tp 2", True, "of another length",
+        "meta-llama/Llama-3.2-1B", "--tp 4", "--tp 2", True, "target rows' length",
         {"share": None, "noted": "Mooncake's TCP"}),
     "a RoleBasedGroup's sh -c": (
         "kind: RoleBasedGroup\nspec:\n  roles:\n" + "".join(

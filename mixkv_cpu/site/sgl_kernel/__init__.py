@@ -5,10 +5,10 @@ takes effect only if
 
     1. SGLANG_USE_CPU_ENGINE is 1, SGLang's own condition, and
     2. the ``sgl_kernel`` further down the path is not a CPU build, which has its compiled
-       ``common_ops`` at its top; CUDA builds keep one a GPU architecture in subfolders.
+       ``common_ops`` at its top; CUDA builds keep one per GPU architecture in subfolders.
 
 In every other case the import gives that other ``sgl_kernel``, as if this package were not
-there. Enough is here for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1, DFLASH
+there. It has enough for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1, DFLASH
 and DSPARK.
 ``torch.ops.sgl_kernel`` gets the two attention operators, and names that cannot be called: layers
 see no ``convert_weight_packed`` and take their native PyTorch paths.
@@ -29,7 +29,7 @@ IS_STAND_IN = True
 
 
 def _other() -> ModuleSpec | None:
-    """The ``sgl_kernel`` that the path has besides this one."""
+    """Find the other ``sgl_kernel`` on the path."""
     site = Path(__file__).resolve().parents[1]
     return PathFinder.find_spec(__name__, [p for p in sys.path if Path(p).resolve() != site])
 
@@ -54,7 +54,7 @@ def _become(package: ModuleSpec | None) -> None:
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """A CPU kernel that is not here: importing it is fine, calling it says so."""
+    """Return a CPU kernel that is not here: it can be imported, and raises when called."""
     if not name.endswith("_cpu"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
