@@ -11,7 +11,7 @@ from rig.channel.driven import BEGAN, PREFILL, READER, SLOTS, TOKENS, Decode, Pr
 from rig.channel.invariants import outstanding
 
 from sglang_mixkv.channel.messages import Ack, Fail
-from sglang_mixkv.channel.slot_format import HEADER
+from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of, quota_of, share_of, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
@@ -153,6 +153,25 @@ def test_a_forward_that_cannot_be_asked_about_is_a_reason_of_this_rank() -> None
     rank.do(rank.machine.forward_done, 1)
     assert rank.verdicts[1] == ("cold", "unpack")
     assert rank.strikes() == 0
+
+
+@pytest.mark.parametrize("outcome", [SlotCheck.OK, SlotCheck.STALE, RuntimeError("copy")])
+@pytest.mark.parametrize("cold", [False, True])
+def test_copies_that_outlive_their_request_say_nothing_of_it(cold: bool, outcome: Any) -> None:
+    """No verdict, no strike, no reason; and its number stays doubtful, as one that was not warm."""
+    rank = Decode()
+    rank.held_copies = []
+    rank.open(1, number=9)
+    rank.ready(1, 4, last=not cold)
+    if cold:
+        rank.fail(1, "pack")
+    rank.arrive(1)
+    rank.close(1)
+    notes = len(rank.notes)
+    rank.do(rank.machine.copied, rank.held_copies, outcome)
+    assert (rank.verdicts, rank.notes[notes:], rank.strikes()) == ({}, [], 0)
+    assert outstanding(rank.machine) == {}
+    assert rank.machine._recent.is_ambiguous(9, rank.now)
 
 
 def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
