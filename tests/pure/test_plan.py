@@ -408,7 +408,7 @@ def test_what_does_not_start_is_found(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (flags("--page-sze 8"), "not know --page-sze 8; the nearest that is known is --page-size"),
+        (flags("--page-sze 8"), "not know --page-sze 8; the closest match is --page-size"),
         (flags("--mixkv-stging 8 x --no-such"), "--mixkv-stging 8 x --no-such.*--mixkv-staging-mb"),
         (flags("--tp two"), "argument --tp-size.*invalid int value"),
         ("--model-path 'x", "No closing quotation"),
