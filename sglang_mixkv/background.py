@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-MAX_NOTICES = 4096  # in flight to other servers; without one, a server waits for its timeout
+MAX_NOTICES = 4096  # in flight to other servers; beyond that, a server waits for its timeout
 
 
 def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call `call` in a daemon thread of its own; return its future."""
+    """Run `call` in a daemon thread of its own; return its future."""
     future: Future[Any] = Future()
 
     def run() -> None:

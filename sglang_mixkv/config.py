@@ -49,8 +49,8 @@ class Config(msgspec.Struct, frozen=True):
 
 
 def _unpickled(*values: Any) -> Config:
-    """Make the record, and load plugins in SGLang's --tokenizer-worker-num workers, which accept
-    requests without having loaded them, but unpickle ServerArgs (http_server.py,
+    """Make the record, and load plugins in SGLang's --tokenizer-worker-num workers: they take
+    requests and do not load plugins, but do unpickle ServerArgs (http_server.py,
     init_multi_tokenizer). Other processes load plugins before they import that module."""
     config = Config(*values)
     if config.enabled and "sglang.srt.entrypoints.http_server" in sys.modules:
@@ -138,8 +138,8 @@ SETTINGS = (
     ),
     Setting(
         "port", "SGLANG_MIXKV_PORT", *_between(int, 1024, 65000),
-        "On prefill: the channel of the rank on GPU n listens on this port plus n, or, if unset, "
-        "on any free port.",
+        "On prefill: the channel of the rank on GPU n listens on this port plus n; if unset, on "
+        "any free port.",
     ),
     Setting(
         "data_plane", PLANE_ENV, *_one_of("mooncake", "nixl"),
@@ -223,8 +223,8 @@ def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.en
 
 
 def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
-    """Do as `resolve` in a process that opted in; any other gets the defaults and reads no other
-    variable, so that none can stop it. Like all refusals at start, one here ends the process."""
+    """Call `resolve` if this process has opted in; else return the defaults and read no other
+    variable, so that none can stop it. A refusal ends the process, with its message alone."""
     try:
         asked = getattr(flags, "enable_mixkv", None) or truth(ENABLE_ENV, os.environ)
         return resolve(flags) if asked else Config()

@@ -5,7 +5,7 @@ opted in never silently runs stock: `validate` checks SGLang's launcher while it
 arguments, and `kv_class` checks each process, once per ServerArgs, since the launcher may have
 resolved them before plugins were loaded. If ServerArgs are not published (in a standalone bootstrap
 server), the check runs when a manager is built. SGLang logs and swallows a plugin's exceptions, so
-after opting in a failure here ends the process with SystemExit.
+a failure here ends an opted-in process with SystemExit.
 
 Import only the standard library at top level: SGLang skips a plugin that it cannot import, and
 starts without it.
@@ -87,7 +87,7 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Return SGLang's class with the plugin's mixin. SGLang's schedulers ask for each request."""
+    """Return SGLang's class with the plugin's mixin. Schedulers call this for each request."""
     server_args = _published()
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)

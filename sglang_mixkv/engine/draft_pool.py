@@ -29,7 +29,7 @@ class Draft(NamedTuple):
     window: int | None = None
 
     def in_reach(self, first: int, pages: Any) -> tuple[int, Any]:
-        """Return the first token and the pages that decode can read, of those from `first` on."""
+        """Return the first token and the pages that decode can read; `pages` begin at `first`."""
         left_out = pages_left_out(len(pages), self.page_size, self.window)
         return first + left_out * self.page_size, pages[left_out:]
 

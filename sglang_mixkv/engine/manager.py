@@ -111,8 +111,8 @@ class DraftManager:
         return self.servers.ensure(bootstrap_addr)
 
     def resolve(self, address: str) -> Any:
-        """Return SGLang's entry for a server, in any thread. SGLang adds it to `prefill_info_table`
-        where the scheduler would take it for ready, so a copy with an empty table calls SGLang."""
+        """Return SGLang's entry for a server, in any thread. SGLang only adds the entry to its
+        manager's table, where the scheduler would take it for ready: so a copy gets it."""
         asking = copy.copy(self)
         asking.prefill_info_table = {}
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]

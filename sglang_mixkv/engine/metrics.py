@@ -79,7 +79,7 @@ class MetricsReporter(Reporter):
             other = "decode" if self._side == PREFILL else "prefill"
             whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
             logger.warning(
-                "[%s] draft channel, %s %s: %s (%s); %s. %s. Any more are counted, but not logged",
+                "[%s] draft channel, %s %s: %s (%s); %s. %s. Further ones are counted, not logged",
                 spec.code, other, whom, spec.message, note.detail or "no detail",
                 spec.consequence, spec.remedy,
             )  # fmt: skip
@@ -99,8 +99,8 @@ class MetricsReporter(Reporter):
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
-        """Queue an ended room: SGLang's scheduler waits, so the channel thread counts it, in
-        `ticked`. If the reason is BROKEN, that thread may have ended: count it here."""
+        """Queue an ended room: SGLang's scheduler waits for this call, so the channel thread counts
+        it, in `ticked`. If the reason is BROKEN, that thread may have ended: count it here."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began, handle.waited))

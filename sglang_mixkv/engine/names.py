@@ -17,7 +17,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from sglang_mixkv.background import in_thread
 
 AT_ONCE = 1024  # look-ups
-FRESH_S = 0.3  # after which a look-up's last answer is used, if there is one
+FRESH_S = 0.3  # after which a name's last answer is used, if it has one
 REMEMBERED = 4096  # names
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_mixkv.background import MAX_NOTICES, Background
 from sglang_mixkv.engine.prefill_http import Ranks
 
-PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT, so that decode's answer, with why, comes first
+PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT; decode's answer, with the reason, goes first
 LINGER_MS = 1000  # to deliver what was just sent
 
 

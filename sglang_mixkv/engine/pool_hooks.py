@@ -5,7 +5,7 @@ SGLang builds everything that names KV entries (pointers, layer ids, kinds of me
 slots, checksums) in `_init_kv_manager` of both queues (disaggregation/prefill.py, decode.py). While
 that runs, the queue has no draft pool, so all entries are the target's, and consistent. Only pools
 of KV heads, which have a `k_buffer`, are hidden. An MLA drafter's rows (`kv_buffer`) are the same
-on every rank: SGLang moves them correctly, and so the index keys that only such pools have.
+on every rank: SGLang moves them correctly, as it does the index keys that only such pools have.
 """
 
 from __future__ import annotations

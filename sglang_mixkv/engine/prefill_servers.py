@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 1024  # tasks; threads
-AGAIN_S = 5.0  # until a request, which waits a second for that, has a refused server asked again
-CHECK_S = 1.0  # between two checks of a ready server; at most, between asking a silent one twice
-SOON_S = 0.05  # between asking a silent server for the first and the second time
+AGAIN_S = 5.0  # before a refused server is asked again, for a request that waits a second for it
+CHECK_S = 1.0  # between checks of a ready server; the longest pause in asking a silent one
+SOON_S = 0.05  # the first pause in asking a silent server
 KNOWN_S = 60.0  # without a request, after which a server that is not ready is forgotten
 
 
@@ -51,7 +51,7 @@ STAND_IN = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
     kv_cache_dtype=None, follow_bootstrap_room=True,
 )  # fmt: skip
-"""Stands in for a refused server's sizes. A DP size of 1 spares SGLang asking for a DP rank."""
+"""Stands in for a refused server's sizes. With a DP size of 1, SGLang asks for no DP rank."""
 
 
 class _Server:
@@ -95,7 +95,7 @@ class PrefillServers:
     # -- the scheduler's thread
 
     def ensure(self, address: str) -> bool:
-        """Return True if the server is ready; or refused, and then DraftReceiver.init fails."""
+        """Return True if it is ready, or refused: then its requests fail in DraftReceiver.init."""
         if address in self._table:
             return True
         now = time.monotonic()

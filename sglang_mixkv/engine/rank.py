@@ -140,8 +140,8 @@ def _gpu(kv_args: Any) -> int:
 
 
 def times(patience: float) -> Times:
-    """Make the channel's times. An OPEN waits for its request as long as in SGLang's
-    DeferredBootstrap (disaggregation/common/conn.py, CommonKVManager.__init__)."""
+    """Make the channel's times. An OPEN waits for its request as long as SGLang's DeferredBootstrap
+    keeps one that is not here yet (disaggregation/common/conn.py, CommonKVManager.__init__)."""
     waiting = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
     bootstrap = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
     return Times(patience, float(waiting + bootstrap))
@@ -149,7 +149,7 @@ def times(patience: float) -> Times:
 
 def check_slots(layout: DraftLayout, size: int) -> None:
     """Refuse slots too small for a token with all heads of this rank. A rank never reads more heads
-    from another than either has, so every request can be served if that fits on both."""
+    from another than either has, so every request can be served if it fits on both sides."""
     heads = len(layout.heads)
     if not layout.facts.tokens_in(size, heads):
         fits = [mb for mb in range(1, 257) if layout.facts.tokens_in(slots_of(mb)[1], heads)]
@@ -162,7 +162,7 @@ def check_slots(layout: DraftLayout, size: int) -> None:
 
 
 def forward_event(scheduler: Any) -> Any:
-    """Record an event after all work queued on SGLang's forward stream; None without a GPU."""
+    """Return an event after all work queued on SGLang's forward stream; None without a GPU."""
     stream = getattr(scheduler, "forward_stream", None)
     if not isinstance(stream, torch.cuda.Stream):
         return None

@@ -147,7 +147,7 @@ def check(server_args: Any, *, functions: bool = True) -> None:
             "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
     if dead := [target for target in HOOKS if target not in HookRegistry._patched]:
-        remedy = "Look above for SGLang's reason, or for another plugin that hooks the same"
+        remedy = "Look above for SGLang's reason, or for a plugin that hooks the same functions"
         stop("MIXKV-START-02", "SGLang did not apply these hooks", dead, remedy)
     stop_if(broken(rules(), resolved_view(server_args), os.environ, server_args))
 

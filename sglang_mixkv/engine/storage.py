@@ -6,7 +6,7 @@ attention-TP sizes that share a store would read the wrong heads, or part of a p
 reports as success. With the size in that suffix, they miss each other's draft objects; a page with
 a missing object ends the hit (PoolHitPolicy.ALL_PAGES), is computed, and stored.
 
-The suffix is for everything whose rows differ between ranks: the KV heads of a drafter and of a GQA
+The suffix marks everything whose rows differ by rank: the KV heads of a drafter and of a GQA
 target (into whose pages SGLang packs an MTP drafter's), and the states of a hybrid target. MLA
 rows, a target's or a drafter's, have the other suffix (`mla_suffix`): all servers share them, even
 those without the plugin.

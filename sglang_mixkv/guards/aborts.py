@@ -3,7 +3,7 @@
 fault   CommonKVSender.abort (disaggregation/common/conn.py) notifies nobody: decode waits for
         SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s
 patch   none yet
-until   an abort on prefill ends the request on decode
+until   SGLang itself ends the request on decode
 
 On decode, DraftManager.apply_prefill_status overrides SGLang's, and ignores unsafe aborts.
 """
@@ -20,12 +20,12 @@ from sglang_mixkv.background import MAX_NOTICES, Background
 from sglang_mixkv.guards.room_reuse import RoomUse, newest
 from sglang_mixkv.series import ABORTED
 
-BLOCKED_AT_ONCE = 256  # sends, each to another decode rank
+BLOCKED_AT_ONCE = 256  # sends, each to a different decode rank
 POLL_S, LATE_S = 1.0, 300.0  # SGLang's timeout, after which decode no longer waits
 
 
 class AbortedRequests:
-    """Notifies decode of aborts on a prefill rank, whose manager in SGLang is `manager`."""
+    """Notifies decode of aborts on a prefill rank. `manager`: the rank's manager in SGLang."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -58,11 +58,11 @@ class AbortedRequests:
         await asyncio.gather(*(send(to, message, targets=[to], **fields) for to in targets or ()))
 
     def _late(self, sender: RoomUse, room: int) -> Any:
-        """Return the targets of a room that was aborted before their metadata came: None before
-        all of it is here, () if nothing is left to do. SGLang's bootstrap_thread then sets the
-        prefix and, after it, the status, so only then is the room cleared. If SGLang's scheduler
-        has not cleared the sender, it will poll it again, and clear it: leave it the status, since
-        a missing one would read as WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
+        """Return the targets of a room that was aborted before their metadata came: None while some
+        is missing, () if nothing is left to do. The room is cleared only once SGLang's
+        bootstrap_thread has set its prefix and, last, its status. If SGLang's scheduler has not
+        cleared the sender, it will poll and clear it: leave it the status, since a missing one
+        would read as WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
         tables = self._manager
         if newest(room) not in (None, sender):  # another request has the number
             return ()

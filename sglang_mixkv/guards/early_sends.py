@@ -1,8 +1,8 @@
 """Holds early sends over NIXL back until their KV is written.
 
 fault   SGLang sends a cached prefix when the forward of the rest begins (prefill.py,
-        maybe_send_cached_prefix_chunk), and each chunk when the next one's does. It passes the
-        event of the forward that writes this KV along, but NIXL drops it (add_transfer_request in
+        maybe_send_cached_prefix_chunk), and each chunk when the next one's does. It passes along
+        the event of the forward that writes this KV, but NIXL drops it (add_transfer_request in
         nixl/conn.py), and up to 0.5.21 Mooncake did not wait for it: even the target's KV can be
         sent before it is written
 patch   upstream/nixl-early-sends.patch

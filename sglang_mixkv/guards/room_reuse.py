@@ -5,7 +5,7 @@ fault   SGLang's tables have one entry per number (CommonKVManager, in common/co
         entry when it ends, which can crash SGLang's schedulers (prefill.py, pop_bootstrapped:
         "Unexpected poll state", KeyError)
 patch   none yet
-until   SGLang refuses such a request itself, or its tables distinguish requests with one number
+until   SGLang refuses such requests itself, or its tables tell apart those that share a number
 
 A server refuses such a request when it receives it. One that slips through, for example from a
 client that calls both servers itself and repeats a number, fails without harming any other.
@@ -43,7 +43,7 @@ def around_request(
     states, numbers = manager.rid_to_state, set[int]()
     for _, room, host, port in rooms:
         if not _is_number(room):
-            raise _refusal(f"a value of type {type(room).__name__} that is not one")
+            raise _refusal(f"a value outside that range, of type {type(room).__name__}")
         if not _is_address(host, port, is_decode):
             expected = "a bootstrap_host, and a bootstrap_port from 1 to 65535 or none"
             raise _refusal(f"{host!r:.99} and {port!r:.99}", expected)
@@ -111,7 +111,7 @@ class RoomUse:
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
-        problem = f"a value of type {type(bootstrap_room).__name__} that is not one"
+        problem = f"a value outside that range, of type {type(bootstrap_room).__name__}"
         if is_free := _is_number(bootstrap_room):
             problem, first = f"{bootstrap_room}, which is in use", _newest.get(bootstrap_room)
             is_free = first is None or first.kv_mgr is not mgr or first._leave()

@@ -1,5 +1,5 @@
-"""A prefill rank's Request, its ReaderTransfer to each reader, and the Segments into which that is
-cut, each fitting a slot; and Packing, which chooses the segments to pack next.
+"""A prefill rank's Request, its ReaderTransfer to each reader, the Segments of these, which fit
+slots, and Packing, which chooses the segments to pack next.
 
 A *handle* names one of SGLang's senders (in a server, it is the SendHandle): room numbers are
 reused, handles are not. A *connection* is the socket's name for the origin of a message.
@@ -18,7 +18,7 @@ from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.draft.layout import Pages
 
-MAX_IN_FLIGHT = 16  # segments being packed at once: two READYs for one reader
+MAX_IN_FLIGHT = 16  # segments being packed at once: two READYs' worth for one reader
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -33,10 +33,10 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Request:
-    """A request, or OPENs that came before it, with `handle` None. `readers`: how many there are,
+    """A request, or OPENs that came before it, with `handle` None. `readers`: how many it has,
     according to its OPENs; 1 before the first. `written`: how many leading chunks are written.
-    `sent`: when SGLang's own transfer succeeded. `progress`: when the request last began, was
-    opened by a reader, or had segments announced."""
+    `sent`: when SGLang's own transfer succeeded. `progress`: when it last began, was opened by a
+    reader, or had segments announced."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
@@ -91,7 +91,7 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 class ReaderTransfer:
     """The transfer of a request to one reader, in segments of at most `limit` tokens.
 
-    `token`: the next one to cut into a segment, in the chunk `at`, number `chunk` of the request.
+    `token`: the next one to cut into a segment, from the chunk `at`, which has the index `chunk`.
     `packing`: the segments cut but not yet announced, in the order of the prompt. `announced`: how
     many have been. `all_cut`: no more follow. `ended`: the last READY is made, or it failed.
     """
@@ -186,7 +186,7 @@ class Packing:
 
     def end(self, segments: Sequence[Segment], outcome: Outcome) -> list[ReaderTransfer]:
         """Note that these segments have ended; return the transfers that fail with them. Slots that
-        were not packed are freed. A closed gate (outcome None) fails none: the request ends next.
+        were not packed are freed. A closed gate fails none, since the end of the request follows.
         """
         self._begun -= len(segments)
         failed: dict[ReaderTransfer, None] = {}

@@ -70,7 +70,7 @@ class PrefillWorker(Worker):
 
     def begin(self, room: int) -> SendHandle:
         handle = SendHandle(room)
-        self._call(self._machine.begin, handle, room, wake=False)  # its first chunk wakes it
+        self._call(self._machine.begin, handle, room, wake=False)  # its first chunk does
         return handle
 
     def add_chunk(
@@ -137,7 +137,7 @@ class PrefillWorker(Worker):
                 return
             connection, frame = self._socket.recv(NOBLOCK), self._socket.recv(NOBLOCK)
             while self._socket.getsockopt(RCVMORE):
-                frame = self._socket.recv(NOBLOCK) and b""  # the plugin's have one frame
+                frame = self._socket.recv(NOBLOCK) and b""  # the plugin's messages have one
             try:
                 message = messages.decode(frame)
             except ValueError as error:

@@ -205,7 +205,7 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: on one side only"),
         ({"attention_tp": 3}, {"attention_tp": 2}, "one divides the other"),
         ({}, {"attention_tp": 0}, "one divides the other"),
-        ({"draft": eagle3(8, "EAGLE")}, {}, "prefill: .*Eagle3 is a drafter for .* got EAGLE"),
+        ({"draft": eagle3(8, "EAGLE")}, {}, "prefill: .*Eagle3 is a drafter for .* not EAGLE"),
         ({"attention_tp": 3}, {"attention_tp": 1}, r"PAIR-04\] prefill: expected a number of KV"),
         ({"draft": eagle3(4)}, {}, "KV heads of the drafter: prefill has 4, decode has 8"),
         ({}, {"draft": None}, "decode has none; its KV cannot be moved"),
