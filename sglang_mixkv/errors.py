@@ -38,6 +38,5 @@ class MixKVError(ArgumentTypeError, ValueError):
 
 
 def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
-    """Make an error whose text has all four parts."""
     text = f"expected {expected}; got {got}. As it is, {consequence}. {remedy}."
     return MixKVError(code, text)

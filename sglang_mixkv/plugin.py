@@ -65,7 +65,6 @@ def add_flags(original: Callable[..., None], parser: argparse.ArgumentParser) ->
 
 
 def attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    """Attach the record of flags and environment to the ServerArgs."""
     from sglang_mixkv.config import ATTRIBUTE, resolve_if_enabled
 
     server_args = original(cls, args)

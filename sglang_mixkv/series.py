@@ -16,10 +16,8 @@ PREFIX = "sglang:mixkv_"
 Values = tuple[str, ...]
 
 OTHER = "other"
-ABORTED = "Aborted by prefill."
-"""Decode's failure reason for a request that prefill has aborted."""
-STATES = ("warm", "cold", "retracted")
-"""The ways in which the drafter of a finished request can have begun."""
+ABORTED = "Aborted by prefill."  # decode's failure reason for a request that prefill aborted
+STATES = ("warm", "cold", "retracted")  # how the drafter of a finished request can have begun
 
 
 class NoteSpec(NamedTuple):
@@ -41,7 +39,7 @@ NETWORK = "Look at the network between the two, and at their load"
 REPORT = "Report it with both logs"
 MEMORY = "Raise --mixkv-staging-mb"
 SAME_DRAFTER = "Give both sides the same drafter"
-TRACEBACK = "Its reason is in this log"
+TRACEBACK = "See the traceback in the log"
 _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 
 
@@ -90,10 +88,9 @@ class ColdReason(StrEnum):
     # fmt: on
 
 
-Cold = ColdReason | Literal[""]
-"""Why a request is cold; "" while it is not."""
+Cold = ColdReason | Literal[""]  # why a request is cold; "" while it is not
 
-NOTES: dict[str, NoteSpec] = {
+NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     **{reason: reason.spec for reason in ColdReason},
     # on decode: other notes
     "breaker_opened": NoteSpec(
@@ -133,7 +130,6 @@ NOTES: dict[str, NoteSpec] = {
         code="MIXKV-MSG-01", consequence="it was dropped",
     ),
 }  # fmt: skip
-"""By a note's `what`."""
 
 FAILS = {
     what: ColdReason(f"prefill_{what}") for what, note in NOTES.items() if note.series == _FAIL

@@ -28,8 +28,7 @@ from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, NoteS
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Upper bounds of histograms, in seconds."""
+BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 SAMPLE_S = 1.0
 MAX_LOGGED = 1024  # pairs of peer and note; beyond that, nothing new is logged
 MAX_PREFILLS = 64  # addresses with series of their own; any more are counted as OTHER

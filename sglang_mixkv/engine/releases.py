@@ -152,8 +152,7 @@ def check(server_args: Any, *, functions: bool = True) -> None:
     stop_if(broken(rules(), resolved_view(server_args), os.environ, server_args))
 
 
-_checked: Any = None
-"""The ServerArgs that this process was last checked for."""
+_checked: Any = None  # the ServerArgs that this process was last checked for
 
 
 def check_once(server_args: Any) -> None:

@@ -150,7 +150,6 @@ _NAMES = {
         "speculative_draft_window_size",
 }  # fmt: skip
 ATTRIBUTES = {path.rstrip("."): tuple(names.split()) for path, names in _NAMES.items()}
-"""By class."""
 LATER = {
     "0.5.21": {
         "disaggregation_decode_allocation_policy", "enable_kv_cache_sharding", "indices_event",

@@ -43,7 +43,7 @@ def around_request(
     states, numbers = manager.rid_to_state, set[int]()
     for _, room, host, port in rooms:
         if not _is_number(room):
-            raise _refusal(f"a value outside that range, of type {type(room).__name__}")
+            raise _refusal(f"{type(room).__name__} outside that range")
         if not _is_address(host, port, is_decode):
             expected = "a bootstrap_host, and a bootstrap_port from 1 to 65535 or none"
             raise _refusal(f"{host!r:.99} and {port!r:.99}", expected)
@@ -111,7 +111,7 @@ class RoomUse:
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
-        problem = f"a value outside that range, of type {type(bootstrap_room).__name__}"
+        problem = f"{type(bootstrap_room).__name__} outside that range"
         if is_free := _is_number(bootstrap_room):
             problem, first = f"{bootstrap_room}, which is in use", _newest.get(bootstrap_room)
             is_free = first is None or first.kv_mgr is not mgr or first._leave()

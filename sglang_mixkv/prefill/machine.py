@@ -274,7 +274,6 @@ class Machine:
         self._release_pages(request, given_up=True)
 
     def on_action_failed(self, action: Action, error: Exception) -> None:
-        """Handle an action that raised, and was not done."""
         match action:
             case StartCopies(segments):
                 self.copied(segments, error)
