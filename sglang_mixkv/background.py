@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-MAX_NOTICES = 4096  # under way to other servers; beyond them a server waits for its timeout
+MAX_NOTICES = 4096  # in flight to other servers; beyond that, a server waits for its timeout
 
 
 def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call this in a thread of its own, which does not keep the process from ending."""
+    """Run `call` in a daemon thread of its own; return its future."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -31,7 +31,7 @@ def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 class Background:
-    """An event loop in a thread of its own. `threads`: how many calls may block at once."""
+    """An event loop in a thread of its own. `threads`: how many blocking calls may run at once."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name, self._places = name, asyncio.Semaphore(threads)
@@ -41,7 +41,7 @@ class Background:
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start this work; nobody waits for its end."""
+        """Start this coroutine without waiting for it; its exception is logged."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self.running.add(future)
         future.add_done_callback(self._ended)
@@ -49,7 +49,7 @@ class Background:
     def _ended(self, future: Future[Any]) -> None:
         self.running.discard(future)
         if error := future.exception():
-            text = "[MIXKV-SELF-01] sglang-mixkv: work in the background has failed"
+            text = "[MIXKV-SELF-01] sglang-mixkv: background work has failed"
             logger.error(text, exc_info=error)
 
     async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -57,7 +57,7 @@ class Background:
             return await asyncio.wrap_future(in_thread(self._name, call, *args))
 
     async def send(self, to: Any, message: Callable[..., None], **fields: Any) -> None:
-        """Send one message at a time to each `to`. SGLang's sends block for up to 30 s if the other
-        side is gone or stopped: it costs one thread."""
+        """Call `message(**fields)` in a thread, one call at a time per `to`: SGLang's sends block
+        for up to 30 s if the other side is gone or stopped, so each `to` costs one thread."""
         async with self._sending.setdefault(to, asyncio.Lock()):
             await self.in_thread(partial(message, **fields))

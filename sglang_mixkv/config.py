@@ -1,12 +1,10 @@
-"""Configuration: flags over environment over defaults, one frozen record.
+"""Configuration: one frozen record. Flags override the environment, which overrides defaults.
 
-The record is made where SGLang builds its ServerArgs (`plugin.py`), as their attribute `_mixkv`:
-SGLang pickles ServerArgs with their attributes, so every process gets the same record. If a
-launcher builds ServerArgs without SGLang's command line, its environment decides, and the record is
-made when they are resolved.
+`plugin.py` attaches the record to SGLang's ServerArgs as `_mixkv`. SGLang pickles ServerArgs with
+their attributes, so every process gets the same record. If a launcher builds ServerArgs without
+SGLang's command line, its environment decides, and the record is made when they are resolved.
 
-This module is imported while ServerArgs are unpickled in child processes: it imports
-neither SGLang nor torch.
+Child processes import this module to unpickle ServerArgs, so it imports neither SGLang nor torch.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
 PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
-API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # of servers with --api-key; commands read it, servers do not
+API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # for servers with --api-key; only the commands read it
 
 
 class Config(msgspec.Struct, frozen=True):
-    """The operator's settings of the plugin; SETTINGS says what each field means. `port`: 0 for any
-    free one. `data_plane`: "" for the transfer backend's own."""
+    """The operator's settings; SETTINGS explains each field. `port`: 0 for any free port.
+    `data_plane`: "" to choose by the transfer backend."""
 
     enabled: bool = False
     staging_mb: int = 256
@@ -51,18 +49,18 @@ class Config(msgspec.Struct, frozen=True):
 
 
 def _unpickled(*values: Any) -> Config:
-    """Load plugins in SGLang's workers of --tokenizer-worker-num, which take requests without
-    plugins, but unpickle ServerArgs (http_server.py, init_multi_tokenizer). Elsewhere that module
-    is not imported before plugins are loaded."""
+    """Make the record, and load plugins in SGLang's --tokenizer-worker-num workers: they take
+    requests and do not load plugins, but do unpickle ServerArgs (http_server.py,
+    init_multi_tokenizer). Other processes load plugins before they import that module."""
     config = Config(*values)
     if config.enabled and "sglang.srt.entrypoints.http_server" in sys.modules:
-        sys.modules["sglang.srt.plugins"].load_plugins()  # once in a process
+        sys.modules["sglang.srt.plugins"].load_plugins()  # does nothing after the first call
     return config
 
 
 class Setting(NamedTuple):
-    """One setting: its variable, its flag if it has one, and the values that either takes, as text.
-    `read` raises ValueError or KeyError for others."""
+    """A setting: its variable `environ`, its `flag` if it has one, and `words` for the values that
+    both accept. `read` parses a value, and raises ValueError or KeyError for any other."""
 
     field: str
     environ: str
@@ -76,14 +74,14 @@ class Setting(NamedTuple):
         return getattr(Config(), self.field, None)
 
     def value(self, name: str, text: str) -> Any:
-        """Read it. `name`: of the flag or variable. MixKVError for text outside of the bounds."""
+        """Parse `text`, given as the flag or variable `name`. MixKVError if it is out of bounds."""
         by_default = f": the default is {self.default}" if self.default else ""
         try:
             return self.read(text.strip())
         except (ValueError, KeyError):
             raise refuse(
                 "MIXKV-START-04", f"{name} to be {self.words}", repr(text),
-                "the server would not run as it was asked to",
+                "the server would not run as configured",
                 f"Correct it, or leave it out{by_default}",
             ) from None  # fmt: skip
 
@@ -91,7 +89,7 @@ class Setting(NamedTuple):
 def _between(kind: type[int] | type[float], least: float, most: float) -> tuple[str, Any]:
     def read(text: str) -> int | float:
         value = kind(text)
-        if not least <= value <= most:  # false for NaN
+        if not least <= value <= most:  # also rejects NaN
             raise ValueError
         return value
 
@@ -103,15 +101,15 @@ def _one_of(*names: str) -> tuple[str, Any]:
     return " or ".join(names), {name: name for name in names}.__getitem__
 
 
-# SGLang's words (EnvBool in environ.py), and on and off.
+# SGLang's words (EnvBool in environ.py), plus on and off.
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "y", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "n", "off"), False)
 _TRUTH: tuple[str, Any] = "1 or 0", lambda text: _TRUTHS[text.lower()]
 
-# Bounds. --mixkv-staging-mb: half of the largest, which one reader may hold, is 8 GiB, or a prompt
-# of 262,144 tokens at 32 KiB each. SGLANG_MIXKV_PATIENCE: with the smallest the longest wait is one
-# tick of the channel's threads, with the largest the whole wait is 300 s, as long as SGLang waits
-# for the target. SGLANG_MIXKV_PORT: from the largest on there are ports for all GPUs of a host.
+# Bounds. --mixkv-staging-mb: one reader may hold half of the largest, 8 GiB: a prompt of 262,144
+# tokens at 32 KiB each. SGLANG_MIXKV_PATIENCE: the smallest cuts the longest wait for progress to
+# one tick of the channel's threads; the largest makes the whole wait 300 s, as long as SGLang waits
+# for the target. SGLANG_MIXKV_PORT: the largest leaves a port for each GPU of a host.
 SETTINGS = (
     Setting(
         "enabled", ENABLE_ENV, *_TRUTH,
@@ -121,40 +119,41 @@ SETTINGS = (
     ),
     Setting(
         "staging_mb", "SGLANG_MIXKV_STAGING_MB", *_between(int, 1, 16384),
-        "MiB of a rank's staging buffer for draft KV: registered memory of the KV's kind, outside "
-        "--mem-fraction-static, in slots of 4 MiB, or 64 smaller ones. Taken at start.",
+        "MiB of each rank's staging buffer for draft KV: registered memory on the KV's device, "
+        "outside --mem-fraction-static, in slots of 4 MiB, or 64 smaller ones. Allocated at start.",
         "--mixkv-staging-mb",
     ),
     Setting(
         "on_draft_mismatch", "SGLANG_MIXKV_ON_DRAFT_MISMATCH", *_one_of("refuse", "cold"),
-        "Set on decode. When only the drafters of both sides differ: refuse the prefill server, or "
-        "serve its requests with the target's KV alone (cold: same output, lower accept length).",
+        "Set on decode. If the two sides differ only in their drafters: refuse the prefill server, "
+        "or serve its requests with only the target's KV (cold: same output, lower accept length).",
         "--mixkv-on-draft-mismatch",
     ),
     Setting(
         "allow_untested_sglang", ALLOW_UNTESTED_ENV, *_TRUTH,
-        "Start with an SGLang that is refused. Each difference is logged.",
+        "Start even with an SGLang that is refused, and log each difference.",
     ),
     Setting(
-        "patience", PATIENCE_ENV, *_between(float, 0.1, 60), "A factor on the channel's times."
+        "patience", PATIENCE_ENV, *_between(float, 0.1, 60), "Multiplies the channel's times."
     ),
     Setting(
         "port", "SGLANG_MIXKV_PORT", *_between(int, 1024, 65000),
-        "On prefill: the channel of the rank on GPU n listens on this port plus n. By default on "
+        "On prefill: the channel of the rank on GPU n listens on this port plus n; if unset, on "
         "any free port.",
     ),
     Setting(
         "data_plane", PLANE_ENV, *_one_of("mooncake", "nixl"),
-        "What decode reads slots with, the same on both sides. By default by the transfer backend.",
+        "What decode reads slots with; the same on both sides. If unset, chosen by the transfer "
+        "backend.",
     ),
     Setting(
         "gpu_copies", "SGLANG_MIXKV_GPU_COPIES", *_one_of("kernels", "torch", "auto"),
-        "What copies draft KV on a GPU. auto: kernels, or torch where they cannot, with a warning.",
+        "What copies draft KV on a GPU. auto: kernels, or torch, with a warning, if they cannot.",
     ),
     Setting(
         "nixl_params", "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS", "a JSON object of strings",
         partial(msgspec.json.decode, type=dict[str, str]),
-        "SGLang's own: parameters of NIXL's backend. The plugin's NIXL takes the same.",
+        "SGLang's own: parameters of NIXL's backend. The plugin's NIXL gets them, too.",
     ),
 )  # fmt: skip
 
@@ -164,33 +163,33 @@ _KNOWN = {*_OF_VARIABLE, API_KEY_ENV}
 
 
 def variable(name: str, text: str) -> Any:
-    """Return the value of an environment variable; None if it is empty, or no server reads it.
-    MixKVError if it is outside of its bounds, or unknown and has the plugin's name."""
+    """Return the value of an environment variable; None if it is empty, or servers do not read it.
+    MixKVError if it is out of bounds, or is unknown but named like one of the plugin's."""
     if setting := _OF_VARIABLE.get(name):
         return setting.value(name, text) if text.strip() else None
     if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):
         raise refuse(
-            "MIXKV-START-04", "variables that the plugin reads", name,
-            "a setting would have no effect", f"Unset it{nearest(name, _KNOWN)}",
+            "MIXKV-START-04", "a variable that the plugin reads", name,
+            "it would have no effect", f"Unset it{nearest(name, _KNOWN)}",
         )  # fmt: skip
     return None
 
 
 def _is_of_service(name: str, text: str) -> bool:
-    """True if Kubernetes set it, as it does for each Service of a pod's namespace: for one named
-    sglang-mixkv-router it sets SGLANG_MIXKV_ROUTER_SERVICE_HOST, and six more."""
+    """True if Kubernetes set it, as it does for each Service in a pod's namespace: for one named
+    sglang-mixkv-router, it sets SGLANG_MIXKV_ROUTER_SERVICE_HOST and six more."""
     made = re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_[A-Z]+", name)
     return bool(made or re.match(r"(tcp|udp|sctp)://", text))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word."""
+    """Return the end of a message about an unknown word: the known one most like it, if any is."""
     found = difflib.get_close_matches(word, known, 1, 0.85)
-    return f"; the nearest that is known is {found[0]}" if found else ""
+    return f"; the closest match is {found[0]}" if found else ""
 
 
 def truth(name: str, environ: Mapping[str, str]) -> bool:
-    """A boolean variable, of SGLang's or the plugin's; MixKVError for text that is neither."""
+    """Return a boolean variable, SGLang's or the plugin's. MixKVError if it is not a boolean."""
     text = environ.get(name, "")
     return bool(text.strip() and Setting("", name, *_TRUTH).value(name, text))
 
@@ -213,8 +212,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Make the record for these flags (None: a launcher without the plugin's flags). MixKVError for
-    the first variable that is refused."""
+    """Make the record. `flags`: None if the launcher has none of the plugin's. MixKVError for the
+    first variable that is refused."""
     found = {name: variable(name, environ[name]) for name in sorted(environ)}
     values = {setting.field: found.get(setting.environ) for setting in SETTINGS}
     for setting in SETTINGS:
@@ -224,8 +223,8 @@ def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.en
 
 
 def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
-    """Do as `resolve` in a process that opted in. In others nothing more is read, so that nothing
-    can stop them. A refusal ends the process with its message alone, as all refusals at start."""
+    """Call `resolve` if this process has opted in; else return the defaults and read no other
+    variable, so that none can stop it. A refusal ends the process, with its message alone."""
     try:
         asked = getattr(flags, "enable_mixkv", None) or truth(ENABLE_ENV, os.environ)
         return resolve(flags) if asked else Config()
@@ -234,6 +233,6 @@ def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
 
 
 def config_of(server_args: Any) -> Config:
-    """Return the record of these ServerArgs, or else what the environment says."""
+    """Return the record attached to these ServerArgs, or else one made from the environment."""
     record = getattr(server_args, ATTRIBUTE, None)
     return record if isinstance(record, Config) else resolve_if_enabled(None)

@@ -1,7 +1,7 @@
-"""Errors of the plugin: a code that stays, and a text that can be reworded.
+"""The plugin's errors: each has a code that never changes, and a text that may be reworded.
 
-docs/troubleshooting.md has an entry for each code: what it means, and what to do. Two texts share a
-code if the operator would do the same about both.
+docs/troubleshooting.md says what each code means and what to do. Two texts share a code if they
+call for the same action.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ REASON_OF = {
     "MIXKV-PAIR-01": "no_plugin",
     "MIXKV-PAIR-02": "protocol",
     "MIXKV-PAIR-03": "facts",
-    "MIXKV-PAIR-04": "topology",  # sizes or routes that do not fit
+    "MIXKV-PAIR-04": "topology",  # no routes between these sizes
 }
-"""The reason under which a refused peer is counted, by code; `other` for all others."""
+"""By code: the reason under which a refused peer is counted; any other code counts as `other`."""
 REASONS = (*REASON_OF.values(), "other")
 
 
 class MixKVError(ArgumentTypeError, ValueError):
-    """Something does not fit. The text begins with the code, and says expected, got, consequence
-    and remedy where these are not plain. argparse shows it whole."""
+    """A refusal. Its message is the code and the text: what was expected, what was found, the
+    consequence and the remedy, where these are not obvious. argparse prints it in full."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"[{code}] {text}")
@@ -28,16 +28,15 @@ class MixKVError(ArgumentTypeError, ValueError):
         self.text = text
 
     def about(self, whom: str) -> MixKVError:
-        """Return the same error with the name of whom it is about."""
+        """Return this error with `whom`, the server or rank it is about, before its text."""
         return MixKVError(self.code, f"{whom}: {self.text}")
 
     @property
     def reason(self) -> str:
-        """The reason to count it under, one of REASONS."""
+        """The reason to count it under: one of REASONS."""
         return REASON_OF.get(self.code, "other")
 
 
 def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
-    """Make an error with all four parts."""
     text = f"expected {expected}; got {got}. As it is, {consequence}. {remedy}."
     return MixKVError(code, text)

@@ -1,14 +1,14 @@
 """The entry point that SGLang calls in every process, and the hooks that it registers.
 
-Without opting in, each hook returns what SGLang computed. An opted-in process never goes on as
-stock silently. SGLang's launcher is checked while it resolves its arguments (`validate`), and each
-process that returns KV classes checks itself, once for its ServerArgs, since the launcher may have
-resolved them before plugins were loaded. Without published ServerArgs (a bootstrap server alone)
-the check runs when a manager is built. SGLang logs and swallows a plugin's exceptions, so failures
-here end the process with SystemExit if the plugin was asked for.
+In a process that has not opted in, each hook returns what SGLang's function does. One that has
+opted in never silently runs stock: `validate` checks SGLang's launcher while it resolves its
+arguments, and `kv_class` checks each process, once per ServerArgs, since the launcher may have
+resolved them before plugins were loaded. If ServerArgs are not published (in a standalone bootstrap
+server), the check runs when a manager is built. SGLang logs and swallows a plugin's exceptions, so
+a failure here ends an opted-in process with SystemExit.
 
-Top-level imports stay in the standard library: a plugin that cannot be imported is skipped
-by SGLang without a stop.
+Import only the standard library at top level: SGLang skips a plugin that it cannot import, and
+starts without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _hook = functools.cache(pkgutil.resolve_name)
 
 
 def register() -> None:
-    """Called by SGLang in each process, before anything is parsed or started."""
+    """Register the hooks. SGLang calls this in each process before it parses or starts anything."""
     try:
         _register()
     except Exception as error:
@@ -51,7 +51,7 @@ def _register() -> None:
 
 
 def _around(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the hook if this process has opted in; functions of this file check that themselves."""
+    """Call the hook if this process has opted in; the hooks in this file check that themselves."""
     if not (name.startswith("plugin.") or _is_enabled(_published())):
         return original(*args, **kwargs)
     return _hook(f"sglang_mixkv.{name}")(original, *args, **kwargs)
@@ -65,7 +65,6 @@ def add_flags(original: Callable[..., None], parser: argparse.ArgumentParser) ->
 
 
 def attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    """Make one record of flags and environment."""
     from sglang_mixkv.config import ATTRIBUTE, resolve_if_enabled
 
     server_args = original(cls, args)
@@ -74,7 +73,7 @@ def attach_config(original: Callable[..., Any], cls: type, args: argparse.Namesp
 
 
 def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Runs once in the launching process, after SGLang has resolved its arguments."""
+    """Check the launching process, once SGLang has resolved its arguments."""
     from sglang_mixkv.config import ATTRIBUTE, config_of
 
     previous(server_args)
@@ -87,7 +86,7 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Return SGLang's classes with our mixins. SGLang's schedulers ask with each request."""
+    """Return SGLang's class with the plugin's mixin. Schedulers call this for each request."""
     server_args = _published()
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
@@ -105,8 +104,8 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
 
 
 def _published() -> Any:
-    """Return the ServerArgs of this process; None before they are published, or if an unknown
-    SGLang keeps them elsewhere: the environment decides then."""
+    """Return this process's ServerArgs; None before they are published, or if an unknown SGLang
+    keeps them elsewhere. Then the environment decides."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

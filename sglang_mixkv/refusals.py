@@ -1,7 +1,7 @@
-"""Combinations that are refused before an opted-in server starts, each by name.
+"""Named combinations with which an opted-in server does not start.
 
 A feature is listed if it moves or lays out draft KV in a way that the plugin does not know, or if
-it replaces the part of SGLang that the plugin extends. Neither would show as an error later.
+it replaces a part of SGLang that the plugin extends. Neither would raise an error later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sglang_mixkv.config import truth
 
-# UNO has no draft model, FROZEN_KV_MTP's drafter reads the target's KV: neither has KV of its own.
+# Not UNO, which has no draft model, nor FROZEN_KV_MTP, whose drafter reads the target's KV.
 SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
 DEVICES = ("cuda", "cpu")
 BACKENDS = ("mooncake", "nixl")
@@ -20,8 +20,8 @@ _OFF = (None, False, "", "none", "null")
 
 
 class Rule(NamedTuple):
-    """`name`: what is refused, as on the command line. `applies`: to resolved server arguments.
-    `remedy`: what to do instead."""
+    """A combination to refuse. `name`: how a message calls it, in terms of flags. `applies`: true
+    if resolved server arguments have it. `remedy`: why, if not obvious, and what to do instead."""
 
     name: str
     applies: Callable[[Any], Any]
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 
 def _flag(flag: str, remedy: str, *, drafter: bool = False) -> Rule:
-    """Refuse a flag, or these values of it; `drafter`: only with a drafter."""
+    """Make a Rule against a flag, or the values that follow it; `drafter`: only with a drafter."""
     attribute, *values = flag.removeprefix("--").replace("-", "_").split()
 
     def applies(args: Any) -> bool:
@@ -50,7 +50,7 @@ def has_drafter(args: Any) -> bool:
 SINGLE_SERVER = Rule(
     "--disaggregation-mode null",
     lambda a: a.disaggregation_mode not in ("prefill", "decode"),
-    "give --disaggregation-mode prefill or decode, or drop --enable-mixkv",
+    "set --disaggregation-mode to prefill or decode, or drop --enable-mixkv",
 )
 OTHER_BACKEND = Rule(
     "--disaggregation-transfer-backend other than mooncake and nixl",
@@ -58,34 +58,34 @@ OTHER_BACKEND = Rule(
     "use mooncake or nixl on both sides; mori and ascend are not supported",
 )
 
-# The caches below are SGLang 0.5.23's, under srt/mem_cache/. Its host tier is served: a slot there
-# never has a target's KV without the drafter's (unified_radix_cache.py _build_sidecar_transfers, or
-# packed into the target's pages), and both are back before the forward that reads them.
-# Storage: with an MLA target rank 0 alone writes (is_storage_writer in hicache_storage.py), so its
-# heads come back on every rank. Of Mooncake's store all ranks write a drafter's heads
+# The caches below are SGLang 0.5.23's, under srt/mem_cache/. Its host tier works: a slot there
+# never has the target's KV without the drafter's (unified_radix_cache.py _build_sidecar_transfers,
+# or packed into the target's pages), and both are restored before the forward that reads them.
+# Storage: with an MLA target only rank 0 writes (is_storage_writer in hicache_storage.py), so every
+# rank reads back rank 0's heads. With Mooncake's store, all ranks write their draft heads
 # (should_backup in hybrid_cache/hybrid_cache_controller.py); engine/storage.py fixes its keys.
-# FlexKV: FlexKVConnector.__init__ (storage/flexkv/flexkv_connector.py) registers the target pool's
-# buffers alone, so a page that it brings back has the target's KV and an older draft KV. SGLang
-# lets it start. `--radix-cache-backend flexkv` is the same cache.
+# FlexKV: FlexKVConnector.__init__ (storage/flexkv/flexkv_connector.py) registers only the target
+# pool's buffers, so a page that it restores has the target's KV but stale draft KV. SGLang does
+# not refuse it. `--radix-cache-backend flexkv` is the same cache.
 # External linker: a drafter's pages are stored under the TP rank without the TP size
-# (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by
-# storage/umbp/), so a server of another TP size reads other heads; a `dynamic` linker is unknown.
+# (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by storage/umbp/),
+# so a server with a different TP size reads the wrong heads; a `dynamic` linker is unknown.
 STORED = "mooncake"
 STORAGE = Rule(
     "--hicache-storage-backend other than mooncake with a drafter",
     lambda a: getattr(a, "hicache_storage_backend", None) not in (*_OFF, STORED) and has_drafter(a),
-    "a prefix that comes back from there may have the draft KV of another rank's heads; use "
-    "Mooncake's store (--hicache-storage-backend mooncake)",
+    "a prefix restored from there may have the draft heads of another rank; use Mooncake's store "
+    "(--hicache-storage-backend mooncake)",
 )
-_LACKS = "a prefix that comes back from FlexKV lacks its draft KV; drop the flag"
+_LACKS = "a prefix restored from FlexKV lacks its draft KV; drop the flag"
 ARGUMENT_RULES: tuple[Rule, ...] = (
     SINGLE_SERVER,
     OTHER_BACKEND,
     Rule(
         "--device other than cuda and cpu",
         lambda a: (getattr(a, "device", None) or "cuda").partition(":")[0] not in DEVICES,
-        "KV in its memory would be read and written as host memory; use --device cuda, or start "
-        "both sides without --enable-mixkv",
+        "the plugin would treat its memory as host memory; use --device cuda, or start both sides "
+        "without --enable-mixkv",
     ),
     _flag("--use-ray", "start without Ray"),
     _flag("--enable-pd-role-switch", "drop the flag"),
@@ -96,29 +96,29 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     _flag("--enable-hisparse", "drop the flag"),
     _flag(
         "--enable-unified-memory",
-        "KV fused into shared pages has no regions that could be cut by heads; drop the flag",
+        "KV fused into shared pages cannot be cut by heads; drop the flag",
     ),
     _flag(
         "--kv-canary",
-        "its rows in the KV pool would be treated as heads; drop the flag",
+        "its rows in the KV pool would be mistaken for heads; drop the flag",
         drafter=True,
     ),
-    # NixlKVManager (disaggregation/nixl/conn.py) has no deregister_buffer_to_engine, as Mooncake's
-    # has. Peers would go on to write into the memory that /release_memory_occupation gave back.
+    # Unlike Mooncake's manager, NixlKVManager (disaggregation/nixl/conn.py) has no
+    # deregister_buffer_to_engine: peers could write to memory that was released.
     Rule(
         "--enable-memory-saver with --disaggregation-transfer-backend nixl",
         lambda a: (
             getattr(a, "enable_memory_saver", False) and a.disaggregation_transfer_backend == "nixl"
         ),
-        "SGLang does not take the target's pool back from NIXL when its memory is released; use "
+        "SGLang does not deregister the target's pool from NIXL when it releases the memory; use "
         "mooncake, or drop the flag",
     ),
     _flag("--enable-kv-cache-sharding", "drop the flag"),
     Rule(
         f"--speculative-algorithm other than {', '.join(SPECULATIVE[1:])}",
         lambda a: (a.speculative_algorithm or "NONE").upper() not in SPECULATIVE,
-        "it has no draft KV that could be moved (UNO, FROZEN_KV_MTP), or is not known; use one of "
-        "those, or start both sides without --enable-mixkv",
+        "it has no draft KV to move (UNO, FROZEN_KV_MTP), or is unknown; use one of those, or "
+        "start both sides without --enable-mixkv",
     ),
     _flag("--enable-multi-layer-eagle", "drop the flag"),
     _flag("--decoupled-spec-role", "draft in the same server"),
@@ -127,8 +127,8 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     _flag("--radix-cache-backend flexkv", _LACKS, drafter=True),
     _flag(
         "--enable-unified-cache-external-linker",
-        "a prefix that comes back from the external store may have the draft KV of other heads, "
-        "or none; use Mooncake's store (--hicache-storage-backend mooncake)",
+        "a prefix restored from the external store may have the wrong draft heads, or none; use "
+        "Mooncake's store (--hicache-storage-backend mooncake)",
         drafter=True,
     ),
     Rule(
@@ -143,24 +143,24 @@ _HEAD = re.compile("eagle3|eagle|dflash|dspark", re.IGNORECASE)
 
 
 def other_head(architecture: str, algorithm: str) -> str:
-    """Say what is wrong with a drafter under --speculative-algorithm `algorithm`. SGLang takes any:
-    an EAGLE3 head under EAGLE gets one hidden state instead of three, and drafts nothing that is
-    accepted."""
+    """Say why a drafter does not suit --speculative-algorithm `algorithm`; "" if it does. SGLang
+    accepts any: an EAGLE3 head run as EAGLE gets one hidden state instead of three, and all its
+    drafts are rejected."""
     found = _HEAD.search(architecture)
     expected = found[0].upper() if found else algorithm
     if not algorithm or expected == ("EAGLE" if algorithm == "NEXTN" else algorithm):
         return ""
     return (
-        f"{architecture} is a drafter for --speculative-algorithm {expected}, got {algorithm}: its "
-        f"accept length would be 1. Give {expected} on both sides."
+        f"{architecture} is a drafter for --speculative-algorithm {expected}, not {algorithm}: its "
+        f"accept length would be 1. Set {expected} on both sides."
     )
 
 
 def broken(
     rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str], given: Any = None
 ) -> list[str]:
-    """List what these rules refuse of resolved server arguments, and of the environment. `given`:
-    the arguments before SGLang resolved them."""
+    """Return a message for each rule that resolved server arguments break, and for a refused
+    variable. `given`: the arguments before SGLang resolved them; it may have set some itself."""
     found = [
         str(rule) if given is None or rule.applies(given) else f"{rule.name} is not supported, and "
         "SGLang sets it itself here: start both sides without --enable-mixkv"

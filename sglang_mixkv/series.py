@@ -1,7 +1,7 @@
-"""The plugin's Prometheus series, and what each note of a state machine is counted as.
+"""The plugin's Prometheus series, and how each note of a state machine is counted and logged.
 
-This module imports neither SGLang nor prometheus_client: `python -m sglang_mixkv status` reads the
-same tables outside a server.
+This module imports neither SGLang nor prometheus_client, since `python -m sglang_mixkv status`
+reads these tables outside a server.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ PREFIX = "sglang:mixkv_"
 Values = tuple[str, ...]
 
 OTHER = "other"
-ABORTED = "Aborted by prefill."
-"""The failure reason on decode of a request that SGLang's prefill has aborted."""
-STATES = ("warm", "cold", "retracted")
-"""How the drafter of a request that decode has finished began."""
+ABORTED = "Aborted by prefill."  # decode's failure reason for a request that prefill aborted
+STATES = ("warm", "cold", "retracted")  # how the drafter of a finished request can have begun
 
 
 class NoteSpec(NamedTuple):
-    """The series of a note, and the log's line for the first of a peer. `series`: "" where the
-    room is counted when SGLang ends it. `message` and `remedy` make a sentence with the peer in
-    front; a note without them is not logged. `logged`: False where the log says it already, with
-    the facts that differ, the reasons before, or a traceback."""
+    """How a note is counted, and how the first from each peer is logged. `series`: "" if the room
+    is counted instead, when SGLang ends it. `message` and `remedy` follow the peer's name in the
+    log line; a note without them is not logged. `logged`: False if the log already has it, with
+    the facts that differ, the earlier reasons, or a traceback."""
 
     message: str = ""
     remedy: str = ""
@@ -41,13 +39,13 @@ NETWORK = "Look at the network between the two, and at their load"
 REPORT = "Report it with both logs"
 MEMORY = "Raise --mixkv-staging-mb"
 SAME_DRAFTER = "Give both sides the same drafter"
-TRACEBACK = "Its reason is in this log"
+TRACEBACK = "See the traceback in the log"
 _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 
 
 class ColdReason(StrEnum):
-    """The reason why a decode rank's room is cold: its name in metrics and in a FAIL, and its
-    `spec` for the log. A name that is none of these is OTHER."""
+    """Why a decode rank's room is cold. The value is the reason's name in metrics and in a FAIL;
+    `spec` is for the log. An unknown name becomes OTHER."""
 
     spec: NoteSpec
 
@@ -74,31 +72,30 @@ class ColdReason(StrEnum):
     PREFILL_SLOW = "prefill_slow", "prefill gave up packing", "Look at prefill's load, and its log"
     PREFILL_HEADS = "prefill_heads", "prefill does not serve these heads", MEMORY + " on prefill"
     PREFILL_FULL = "prefill_full", "too many rooms without a request", "See prefill's log"
-    PREFILL_RESTARTED = "prefill_restarted", "it was restarted", "Nothing: it is resolved again"
-    PREFILL_OTHER = "prefill_other", "prefill refused for a reason of a later release", REPORT
+    PREFILL_RESTARTED = "prefill_restarted", "it was restarted", "Nothing to do: decode reconnects"
+    PREFILL_OTHER = "prefill_other", "prefill gave a reason that this release does not know", REPORT
     NO_DRAFTER = "no_drafter", "one side runs without a drafter", SAME_DRAFTER, False
-    MISMATCH = "mismatch", "the two sides' differ", SAME_DRAFTER, False
+    MISMATCH = "mismatch", "the two sides' drafters differ", SAME_DRAFTER, False
     BREAKER = ("breaker", "three requests in a row had no draft KV",
                "The other reasons say why", False)
     PREFILL_ABORTED = ("prefill_aborted", "prefill aborted them",
-                       "Nothing: their clients went away", False)
-    REPEATED = ("repeated", "their room number was reused, and its last request was not warm",
-                "Nothing", False)
+                       "Nothing to do: their clients went away", False)
+    REPEATED = ("repeated", "their room number was used before, by a request that was not warm",
+                "Nothing to do", False)
     UNSENT = "unsent", "a message of the room could not be made", TRACEBACK, False
     BROKEN = "broken", "the channel did not decide in time, or has ended", "See decode's log", False
     OTHER = "other", "a reason that this release does not know", REPORT, False
     # fmt: on
 
 
-Cold = ColdReason | Literal[""]
-"""A request's reason; "" while it is not cold."""
+Cold = ColdReason | Literal[""]  # why a request is cold; "" while it is not
 
-NOTES: dict[str, NoteSpec] = {
+NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     **{reason: reason.spec for reason in ColdReason},
-    # on decode: anything else
+    # on decode: other notes
     "breaker_opened": NoteSpec(
         "three requests in a row without draft KV", NETWORK, "breaker_opened_total",
-        consequence="its requests start cold at once, but for a probe after 1, 2, ... 30 s",
+        consequence="its requests start cold without waiting, except probes after 1, 2, ... 30 s",
     ),
     "not_cleared": NoteSpec(
         "draft rows could not be cleared", TRACEBACK,
@@ -115,36 +112,35 @@ NOTES: dict[str, NoteSpec] = {
     "heads": NoteSpec("heads that cannot be served", MEMORY, _FAIL, ("heads",)),
     "full": NoteSpec("a decode rank has too many unrequested rooms", REPORT, _FAIL, ("full",)),
     "restarted": NoteSpec("", "", _FAIL, ("restarted",)),
-    # on prefill: anything else
+    # on prefill: other notes
     "unopened": NoteSpec(
         "a decode rank did not open the request",
-        "Start decode with --enable-mixkv; if it has it, open the channel's port",
+        "Start decode with --enable-mixkv, or, if it runs with that, open the channel's port",
         "unopened_rooms_total",
     ),
     "early": NoteSpec(series="unrequested_rooms_total"),
     "expired": NoteSpec(
-        "a slot that nobody acknowledged", NETWORK, "expired_slots_total",
+        "a slot was not acknowledged", NETWORK, "expired_slots_total",
         code="MIXKV-MSG-02", consequence="it was set aside",
     ),
     "unknown_ack": NoteSpec(series=_DROPPED),
     # on both
     "unreadable": NoteSpec(
-        "a message that cannot be read", "Install the same release on both sides", _DROPPED,
-        code="MIXKV-MSG-01", consequence="it is dropped",
+        "a message could not be read", "Install the same release on both sides", _DROPPED,
+        code="MIXKV-MSG-01", consequence="it was dropped",
     ),
 }  # fmt: skip
-"""By the note's `what`."""
 
 FAILS = {
     what: ColdReason(f"prefill_{what}") for what, note in NOTES.items() if note.series == _FAIL
 }
-"""Codes of the FAIL messages that a prefill rank sends, and what they make a room on decode."""
+"""For each code of a prefill rank's FAIL messages, the reason it gives the cold room on decode."""
 
 
 class Series(NamedTuple):
-    """One metric, by its name after PREFIX; those that end in _total are counters, in _seconds
-    histograms, the others gauges. `initial_labels`: the label values that exist from the rank's
-    start, at 0. The others appear when they are first counted."""
+    """One metric. `name` follows PREFIX; one ending in _total is a counter, in _seconds a
+    histogram, any other a gauge. `initial_labels`: the label values that exist from the rank's
+    start, at 0. Others appear when first counted."""
 
     name: str
     sides: Values
@@ -155,7 +151,7 @@ class Series(NamedTuple):
 
 _BOTH = (PREFILL, DECODE)
 _DRAFT = ("prefill", "state", "reason")
-"""Labels of how a request's drafter began."""
+"""The labels that say how a request's drafter began."""
 
 SERIES = (
     Series(
@@ -165,19 +161,19 @@ SERIES = (
         (("warm", ""), *(("cold", reason) for reason in ColdReason), ("failed", ""),
          ("failed", "reused"), ("closed", ""), ("closed", "prefill_aborted")),
     ),
-    Series("prefill_rooms_total", (DECODE,), "The same by prefill server.", _DRAFT, ()),
+    Series("prefill_rooms_total", (DECODE,), "As rooms_total, by prefill server.", _DRAFT, ()),
     Series(
         "wait_seconds", (DECODE,), "From the target's arrival to the verdict.", _DRAFT[1:],
         (("warm", ""),),
     ),
     Series("finished_requests_total", (DECODE,), "Decoded requests that have ended.", _DRAFT, ()),
-    Series("verify_rounds_total", (DECODE,), "Their verify rounds.", _DRAFT, ()),
-    Series("accepted_tokens_total", (DECODE,), "Accepted drafts, plus one a round.", _DRAFT, ()),
+    Series("verify_rounds_total", (DECODE,), "Verify rounds of ended requests.", _DRAFT, ()),
+    Series("accepted_tokens_total", (DECODE,), "Accepted drafts, plus one per round.", _DRAFT, ()),
     Series("breaker_open", (DECODE,), "1 while a breaker is open.", ("prefill",), ()),
-    Series("breaker_opened_total", (DECODE,), "How often one opened.", ("prefill",), ()),
+    Series("breaker_opened_total", (DECODE,), "Breakers opened.", ("prefill",), ()),
     Series(
         "peers_refused_total", (DECODE,),
-        "Requests that failed because their prefill server is refused.", ("reason",),
+        "Requests that failed because their prefill server was refused.", ("reason",),
         tuple((reason,) for reason in REASONS),
     ),
     Series(
@@ -192,10 +188,10 @@ SERIES = (
         "Rooms refused or given up, which go cold on decode.", ("code",),
         tuple((code,) for code in FAILS),
     ),
-    Series("expired_slots_total", (PREFILL,), "Slots set aside, since no ACK came."),
+    Series("expired_slots_total", (PREFILL,), "Slots set aside because no ACK came."),
     Series("copy_seconds_total", _BOTH, "Seconds spent packing or unpacking."),
-    Series("gpu_kernels", _BOTH, "On a GPU: 1 where kernels copy, 0 where torch does.", (), ()),
+    Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch does.", (), ()),
     Series("slots", _BOTH, "Slots of the staging buffer."),
-    Series("slots_used", _BOTH, "Those in use."),
-    Series("messages_dropped_total", _BOTH, "Messages that were unreadable, doubled or too late."),
+    Series("slots_used", _BOTH, "Slots in use."),
+    Series("messages_dropped_total", _BOTH, "Messages that were unreadable, duplicate or late."),
 )  # fmt: skip

@@ -1,2 +1,2 @@
-"""The only importer of SGLang, but for plugin.py, guards/ and tools/plan_*.py: mixins over its
+"""The only code that imports SGLang, except plugin.py, guards/ and tools/plan_*.py: mixins for its
 classes (manager.MIXINS), hooks, and the checks at start."""

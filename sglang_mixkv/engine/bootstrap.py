@@ -1,6 +1,6 @@
-"""SGLang's bootstrap server with one more route: GET /mixkv, the rows of all prefill ranks.
+"""SGLang's bootstrap server with one more route: GET /mixkv returns the rows of all prefill ranks.
 
-A rank's row travels in the PUT that registers the rank with SGLang, under its own key.
+A rank's row travels, under a key of its own, in the PUT that registers the rank with SGLang.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_r
 
 
 class DraftBootstrapServer:
-    """Mixed into CommonKVBootstrapServer (manager.mixed). `mixkv_rows`: each rank's
-    address, and its row as JSON, None without the plugin."""
+    """Mixed into CommonKVBootstrapServer (manager.mixed). `mixkv_rows`: each rank's address, and
+    its row as JSON, or None if it runs without the plugin."""
 
     mixkv_rows: dict[tuple[int, ...], tuple[str, bytes | None]]
 
@@ -39,7 +39,7 @@ class DraftBootstrapServer:
 
     async def _handle_rows(self, request: web.Request) -> web.Response:
         sizes = [getattr(self, size) for size in SIZES]
-        # SGLang's _is_ready counts PUTs, and a PUT without an answer within 5 s is repeated.
+        # Not SGLang's _is_ready: it counts PUTs, and one unanswered for 5 s is repeated.
         if None in sizes or len(self.mixkv_rows) < math.prod(sizes):
             return web.Response(status=503, text="not all prefill ranks have registered")
         silent = [address for address, row in self.mixkv_rows.values() if row is None]
@@ -51,7 +51,7 @@ class DraftBootstrapServer:
 
 
 def _kept(row: object) -> bytes | None:
-    """Return the row as JSON to pass on; None if it is no row, or too long."""
+    """Return the row as JSON; None if it is not a JSON object, or is too long."""
     try:
         body = msgspec.json.encode(row)
     except (TypeError, ValueError, RecursionError):

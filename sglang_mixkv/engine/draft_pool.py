@@ -1,4 +1,4 @@
-"""The drafter's rows of this rank, from SGLang's pool."""
+"""This rank's draft KV, as SGLang's pool holds it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ SCALES = ("k_scale_buffer", "native_k_scale_buffer")
 
 
 class Draft(NamedTuple):
-    """`page_size`: tokens of a page as SGLang numbers them. `mem_pool`: the torch.cuda.MemPool that
-    the KV lies in, or None. `window`: how far before a prompt's end decode reads, None for all."""
+    """A rank's draft KV. `page_size`: tokens per page, in SGLang's numbering. `mem_pool`: the
+    torch.cuda.MemPool that holds the KV, or None. `window`: how many of a prompt's last tokens
+    decode reads; None for all."""
 
     layout: DraftLayout
     rows: DraftRows
@@ -28,13 +29,14 @@ class Draft(NamedTuple):
     window: int | None = None
 
     def in_reach(self, first: int, pages: Any) -> tuple[int, Any]:
-        """Return the part that decode can read of a prompt in these pages, from `first` on."""
+        """Return the first token and the pages that decode can read; `pages` begin at `first`."""
         left_out = pages_left_out(len(pages), self.page_size, self.window)
         return first + left_out * self.page_size, pages[left_out:]
 
 
 def of_pool(pool: Any) -> Draft:
-    """Raises MixKVError for a pool whose rows cannot be cut, or are not all of its cache."""
+    """Describe the draft KV in SGLang's pool. MixKVError if its rows cannot be cut by heads, or are
+    not its whole cache."""
     _check_pool(pool)
     config = model_config()
     entries = [*pool.k_buffer, *pool.v_buffer]
@@ -58,7 +60,7 @@ def of_pool(pool: Any) -> Draft:
 
 
 def model_config() -> ModelConfig:
-    """Return the drafter's, since a rank's pool does not say how many heads all ranks have."""
+    """Return the drafter's model config: one rank's pool does not show the heads of all ranks."""
     spec = get_spec()
     return ModelConfig.from_server_args(
         get_server_args(),
@@ -69,16 +71,16 @@ def model_config() -> ModelConfig:
 
 
 def check_appended(kv_args: Any, is_mla: bool) -> None:
-    """Check a drafter that stays in SGLang's lists: one without KV heads, after an MLA target. For
-    a target with heads the lists are K and V in halves (disaggregation/common/conn.py,
-    get_mha_kv_ptrs_with_pp), cut by heads. A drafter with heads must not be in them."""
+    """Refuse a drafter in SGLang's lists unless the target is MLA. SGLang reads the lists of a
+    target with heads as one half K and one half V (disaggregation/common/conn.py,
+    get_mha_kv_ptrs_with_pp). A drafter with heads is never in them, since its pool is hidden."""
     count = kv_args.num_draft_entries
     if count and not (is_mla or kv_args.is_hybrid_mla_backend):
         raise refuse(
             "MIXKV-START-05",
-            "a drafter with KV heads apart from the target's entries, or an MLA drafter after an "
-            "MLA target's", f"{count} entries of a drafter after those of a target",
-            "SGLang would pair the drafter's entries with others, or end requests",
+            "a drafter with KV heads, which the plugin keeps out of SGLang's lists, or an MLA "
+            "drafter for an MLA target", f"{count} drafter entries after those of a target with "
+            "heads", "SGLang would pair these with the wrong entries, or fail requests",
             "Use a drafter with KV heads",
         )  # fmt: skip
 
@@ -93,8 +95,8 @@ def _check_pool(pool: Any) -> None:
 
 def not_whole(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-START-05", "a drafter whose K and V rows are all of its cache", got,
-        "a part of it would stay on prefill",
+        "MIXKV-START-05", "a drafter whose K and V rows are its whole cache", got,
+        "part of the cache would stay on prefill",
         "Use a drafter without these, or --speculative-draft-kv-cache-dtype bfloat16",
     )  # fmt: skip
 

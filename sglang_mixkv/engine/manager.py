@@ -1,8 +1,8 @@
-"""SGLang's manager of any backend, with this rank's side of the draft channel.
+"""SGLang's manager, for any backend, with this rank's side of the draft channel.
 
-prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that, or
-         None without draft KV; `aborted` notifies decode.
-decode:  `decode_channel` and `servers`, made once SGLang knows this rank's address.
+prefill: `prefill_channel` is made while SGLang registers the rank, since the rank's row goes with
+         that; it is None without draft KV. `aborted` notifies decode of aborts.
+decode:  `decode_channel` and `servers` are made once SGLang knows this rank's address.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 class DraftManager:
     """Mixed into CommonKVManager. Raises MixKVError, so that the server does not start, if the
-    drafter cannot be cut or the channel cannot be made."""
+    drafter's rows cannot be cut by heads or the channel cannot be made."""
 
     backend = ""
     local: RankContext
@@ -108,20 +108,19 @@ class DraftManager:
         local.reporter.breaker, local.reporter.name_of = machine.breaker, server_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """False until the server's facts are here and fit, and the connections are up."""
         return self.servers.ensure(bootstrap_addr)
 
     def resolve(self, address: str) -> Any:
-        """Call SGLang's own method, which only adds its answer to `prefill_info_table`. A copy of
-        this manager calls it, in any thread, since the scheduler would take the entry for ready."""
+        """Return SGLang's entry for a server, in any thread. SGLang only adds the entry to its
+        manager's table, where the scheduler would take it for ready: so a copy gets it."""
         asking = copy.copy(self)
         asking.prefill_info_table = {}
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
         return asking.prefill_info_table.get(address)
 
     def apply_prefill_status(self, *, failure_reason: str | None = None, **status: Any) -> None:
-        """Ignore an abort on prefill where deferred release is off. SGLang may still write then:
-        the pages would be free at once, and the bytes land in another request's."""
+        """Ignore an abort on prefill if deferred release is off: the pages would be freed while
+        SGLang may still write to them, and the bytes could land in another request's."""
         if failure_reason == ABORTED and not self.enable_deferred_decode_kv_release:
             return
         super().apply_prefill_status(failure_reason=failure_reason, **status)  # type: ignore[misc]
@@ -137,8 +136,8 @@ MIXINS = {
 
 @cache
 def mixed(stock: type, backend: str, kind: str) -> type:
-    """Return what get_kv_class returns: SGLang's class of any backend with its mixin; the stock
-    class for a kind without one, and for the backend of warm-up requests."""
+    """Return the class for get_kv_class to return: SGLang's, for any backend, with its mixin; the
+    stock class for a kind without a mixin, and for `fake`, the backend of warm-up requests."""
     mixin = MIXINS.get(kind)
     if mixin is None or backend == "fake":
         return stock

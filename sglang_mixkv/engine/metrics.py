@@ -1,9 +1,8 @@
-"""The counts and log lines of a rank: series at SGLang's own /metrics, and one line per peer and
-note.
+"""A rank's counts, as series on SGLang's /metrics page, and its log lines, one per peer and note.
 
-Accepted drafts are counted by how each request's drafter began. SGLang counts a request's verify
-rounds by accepted drafts in Req.spec_correct_drafts_histogram, which is final once the request has
-finished, or is gone.
+Accepted drafts are counted by how their request's drafter began. SGLang counts a request's verify
+rounds, by the number of drafts accepted, in Req.spec_correct_drafts_histogram. That is final once
+the request has finished, or is gone.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, NoteS
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Upper bounds of histograms, in seconds."""
+BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 SAMPLE_S = 1.0
-MAX_LOGGED = 1024  # pairs of peer and note; beyond them nothing new is logged
-MAX_PREFILLS = 64  # addresses with series of their own; later ones are OTHER
+MAX_LOGGED = 1024  # pairs of peer and note; beyond that, nothing new is logged
+MAX_PREFILLS = 64  # addresses with series of their own; any more are counted as OTHER
 MAX_WATCHED = 65536  # requests
 
 
 class Began(NamedTuple):
-    """The start of a request's drafter. `prefill`: its server's bootstrap address. `reason`: of a
-    cold one, else ""."""
+    """How a request's drafter began. `prefill`: the prefill server's bootstrap address. `reason`:
+    why it began cold, else ""."""
 
     prefill: str
     state: str
@@ -47,12 +45,12 @@ class Began(NamedTuple):
 
 
 class MetricsReporter(Reporter):
-    """Counts and logs what a rank's channel reports. After a first failure, which is logged,
-    metrics are no longer updated.
+    """Counts and logs what a rank's channel reports. After the first failure to count, which is
+    logged, metrics are no longer updated.
 
-    `labels`: of all its series; None where there are none. `slots` and `breaker` are this rank's,
-    once it has them. `name_of` gives the bootstrap address of a prefill rank's server, "" where it
-    is not known.
+    `labels`: those that all series have; None to have no series. `slots` and `breaker`: this
+    rank's, once it has them. `name_of`: returns the bootstrap address of a prefill rank's server,
+    or "" if that is not known.
     """
 
     slots: SlotPool | None = None
@@ -80,7 +78,7 @@ class MetricsReporter(Reporter):
             other = "decode" if self._side == PREFILL else "prefill"
             whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
             logger.warning(
-                "[%s] draft channel, %s %s: %s (%s); %s. %s. From now on counted, not logged",
+                "[%s] draft channel, %s %s: %s (%s); %s. %s. Further ones are counted, not logged",
                 spec.code, other, whom, spec.message, note.detail or "no detail",
                 spec.consequence, spec.remedy,
             )  # fmt: skip
@@ -100,8 +98,8 @@ class MetricsReporter(Reporter):
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
-        """Only queue it, as SGLang's scheduler waits. The channel thread counts it in `ticked`; if
-        the reason is BROKEN, that thread may have ended, and it is counted here."""
+        """Queue an ended room: SGLang's scheduler waits for this call, so the channel thread counts
+        it, in `ticked`. If the reason is BROKEN, that thread may have ended: count it here."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began, handle.waited))
@@ -109,14 +107,14 @@ class MetricsReporter(Reporter):
             self.ticked()
 
     def retracted(self, request: Any) -> None:
-        """SGLang has resumed a request that it had retracted, from its own backup."""
+        """Note that SGLang has resumed a retracted request from its own backup."""
         if self._made:
             self._ended.append((request, None, None))
 
     def ticked(self) -> None:
-        """Count the rooms that have ended, and once a second the drafts of requests that have."""
+        """Count ended rooms and, once a second, ended requests' drafts, slots and breakers."""
         if not self._made or not self._counting.acquire(blocking=False):
-            return  # another thread counts
+            return  # another thread is counting
         try:
             self._count_rooms()
             if time.monotonic() - self._sampled >= SAMPLE_S:
@@ -153,7 +151,7 @@ class MetricsReporter(Reporter):
             self._watch(request, began)
 
     def _watch(self, request: Any, began: Began | None) -> None:
-        """Watch a request. One that begins twice was retracted and prefilled again."""
+        """Watch a request until it ends. One that begins a second time was retracted."""
         if request is None:
             return
         rid = request.rid
@@ -192,9 +190,9 @@ class MetricsReporter(Reporter):
 
 
 def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]:
-    """Make the series of one side, by name, and the method that counts. prometheus_client reads
-    PROMETHEUS_MULTIPROC_DIR when it is imported, and SGLang sets that before it starts schedulers:
-    so it is imported as late as SGLang does (observability/metrics_collector.py)."""
+    """Make one side's series; return them by name, each with its method that counts. Importing
+    prometheus_client reads PROMETHEUS_MULTIPROC_DIR, which SGLang sets before it starts schedulers,
+    so it is imported as late as in SGLang (observability/metrics_collector.py)."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     made: dict[str, Any] = {}
@@ -213,7 +211,7 @@ def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]
 
 
 def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
-    """Return state and reason for the series rooms_total."""
+    """Return the labels `state` and `reason` of rooms_total."""
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:
@@ -224,7 +222,7 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
 
 
 def reporter(side: str) -> MetricsReporter:
-    """This rank's. It has no series where SGLang's metrics are off, or (with a log line) fail."""
+    """Make this rank's reporter, without series if SGLang's metrics are off, or (logged) fail."""
     try:
         return MetricsReporter(side, _labels(side))
     except Exception:
@@ -233,8 +231,8 @@ def reporter(side: str) -> MetricsReporter:
 
 
 def _labels(side: str) -> dict[str, str] | None:
-    """The labels of SGLang's own scheduler series on this rank (SchedulerMetricsCollector.
-    init_new), so that both join; without `priority`, which is a request's. None without metrics."""
+    """Return the labels of SGLang's scheduler series on this rank (SchedulerMetricsCollector.
+    init_new), to join the two; without `priority`, which is per request. None without metrics."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_parallel, get_server_args
 

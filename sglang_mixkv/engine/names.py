@@ -1,7 +1,7 @@
 """Looks up the names of prefill servers, in threads.
 
-A look-up cannot be cancelled, and takes a minute if name servers are silent. Each name has one at a
-time, so that a name costs one thread, and only requests for it wait.
+A look-up cannot be cancelled, and takes a minute if no name server answers. Each name has one
+look-up at a time, so that it costs one thread, and only requests to that server wait.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from sglang_mixkv.background import in_thread
 
 AT_ONCE = 1024  # look-ups
-FRESH_S = 0.3  # for a look-up of a name that was answered before
+FRESH_S = 0.3  # after which a name's last answer is used, if it has one
 REMEMBERED = 4096  # names
 
 
 class Names(AbstractResolver):
-    """A resolver for aiohttp. If the look-up of a name takes long or fails, its last answer is
-    used."""
+    """A resolver for aiohttp. If a name's look-up is slow or fails, its last answer is used."""
 
     def __init__(self) -> None:
         self._under_way: dict[str, Future[Any]] = {}
-        self._answered: dict[str, list[ResolveResult]] = {}  # the one used last is the last
+        self._answered: dict[str, list[ResolveResult]] = {}  # least recently used first
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC

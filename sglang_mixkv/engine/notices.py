@@ -1,6 +1,6 @@
 """Sends SGLang's own ABORT to the prefill ranks of a refused server. Each would otherwise hold the
 request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both halves
-would hold its client.
+would keep its client waiting.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from sglang_mixkv.background import MAX_NOTICES, Background
 from sglang_mixkv.engine.prefill_http import Ranks
 
-PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT; decode's answer has the reason and goes first
-LINGER_MS = 1000  # for what was just sent
+PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT; decode's answer, with the reason, goes first
+LINGER_MS = 1000  # to deliver what was just sent
 
 
 class RefusedRequests:
-    """An ABORT that comes before its request is ignored (mooncake/conn.py,
-    _handle_abort_notification), so it is repeated."""
+    """Sends the ABORTs of refused requests, each several times: prefill ignores one that comes
+    before its request (mooncake/conn.py, _handle_abort_notification)."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
@@ -26,13 +26,13 @@ class RefusedRequests:
         self._class: Any = None
 
     def add(self, ranks: Ranks, receiver: Any) -> None:
-        """`receiver`: SGLang's, which fails; a copy of it sends the messages."""
+        """Send ABORTs to `ranks` from a copy of `receiver`, SGLang's receiver that fails."""
         if self._under_way < MAX_NOTICES:
             self._background.run(self._notify(ranks, copy.copy(receiver)))
 
     async def _notify(self, ranks: Ranks, receiver: Any) -> None:
-        """Send over sockets of its own. SGLang's receivers share one for each endpoint, for good,
-        and a refused server may have named ranks of another server."""
+        """Send over sockets of its own: SGLang's receivers share one per endpoint and never close
+        it, and a refused server may have named another server's ranks."""
         self._under_way += 1
         if self._class is None:
             own: dict[str, Any] = {"_socket_cache": {}, "_socket_locks": {}}

@@ -1,11 +1,11 @@
 """Hooks around methods of SGLang's queues (HOOKS in seams.py): they hide the drafter's pool
-from SGLang's KV args, pass it to the manager, and see requests that start or resume.
+from SGLang's KV args, pass it to the manager, and note which requests start or resume.
 
 SGLang builds everything that names KV entries (pointers, layer ids, kinds of memory, staging
 slots, checksums) in `_init_kv_manager` of both queues (disaggregation/prefill.py, decode.py). While
-that runs, the queue has no draft pool: all of it is the target's, and consistent. Only pools of
-KV heads are hidden, which have a `k_buffer`; an MLA drafter's rows (`kv_buffer`) are the same on
-every rank, and SGLang moves them right, as it does the index keys that only such pools have.
+that runs, the queue has no draft pool, so all entries are the target's, and consistent. Only pools
+of KV heads, which have a `k_buffer`, are hidden. An MLA drafter's rows (`kv_buffer`) are the same
+on every rank: SGLang moves them correctly, as it does the index keys that only such pools have.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftPoolContext(NamedTuple):
-    """The queue's context for the manager it builds. `pool`: the drafter's, unwrapped, None where
-    it is not hidden."""
+    """What a queue passes to the manager that it builds. `pool`: the drafter's, unwrapped; None if
+    none is hidden."""
 
     pool: Any
     scheduler: Any
@@ -42,7 +42,7 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     pool = queue.draft_token_to_kv_pool
     whole = getattr(pool, "full_kv_pool", pool)
     hidden = whole if hasattr(whole, "k_buffer") else None
-    if hidden is not None and isinstance(pool, SWAKVPool):  # the pool inside has some of the layers
+    if hidden is not None and isinstance(pool, SWAKVPool):  # full_kv_pool lacks some layers
         name = type(pool).__name__
         raise draft_pool.not_whole(f"{name}: its sliding-window layers have pages of their own")
     token = _context.set(DraftPoolContext(hidden, queue.scheduler))
@@ -59,18 +59,18 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
 
 
 def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) -> Any:
-    """Wrap DecodeTransferQueue.extend: each room learns its request."""
+    """Wrap DecodeTransferQueue.extend: tell each room its request."""
     found = original(queue, decode_reqs)
     for one in decode_reqs:
-        handle = getattr(one.kv_receiver, "handle", None)  # none of SGLang's own receivers has it
+        handle = getattr(one.kv_receiver, "handle", None)  # SGLang's own receivers lack it
         if handle is not None:
             handle.request = one.req
     return found
 
 
 def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap DecodePreallocQueue.resume_retracted_reqs, which fills the target's rows of these
-    requests. Where the backup has none of the drafter's, they are other requests'."""
+    """Wrap DecodePreallocQueue.resume_retracted_reqs, which restores these requests' target rows.
+    Draft rows that the backup lacks are cleared, since they hold other requests' KV."""
     resumed = original(queue, *args, **kwargs)
     for request in resumed or ():
         try:

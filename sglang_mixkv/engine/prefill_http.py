@@ -1,8 +1,8 @@
-"""HTTP requests to a prefill server, for its fact rows or its ranks; it may be hung, or hostile.
+"""HTTP requests to a prefill server, which may be hung or hostile, for its rows of facts or ranks.
 
 Each request ends within ASK_S, whatever is sent, and an answer that is too long fails while it is
 read. Redirects are not followed. Proxies are not used, since the channel's own connections are
-direct as well.
+direct, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_mixkv.errors import MixKVError
 logger = logging.getLogger(f"sglang.{__name__}")
 
 ASK_S = 5.0
-MAX_BODY = 4 << 20  # 256 rows of 16 KiB, some ten times their real size
+MAX_BODY = 4 << 20  # 256 rows of 16 KiB, about ten times their real size
 MAX_RANKS = 4096
 
 Rows = dict[tuple[str, int], Row]
@@ -38,8 +38,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 async def fetch(address: str, names: AbstractResolver) -> Rows:
-    """Fetch all rows of a prefill server. MixKVError if it does not fit; another exception if it
-    does not answer, or cannot yet. `names` resolves names."""
+    """Fetch all rows of a prefill server. MixKVError if the server does not fit; another exception
+    if it does not answer, or cannot yet."""
     try:
         async with asyncio.timeout(ASK_S):
             status, body = await _get(f"http://{address}{PATH}", {}, names)
@@ -62,7 +62,7 @@ async def fetch(address: str, names: AbstractResolver) -> Rows:
 
 
 def read_rows(body: bytes) -> Rows:
-    """Raises MixKVError for bytes that are no rows of a protocol that this build reads."""
+    """Decode an answer's rows. MixKVError unless they are in a protocol that this build reads."""
     try:
         answer = msgspec.json.decode(body, type=_Answer)
         rows = [read_row(bytes(row)) for row in answer.rows]
@@ -74,14 +74,14 @@ def read_rows(body: bytes) -> Rows:
 def _unreadable(error: object) -> MixKVError:
     return MixKVError(
         "MIXKV-PAIR-02",
-        f"its facts cannot be read: {error}. Install releases of sglang-mixkv that have a "
-        "protocol in common on both sides.",
+        f"its facts cannot be read: {error}. Install releases of sglang-mixkv with a common "
+        "protocol on both sides.",
     )
 
 
 async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
-    """Fetch `rank_ip` and `rank_port` of all ranks of a refused prefill server from SGLang's
-    bootstrap server (common/conn.py _handle_route_get), for SGLang's ABORT; none without answer."""
+    """Fetch `rank_ip` and `rank_port` of all ranks of a refused prefill server from its bootstrap
+    server (common/conn.py _handle_route_get), for SGLang's ABORT; [], logged, if that fails."""
     try:
         async with asyncio.timeout(ASK_S):
             sizes = await _route(address, names, -1, -1, -1, -1)
@@ -90,13 +90,13 @@ async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
                 raise ValueError(f"{counts} ranks")
             every = itertools.product(*map(range, counts))
             found = [await _route(address, names, *ranks) for ranks in every]
-            # The I/O thread of SGLang's own sockets would look a name up.
+            # IP addresses only: the I/O thread of SGLang's own sockets would look names up.
             addresses = [(str(ip_address(r["rank_ip"])), int(r["rank_port"])) for r in found]
             return [{"rank_ip": ip, "rank_port": port} for ip, port in addresses]
     except Exception as error:
         logger.warning(
-            "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, its ranks are not known: "
-            "it may hold requests until its bootstrap timeout: %r", address, error,
+            "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, but its ranks are unknown "
+            "(%r): it may hold requests until its bootstrap timeout", address, error,
         )  # fmt: skip
         return []
 
@@ -111,7 +111,7 @@ async def _route(address: str, names: AbstractResolver, *ranks: int) -> dict[str
 
 
 async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> tuple[int, bytes]:
-    """Return status and body. It is not decompressed, since its size would have no bound."""
+    """Return status and body. The body is not decompressed, since its size would be unbounded."""
     body, headers = bytearray(), {"Accept-Encoding": "identity"}
     by = aiohttp.TCPConnector(resolver=names, use_dns_cache=False)
     async with (
@@ -120,6 +120,6 @@ async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> t
     ):
         async for part in answer.content.iter_any():
             body += part
-            if len(body) > MAX_BODY:  # no honest server gives it
+            if len(body) > MAX_BODY:  # no honest server sends that much
                 raise _unreadable(f"an answer of more than {MAX_BODY >> 20} MiB")
         return answer.status, bytes(body)

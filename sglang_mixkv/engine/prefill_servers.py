@@ -1,16 +1,16 @@
 r"""The prefill servers that a decode rank knows.
 
     unknown --its facts fit, SGLang knows its ranks, connections are up--> ready
-           \--> refused, with a reason; asked again with a later request
+           \--> refused, with a reason; asked again for a later request
 
-SGLang calls `try_ensure_parallel_info` once a second until it returns True. It never blocks there:
+SGLang calls `try_ensure_parallel_info` once a second until it returns True. The call never blocks:
 the first request to a server loses that second, and a hung server costs the scheduler nothing. A
 refused server gets a stand-in in SGLang's table, so that its requests reach `receiver.init` and
-fail there at once, with the reason.
+fail there immediately, with the reason.
 
-Every address that a request names is asked, so a server may be hung, or hostile. Each has its own
+Every address that a request names is asked, so a server may be hung or hostile. Each has its own
 task in one event loop; a hung one costs a connection, and a thread if its name cannot be resolved.
-Other blocking calls follow only where the facts fit, in a thread for each server.
+Other blocking calls are made only once the facts fit, in one thread per server.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 1024  # tasks; threads
-AGAIN_S = 5.0  # before a server that is refused is asked again, while a request waits a second
-CHECK_S = 1.0  # between two checks of a known server, and at most between two questions
-SOON_S = 0.05  # between the first two questions to a server that does not answer
-KNOWN_S = 60.0  # a server that is not ready is forgotten after so long without a request
+AGAIN_S = 5.0  # before a refused server is asked again, for a request that waits a second for it
+CHECK_S = 1.0  # between checks of a ready server; the longest pause in asking a silent one
+SOON_S = 0.05  # the first pause in asking a silent server
+KNOWN_S = 60.0  # without a request, after which a server that is not ready is forgotten
 
 
 STAND_IN = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
     kv_cache_dtype=None, follow_bootstrap_room=True,
 )  # fmt: skip
-"""Stands in for a refused server's sizes: with one DP rank its number is known."""
+"""Stands in for a refused server's sizes. With a DP size of 1, SGLang asks for no DP rank."""
 
 
 class _Server:
-    """A server that is asked, or ready. `peers`, `gone` and SGLang's table change under the lock,
-    `asked` is the scheduler's, the rest is the task's until the table has it."""
+    """A server that is being asked, or is ready. `peers`, `gone` and SGLang's table change under
+    the lock; the scheduler sets `asked`; its task owns the rest until the table has the server."""
 
     def __init__(self, address: str) -> None:
         self.address, self.asked = address, time.monotonic()
         self.rows: Rows = {}
-        self.cold: Cold = ""  # why all of its requests are
+        self.cold: Cold = ""  # why all its requests are cold, if they are
         self.peers: list[Peer] = []
         self.ready = self.doubted = self.gone = False
 
 
 class _Refusal(NamedTuple):
-    """Why requests to a server fail until it is asked again. Its `ranks` get SGLang's ABORT."""
+    """Why requests to a server fail, until it may be asked again. `ranks` get SGLang's ABORT."""
 
     error: MixKVError
     ranks: Ranks
@@ -75,8 +75,9 @@ class _Refusal(NamedTuple):
 
 
 class PrefillServers:
-    """`manager`: one that has its `decode_channel`. `own`: this rank's row. A server that SGLang
-    removes from its table, as its heartbeats do, is asked and connected to again."""
+    """The prefill servers of a decode rank. `manager`: with its `decode_channel` made. `own`: this
+    rank's row. A server that SGLang removes from its table, as its heartbeats do, is asked and
+    connected to again."""
 
     def __init__(self, manager: DraftManager, own: Row) -> None:
         self._manager, self._own = manager, own
@@ -94,12 +95,12 @@ class PrefillServers:
     # -- the scheduler's thread
 
     def ensure(self, address: str) -> bool:
-        """True if it is ready; or refused: requests fail in DraftReceiver.init, with the reason."""
+        """Return True if it is ready, or refused: then its requests fail in DraftReceiver.init."""
         if address in self._table:
             return True
         now = time.monotonic()
         with self._lock:
-            if address in self._table:  # added meanwhile
+            if address in self._table:  # added in the meantime
                 return True
             refusal, server = self._refusals.get(address), self._servers.get(address)
             if refusal is not None and now < refusal.until:
@@ -113,13 +114,13 @@ class PrefillServers:
         return False
 
     def refuse(self, address: str, receiver: Any) -> str | None:
-        """Say why requests to this server fail; None if they do not. Count this request, and send
-        SGLang's ABORT for its `receiver` to prefill. The stand-in is removed, so that the next
-        request may ask again."""
+        """Return why requests to this server fail; None if they do not. If they do, count this one,
+        send SGLang's ABORT for its `receiver` to prefill, and remove the stand-in, so that the next
+        request may have the server asked again."""
         if (refusal := self._refusals.get(address)) is None:
-            return None  # nearly all requests: they take no lock
+            return None  # true of nearly all requests, which take no lock
         with self._lock:
-            if self._table.get(address) is STAND_IN:  # or it has become ready
+            if self._table.get(address) is STAND_IN:  # unless the server has become ready
                 del self._table[address]
         self._manager.local.reporter.refused(refusal.error)
         if refusal.ranks:
@@ -127,8 +128,8 @@ class PrefillServers:
         return f"prefill server {address} is refused: {refusal.error}"
 
     def plan(self, address: str, infos: Sequence[Any], receiver: Any) -> Plan:
-        """Return the plan for these `bootstrap_infos`. MixKVError if their ranks do not fit: the
-        request is counted, and its ABORT sent, as by `refuse`."""
+        """Return the plan for these `bootstrap_infos`. If their ranks do not fit, count the request
+        and send its ABORT, as `refuse` does, and raise MixKVError."""
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")
@@ -137,14 +138,14 @@ class PrefillServers:
         except MixKVError as error:
             self._manager.local.reporter.refused(error)
             self._aborts.add(list(infos), receiver)
-            server.doubted = True  # its facts may be older than the rank
+            server.doubted = True  # its facts may predate the rank
             raise
 
     # -- any thread
 
     def forget(self, address: str) -> None:
-        """It was restarted: the next request asks and connects again. SGLang's tables forget it,
-        too, since its heartbeats did not notice."""
+        """Forget a restarted server: the next request reconnects. Remove it from SGLang's tables,
+        too, since SGLang's heartbeats did not notice the restart."""
         with self._lock:
             self._table.pop(address, None)
             self._refusals.pop(address, None)
@@ -155,12 +156,12 @@ class PrefillServers:
                 del pool[key]
 
     def check(self, address: str) -> None:
-        """A rank of it cannot be reached: it may have been restarted at another port."""
+        """Have a server checked: a rank that cannot be reached may have restarted on a new port."""
         if (server := self._servers.get(address)) is not None:
             server.doubted = True
 
     def _drop(self, address: str) -> None:
-        """The caller has the lock."""
+        """Drop a server; the caller holds the lock."""
         if (server := self._servers.pop(address, None)) is not None:
             server.gone = True
             for peer in server.peers:
@@ -229,14 +230,14 @@ class PrefillServers:
                 self._table.pop(address, None)
 
     def _connect(self, server: _Server) -> PrefillServerInfo:
-        """Return SGLang's entry for it, once every rank that requests can contact is connected."""
+        """Connect to each rank that requests may contact; return SGLang's entry for the server."""
         is_cold = self._manager.local.config.on_draft_mismatch == "cold"
         server.cold, served = judge(server.rows.values(), self._own, serve_mismatch=is_cold)
         for difference in served:
             logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", server.address, difference)
         try:
             info = self._manager.resolve(server.address)
-        except Exception as error:  # where page sizes or KV dtypes differ
+        except Exception as error:  # if page sizes or KV dtypes differ
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:
             raise ConnectionError("SGLang's GET /route has failed")

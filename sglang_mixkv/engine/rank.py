@@ -1,4 +1,4 @@
-"""One rank of either side: its drafter, what its channel is made of, and the facts it publishes."""
+"""A rank of either side: its drafter, the parts of its channel, and the facts that it publishes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class RankContext:
-    """The facts from which the manager builds its channel. `draft`: None on a rank without draft KV
-    of its own. Raises MixKVError for one whose rows cannot be cut, or do not fit a slot."""
+    """What the manager builds its channel from. `draft`: None on a rank without draft KV of its
+    own. MixKVError if the draft rows cannot be cut by heads, or do not fit a slot."""
 
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config = config_of(server_args)
@@ -56,8 +56,8 @@ class RankContext:
         self.reporter.slots = self.slots = SlotPool(count, self.times)
 
     def store(self, host: str) -> Store | None:
-        """The staging buffer, registered with the data plane, and what copies between it and the
-        pool: kernels, or a thread. None without draft KV."""
+        """Make the staging buffer, registered with the data plane, and what copies between it and
+        the pool: kernels, or a thread. None without draft KV."""
         if (draft := self.draft) is None:
             return None
         rows, devices = draft.rows, rdma_devices(self.kv_args)
@@ -78,7 +78,7 @@ class RankContext:
         return self.draft.layout.facts.tokens_in(min(self.slot_bytes, slot_bytes), heads)
 
     def row(self, manager: Any, address: str, store: Store | None) -> Row:
-        """Make the row that this rank publishes, or compares with a peer's."""
+        """Make the row that prefill publishes, and that decode compares with prefill's."""
         facts = None
         if store is not None:
             staging, plane = store.staging, store.plane
@@ -109,12 +109,12 @@ class RankContext:
 
 
 def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
-    """Return what copies draft KV on a GPU, or why torch does."""
+    """Return the kernels that copy draft KV on a GPU, or the reason why torch copies instead."""
     from sglang_mixkv.draft.rows_gpu import gpu_rows
 
     try:
         found = gpu_rows(rows, page_size, staging, asked)
-    except UnsafeError as wrong:  # nor may torch
+    except UnsafeError as wrong:  # torch must not copy either
         found, asked = str(wrong), "kernels"
     if isinstance(found, str):
         error = refuse(
@@ -128,9 +128,8 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
 
 
 def rdma_devices(kv_args: Any) -> str:
-    """This rank's RDMA devices, joined by commas: --disaggregation-ib-device may name them by GPU,
-    as JSON or in a file. Without RDMA SGLang ignores the flag (MooncakeTransferEngine.__init__).
-    """
+    """Return this rank's RDMA devices, joined by commas: --disaggregation-ib-device may list them
+    per GPU, as JSON or in a file. Without RDMA it is ignored (MooncakeTransferEngine.__init__)."""
     if os.environ.get("MC_FORCE_TCP") == "1":
         return ""
     return get_ib_devices_for_gpu(kv_args.ib_device, _gpu(kv_args)) or ""
@@ -141,16 +140,16 @@ def _gpu(kv_args: Any) -> int:
 
 
 def times(patience: float) -> Times:
-    """SGLang's DeferredBootstrap keeps a request that is not here yet for as long
-    (disaggregation/common/conn.py, CommonKVManager.__init__)."""
+    """Make the channel's times. An OPEN waits for its request as long as SGLang's DeferredBootstrap
+    keeps one that is not here yet (disaggregation/common/conn.py, CommonKVManager.__init__)."""
     waiting = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
     bootstrap = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
     return Times(patience, float(waiting + bootstrap))
 
 
 def check_slots(layout: DraftLayout, size: int) -> None:
-    """Refuse slots that hold no token of all heads of this rank. One rank reads no more heads from
-    another than either has, so every request can be served if this fits on both."""
+    """Refuse slots too small for a token with all heads of this rank. A rank never reads more heads
+    from another than either has, so every request can be served if it fits on both sides."""
     heads = len(layout.heads)
     if not layout.facts.tokens_in(size, heads):
         fits = [mb for mb in range(1, 257) if layout.facts.tokens_in(slots_of(mb)[1], heads)]
@@ -163,7 +162,7 @@ def check_slots(layout: DraftLayout, size: int) -> None:
 
 
 def forward_event(scheduler: Any) -> Any:
-    """An event after all work queued on SGLang's forward stream; None without a GPU."""
+    """Return an event after all work queued on SGLang's forward stream; None without a GPU."""
     stream = getattr(scheduler, "forward_stream", None)
     if not isinstance(stream, torch.cuda.Stream):
         return None
@@ -173,12 +172,12 @@ def forward_event(scheduler: Any) -> Any:
 
 
 def _target(manager: Any) -> Target:
-    """Read it from the KV args, which list the target and then a drafter that SGLang moves."""
+    """Describe the target from the KV args, which list it before any drafter that SGLang moves."""
     args = manager.kv_args
     lens = list(args.kv_item_lens)
     lens = lens[: len(lens) - args.num_draft_entries]
     mla, half = manager.is_mla_backend or manager.is_hybrid_mla_backend, len(lens) // 2
-    heads = getattr(args, "total_kv_head_num", 1)  # decode has it with SGLang's staging alone
+    heads = getattr(args, "total_kv_head_num", 1)  # decode has it only with SGLang's staging
     return Target(
         heads=0 if mla else heads, entries=len(lens), layer_ids=bool(args.kv_layer_ids),
         even=mla or lens[:half] == lens[half:], stages=manager.pp_size or 1, dcp=manager.dcp_size,

@@ -30,7 +30,7 @@ class DraftReceiver(RoomUse):
 
     kv_mgr: DraftManager
     handle: ReceiveHandle | None = None
-    channel: DecodeWorker  # of a `handle`
+    channel: DecodeWorker  # set with `handle`
     plan: Plan | None = None
     bootstrap_addr: str
     bootstrap_infos: Any
@@ -54,7 +54,7 @@ class DraftReceiver(RoomUse):
         prefix = kwargs.get("decode_prefix_len", args[2] if len(args) > 2 else None) or 0
         try:
             self._open(self.plan, kv_indices, prefix)
-        except Exception as error:  # rows that nobody clears may be another request's
+        except Exception as error:  # nobody clears its rows, which may hold another request's KV
             logger.exception("[MIXKV-SELF-01] a room could not be opened")
             self._fail(f"[MIXKV-SELF-01] its room could not be opened: {error!r}")
 
@@ -89,7 +89,7 @@ class DraftReceiver(RoomUse):
         return status
 
     def clear(self) -> None:
-        """Called by SGLang's failure_exception too, which sets conclude_state first."""
+        """End the room. SGLang's failure_exception also calls this, with conclude_state set."""
         if self.handle is not None:
             reason = ""
             if self.conclude_state == KVPoll.Failed:
@@ -99,7 +99,7 @@ class DraftReceiver(RoomUse):
         super().clear()  # type: ignore[misc]
 
     def _fail(self, reason: str) -> None:
-        """Fail it: SGLang's poll returns `conclude_state`. Prefill is notified if it is known."""
+        """Fail the request: SGLang's poll returns `conclude_state`. Notify prefill, if known."""
         logger.error("sglang-mixkv fails room %s: %s", self.bootstrap_room, reason)
         self.kv_mgr.record_failure(self.bootstrap_room, f"sglang-mixkv: {reason}")
         self.conclude_state = KVPoll.Failed

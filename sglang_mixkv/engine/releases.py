@@ -1,10 +1,9 @@
-"""The releases of SGLang that are served, and the check that the installed one is as expected.
+"""The supported releases of SGLang, and the check that the installed one is as expected.
 
 A release that is not in the table is refused, unless SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG is set;
-then it is treated as the newest one. `check` checks the release, SGLang's functions, and the
-resolved arguments, in each process that uses the plugin's classes. SGLang's launcher skips the
-functions (`plugin.py`): checking them imports prometheus_client, before SGLang has set
-PROMETHEUS_MULTIPROC_DIR.
+then it is treated as the newest one. In each process that uses the plugin's classes, `check` checks
+the release, SGLang's functions, and the resolved arguments. In SGLang's launcher (`plugin.py`) it
+skips the functions, whose check imports prometheus_client before PROMETHEUS_MULTIPROC_DIR is set.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ def _host_receive(off: float) -> Rule:
 RADIX_CACHE = Rule(
     "--disaggregation-decode-enable-radix-cache and a drafter with SGLang before 0.5.23",
     lambda a: getattr(a, "disaggregation_decode_enable_radix_cache", False) and has_drafter(a),
-    "SGLang itself serves it there with DSPARK alone; use SGLang 0.5.23, or drop the flag",
+    "SGLang itself supports it there only with DSPARK; use SGLang 0.5.23, or drop the flag",
 )
 DCP = Rule(
     "--dcp-size above 1 and a drafter with SGLang before 0.5.23",
     lambda a: (getattr(a, "dcp_size", 1) or 1) > 1 and has_drafter(a),
-    "it was not shown to be right there; use SGLang 0.5.23 on both sides",
+    "it has not been shown to be correct there; use SGLang 0.5.23 on both sides",
 )
 
 UNSERVED: dict[str, tuple[Rule, ...]] = {
@@ -50,14 +49,14 @@ UNSERVED: dict[str, tuple[Rule, ...]] = {
     "0.5.22": (_host_receive(1), RADIX_CACHE, DCP),
     "0.5.23": (_host_receive(1),),
 }
-"""By release, the newest last: rules beyond ARGUMENT_RULES."""
+"""By release, the newest last: its rules in addition to ARGUMENT_RULES."""
 
 SUPPORTED_SGLANG = tuple(UNSERVED)
 
 
 @cache
 def version_of(package: str) -> str:
-    """Return its installed version, or `none`. Read once, in a millisecond: each seam asks."""
+    """Return a package's installed version, or `none`. Cached: reading it takes a millisecond."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -73,7 +72,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def _problem(path: str, names: tuple[str, ...]) -> str:
-    """Say what is wrong with a function or a class of SGLang, "" when it is as expected."""
+    """Say what is wrong with a function or a class of SGLang; "" if it is as expected."""
     due = [name for name in names if name not in LATER.get(sglang_version(), ())]
     try:
         found = pkgutil.resolve_name(path)
@@ -88,7 +87,7 @@ def _problem(path: str, names: tuple[str, ...]) -> str:
 
 
 def has_attribute(owner: type, name: str) -> bool:
-    """True if the class, or one of its bases, declares it, or assigns it in a method."""
+    """True if the class or one of its bases declares the attribute, or assigns it in a method."""
     if any(name in {*vars(one), *inspect.get_annotations(one)} for one in owner.__mro__):
         return True
     methods = (value for one in owner.__mro__ for value in vars(one).values())
@@ -113,20 +112,20 @@ def stop(code: str, headline: str, details: list[str], remedy: str) -> None:
     lines = "\n".join(f"  - {detail}" for detail in details)
     raise SystemExit(
         f"[{code}] sglang-mixkv (pid {os.getpid()}): --enable-mixkv is set, but {headline}; the "
-        "server does not start, since it would silently transfer the drafter's KV wrongly.\n"
+        "server does not start, since it would silently corrupt the drafter's KV.\n"
         f"{lines}\n{remedy}."
     )
 
 
 def stop_if(unsupported: list[str]) -> None:
     if unsupported:
-        headline, remedy = "this combination is not supported", "Change it, or drop the flag"
+        headline, remedy = "this combination is not supported", "Change it, or drop --enable-mixkv"
         stop("MIXKV-START-03", headline, unsupported, remedy)
 
 
 def check(server_args: Any, *, functions: bool = True) -> None:
-    """Stop the process unless SGLang is as expected, has applied the hooks, and serves these
-    arguments."""
+    """Stop the process unless SGLang is as expected and has applied the hooks, and the plugin
+    supports these arguments."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -148,13 +147,12 @@ def check(server_args: Any, *, functions: bool = True) -> None:
             "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
     if dead := [target for target in HOOKS if target not in HookRegistry._patched]:
-        remedy = "Look above for the reason that SGLang logged, or another plugin that hooks them"
+        remedy = "Look above for SGLang's reason, or for a plugin that hooks the same functions"
         stop("MIXKV-START-02", "SGLang did not apply these hooks", dead, remedy)
     stop_if(broken(rules(), resolved_view(server_args), os.environ, server_args))
 
 
-_checked: Any = None
-"""The ServerArgs that this process was last checked for."""
+_checked: Any = None  # the ServerArgs that this process was last checked for
 
 
 def check_once(server_args: Any) -> None:

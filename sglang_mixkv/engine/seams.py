@@ -1,11 +1,10 @@
-"""What the plugin depends on inside SGLang, each with the reason: SEAMS are the functions that it
-hooks, overrides or calls, ATTRIBUTES what it reads or sets.
+"""What the plugin depends on inside SGLang, and why: SEAMS are the functions that it hooks,
+overrides or calls; ATTRIBUTES are what it reads or sets.
 
-Of this package only `plugin.py`, `engine/`, `guards/` and `tools/plan_*.py` use SGLang. `check`
-(releases.py) looks for these in each opted-in process, and tests/protocol/test_seams.py for uses
-that are not here. With each function are the parameters that are passed or read by name; SGLang may
-have more.
-Behind an arrow is the plugin's function around it.
+In this package, only `plugin.py`, `engine/`, `guards/` and `tools/plan_*.py` use SGLang. `check`
+(releases.py) looks for each entry in every opted-in process, and tests/protocol/test_seams.py looks
+for uses that are not listed here. Each function has the parameters that are passed or read by name
+(SGLang may have more) and, after an arrow, the plugin's function that wraps it.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _MANAGER, _SENDER, _RECEIVER, _SERVER = (
 
 _FUNCTIONS = {
     f"{_ARGS}add_cli_args": "parser -> plugin.add_flags",
-    f"{_ARGS}from_cli_args": "args -> plugin.attach_config",  # flags and variables are a record
-    # SGLang's classes with a mixin each
+    f"{_ARGS}from_cli_args": "args -> plugin.attach_config",  # attaches flags and variables
+    # adds a mixin to SGLang's classes
     f"{_PD}utils:get_kv_class": "transfer_backend class_type -> plugin.kv_class",
-    f"{_PREFILL}_init_kv_manager": "-> engine.pool_hooks.around_init",  # SGLang sees no draft pool
+    f"{_PREFILL}_init_kv_manager": "-> engine.pool_hooks.around_init",  # hides the draft pool
     f"{_DECODE}_init_kv_manager": "-> engine.pool_hooks.around_init",  # the same
-    # which request a room belongs to
+    # tells each room its request
     f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.pool_hooks.around_extend",
-    # these have new draft rows
+    # resumed requests have new draft rows
     f"{_DECODE}resume_retracted_reqs": "-> engine.pool_hooks.around_resume",
     # refuses a room number that is used twice, or cannot be sent
     f"{_TOKENIZER}_init_req_state": "obj request -> guards.room_reuse.around_request",
@@ -39,29 +38,29 @@ _FUNCTIONS = {
     f"{_MANAGER}try_ensure_parallel_info": "bootstrap_addr",  # waits for facts and connections
     f"{_MANAGER}apply_prefill_status": "failure_reason",  # ignores aborts without deferred release
     f"{_MANAGER}record_failure": "bootstrap_room failure_reason",  # why a request fails
-    # decode is notified of an abort on prefill
+    # notifies decode of an abort on prefill
     f"{_MANAGER}send_kv_status_message": "targets bootstrap_room status failure_reason",
     f"{_SENDER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails a number that is in use
     f"{_SENDER}init": "num_kv_indices",  # begins a room
-    f"{_SENDER}send": "indices_event kv_indices num_kv_tokens",  # hands a chunk on, too
-    f"{_SENDER}pop_decode_prefix_len": "",  # the number of the first token that is sent
+    f"{_SENDER}send": "indices_event kv_indices num_kv_tokens",  # also passes the chunk on
+    f"{_SENDER}pop_decode_prefix_len": "",  # which token is sent first
     f"{_SENDER}poll": "",  # Success once everything is packed
     f"{_SENDER}clear": "",  # ends a room
     f"{_SENDER}abort": "",  # ends a room, and notifies decode
     f"{_RECEIVER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails a number that is in use
     f"{_RECEIVER}init": "prefill_dp_rank",  # refuses a prefill server before its metadata
-    f"{_RECEIVER}send_metadata": "kv_indices decode_prefix_len",  # opens a request after it
+    f"{_RECEIVER}send_metadata": "kv_indices decode_prefix_len",  # then opens the request
     f"{_RECEIVER}poll": "",  # Success once draft KV is in place, or cleared
     f"{_RECEIVER}clear": "",  # ends a room
-    f"{_RECEIVER}ensure_abort_notified": "",  # prefill is notified of a request that fails
+    f"{_RECEIVER}ensure_abort_notified": "",  # notifies prefill of a request that fails
     f"{_SERVER}_setup_routes": "",  # GET /mixkv
     f"{_SERVER}_handle_route_put": "request",  # takes a rank's row out of its registration
-    # replaced on a scheduler with a drafter: no storage tier but Mooncake's store
+    # replaced on a scheduler with a drafter: attaches no storage tier except Mooncake's store
     f"{_SRT}managers.scheduler:Scheduler.attach_hicache_storage_wrapped": "recv_req",
-    # how objects of a rank's heads are named in Mooncake's store
+    # renames the objects of a rank's heads in Mooncake's store
     f"{_STORE}register_mem_pool_host": "-> engine.storage.around_register",
     f"{_SRT}arg_groups.resolution_hooks:register_resolution_hook": "name",  # checks at start
-    f"{_SRT}arg_groups.overrides:resolved_view": "server_args",  # what flags became
+    f"{_SRT}arg_groups.overrides:resolved_view": "server_args",  # the flags as resolved
     # RDMA devices of this GPU
     f"{_SRT}distributed.device_communicators.mooncake_transfer_engine:get_ib_devices_for_gpu":
         "ib_device_str gpu_id",
@@ -87,20 +86,20 @@ _NAMES = {
         "prefill_info_table rank_port req_to_decode_prefix_len request_status system_dp_rank "
         "transfer_infos",
     _SENDER: "bootstrap_room conclude_state kv_mgr",  # a room number, and its end
-    # the same; a request's ranks, and an ABORT to others over sockets of their own
+    # the same; a request's ranks; ABORTs to other ranks over separate sockets
     _RECEIVER: "_socket_cache _socket_locks abort_notified bootstrap_addr bootstrap_infos "
         "bootstrap_room conclude_state kv_mgr",
-    _SERVER: "app attn_cp_size attn_tp_size dp_size pp_size",  # GET /mixkv, once all are there
-    # the event of a prefix that is sent early, and those of forwards
+    _SERVER: "app attn_cp_size attn_tp_size dp_size pp_size",  # GET /mixkv, once all ranks are in
+    # the events of early sends, and of forwards
     f"{_PD}prefill:SchedulerDisaggregationPrefillMixin": "_early_send_wait_event",
     f"{_SRT}managers.scheduler:Scheduler": "forward_stream",
-    # a server's ranks, by the keys of GET /route too; which of them requests contact
+    # a server's ranks, also as keys of GET /route's answer; those that requests contact
     f"{_CONN}PrefillRankInfo": "rank_ip rank_port",
     f"{_CONN}PrefillServerInfo": "target_tp_ranks",
     # the decode ranks of a request, which are notified
     f"{_PD}mooncake.conn:TransferInfo": "dst_port endpoint is_dummy",
     f"{_PD}nixl.conn:TransferInfo": "dst_port endpoint is_dummy",
-    # chunks on their way to NIXL's workers, which are held back
+    # chunks that are held back on their way to NIXL's workers
     f"{_PD}nixl.conn:NixlKVManager": "transfer_queues",
     f"{_PD}common.utils:TransferKVChunk": "room",
     f"{_PD}base.conn:KVPoll": "Failed Success Transferring WaitingForInput",
@@ -108,33 +107,33 @@ _NAMES = {
     # what SGLang moves; RDMA devices of this GPU
     f"{_PD}base.conn:KVArgs": "aux_item_lens gpu_id ib_device is_hybrid_mla_backend kv_item_lens "
         "kv_layer_ids num_draft_entries page_size state_types total_kv_head_num",
-    # the draft pool, which is hidden, and whose rows are a request's
+    # the draft pool, which is hidden, and a request's rows in it
     _PREFILL: "draft_token_to_kv_pool kv_manager scheduler",
     _DECODE: "draft_token_to_kv_pool kv_manager req_to_token_pool scheduler",
     f"{_PD}decode:DecodeRequest": "kv_receiver req",
     f"{_POOL}memory_pool:ReqToTokenPool": "req_to_token",
     f"{_SRT}managers.schedule_batch:Req": "finished kv rid seqlen spec_correct_drafts_histogram",
     f"{_SRT}managers.schedule_batch:ReqKvInfo": "req_pool_idx",
-    # how its rows are laid out, and that there are no others
+    # the layout of its rows, and whether it has any others
     f"{_POOL}memory_pool:MHATokenToKVPool": "dtype head_num k_buffer k_scale_buffer page_size "
         "kv_cache_layout maybe_get_custom_mem_pool native_k_scale_buffer v_buffer",
     f"{_POOL}memory_pool:HybridLinearKVPool": "full_kv_pool",
     f"{_POOL}swa_memory_pool:SWAKVPool": "full_kv_pool",
-    # how objects are named in Mooncake's store, and what is attached later
+    # how objects are named in Mooncake's store, and storage that is attached later
     _STORE: "mha_suffix storage_config",
     f"{_POOL}hicache_storage:HiCacheStorageConfig": "tp_size",
     f"{_SRT}managers.io_struct:AttachHiCacheStorageReqInput": "hicache_storage_backend",
-    # numbers that are in use
+    # room numbers in use
     _TOKENIZER: "disaggregation_mode rid_to_state",
     f"{_SRT}managers.tokenizer_manager:ReqState": "obj",
     f"{_SRT}managers.io_struct:GenerateReqInput": "bootstrap_host bootstrap_port bootstrap_room "
         "parallel_sample_num rid",
-    # hooks that were applied; times; the drafter's heads
+    # the hooks applied; timeouts; the drafter's heads
     f"{_SRT}plugins.hook_registry:HookRegistry": "_patched",
     f"{_SRT}environ:Envs": "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT "
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT SGLANG_RUST_SERVER",
     f"{_SRT}configs.model_config:ModelConfig": "get_total_num_kv_heads hf_config",
-    # heads of a rank, and labels of metrics
+    # a rank's heads, and labels of metrics
     f"{_SRT}arg_groups.fields.parallel:Parallel": "attn_tp_rank attn_tp_size dp_rank moe_ep_rank "
         "pp_rank tp_rank",
     # rules of refusals.py and releases.py, how far a drafter reads, metrics
@@ -151,11 +150,10 @@ _NAMES = {
         "speculative_draft_window_size",
 }  # fmt: skip
 ATTRIBUTES = {path.rstrip("."): tuple(names.split()) for path, names in _NAMES.items()}
-"""By class."""
 LATER = {
     "0.5.21": {
         "disaggregation_decode_allocation_policy", "enable_kv_cache_sharding", "indices_event",
     },
     "0.5.22": {"indices_event"},
 }  # fmt: skip
-"""By release: parameters and attributes that came after it, with what needs them."""
+"""By release: the parameters and attributes that it lacks, along with what needs them."""

@@ -19,13 +19,13 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftSender(RoomUse):
-    """Mixed into CommonKVSender (manager.mixed). `handle`: None on a rank without draft KV, or
-    before init. SGLang's Success becomes Transferring while draft KV is packed."""
+    """Mixed into CommonKVSender (manager.mixed). `handle`: None before init, and on a rank without
+    draft KV. SGLang's Success becomes Transferring until draft KV is packed."""
 
     leaves = True
     kv_mgr: DraftManager
     handle: SendHandle | None = None
-    channel: PrefillWorker  # of a `handle`
+    channel: PrefillWorker  # set with `handle`
     _first = 0
     _early_send_wait_event: Any = None  # SGLang's scheduler sets it, and its send resets it
 
@@ -37,7 +37,7 @@ class DraftSender(RoomUse):
             self.channel, self.handle = channel, channel.begin(self.bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return SGLang's prefix length; the first chunk begins after it."""
+        """Return SGLang's prefix length, where the first chunk begins."""
         self._first = int(super().pop_decode_prefix_len())  # type: ignore[misc]
         return self._first
 
@@ -74,7 +74,7 @@ class DraftSender(RoomUse):
         return status if released else KVPoll.Transferring
 
     def clear(self) -> None:
-        """Called by SGLang's failure_exception too, which sets conclude_state first."""
+        """End the room. SGLang's failure_exception also calls this, with conclude_state set."""
         self._end("failed on prefill" if self.conclude_state == KVPoll.Failed else "")
         super().clear()  # type: ignore[misc]
 

@@ -1,14 +1,14 @@
-"""HiCache's storage tier with a drafter: served over Mooncake's store (STORAGE in refusals.py).
+"""HiCache's storage tier with a drafter, which needs Mooncake's store (STORAGE in refusals.py).
 
 A page's objects there are named by its tokens' hash and, if ranks hold different heads, by the rank
-(`mha_suffix` in SGLang's mooncake_store.py), but not by the number of ranks. Servers of another
-attention-TP size that share a store would read other heads, or a part of a page, which Mooncake
-reports as success. With the size in that suffix, they miss the drafter's object; a page with a
-missing object ends the hit (PoolHitPolicy.ALL_PAGES), is computed, and stored.
+(`mha_suffix` in SGLang's mooncake_store.py), but not by the number of ranks. Servers of different
+attention-TP sizes that share a store would read the wrong heads, or part of a page, which Mooncake
+reports as success. With the size in that suffix, they miss each other's draft objects; a page with
+a missing object ends the hit (PoolHitPolicy.ALL_PAGES), is computed, and stored.
 
-The suffix names everything whose rows differ from rank to rank: a drafter's KV heads, a GQA
-target's, into whose pages SGLang packs an MTP drafter's, and the states of a hybrid target. MLA
-rows, a target's or a drafter's, have the other suffix (`mla_suffix`): all servers share them, also
+The suffix marks everything whose rows differ by rank: the KV heads of a drafter and of a GQA
+target (into whose pages SGLang packs an MTP drafter's), and the states of a hybrid target. MLA
+rows, a target's or a drafter's, have the other suffix (`mla_suffix`): all servers share them, even
 those without the plugin.
 """
 
@@ -27,19 +27,18 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 def around_register(original: Callable[..., None], tier: Any, pool: Any) -> None:
-    """Wrap MooncakeStore.register_mem_pool_host, which SGLang calls once for each store, at the
-    start or when storage is attached later, before the store has objects. With SGLang's
-    `tp_lcm_size` the suffix lists the parts of this rank's heads, out of so many: no rank of
-    another size has the same."""
+    """Wrap MooncakeStore.register_mem_pool_host, which SGLang calls once for each store, at start
+    or when storage is attached later, before the store has objects. With SGLang's `tp_lcm_size`,
+    the suffix lists this rank's parts out of that many: no rank of another size has the same."""
     original(tier, pool)
     if isinstance(tier.mha_suffix, str) and has_drafter(get_server_args()):
         tier.mha_suffix = f"tp{tier.storage_config.tp_size}_{tier.mha_suffix}"
 
 
 def attach(stock: Callable[[Any], Any], request: Any) -> Any:
-    """Replaces a drafting scheduler's `attach_hicache_storage_wrapped`: `PUT
-    /hicache/storage-backend` is answered as a start with that flag would be. The scheduler binds
-    its request handlers after it has made its queues."""
+    """Replace a drafting scheduler's `attach_hicache_storage_wrapped`, so that `PUT
+    /hicache/storage-backend` is refused or served as the flag is at start. This takes effect since
+    the scheduler binds its request handlers only after it has made its queues."""
     if request.hicache_storage_backend == STORED:
         return stock(request)
     reason = f"[MIXKV-START-03] {STORAGE}"

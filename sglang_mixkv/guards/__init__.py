@@ -1,1 +1,1 @@
-"""Guards against SGLang's own faults. Each file names its fault, and the fix that ends the file."""
+"""Guards against faults of SGLang. Each file names its fault, and the fix after which it can go."""

@@ -1,11 +1,11 @@
-"""Notifies decode of an abort on prefill, in SGLang's own message.
+"""Notifies decode of an abort on prefill, with SGLang's own message.
 
 fault   CommonKVSender.abort (disaggregation/common/conn.py) notifies nobody: decode waits for
         SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s
 patch   none yet
-until   an abort on prefill ends the request on decode
+until   SGLang itself ends the request on decode
 
-On decode DraftManager.apply_prefill_status, which overrides SGLang's, ignores unsafe ones.
+On decode, DraftManager.apply_prefill_status overrides SGLang's, and ignores unsafe aborts.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from sglang_mixkv.background import MAX_NOTICES, Background
 from sglang_mixkv.guards.room_reuse import RoomUse, newest
 from sglang_mixkv.series import ABORTED
 
-BLOCKED_AT_ONCE = 256  # decode ranks
-POLL_S, LATE_S = 1.0, 300.0  # after SGLang's timeout decode no longer waits
+BLOCKED_AT_ONCE = 256  # sends, each to a different decode rank
+POLL_S, LATE_S = 1.0, 300.0  # SGLang's timeout, after which decode no longer waits
 
 
 class AbortedRequests:
-    """Notifies decode of an abort on prefill. `manager`: SGLang's, of a prefill rank."""
+    """Notifies decode of aborts on a prefill rank. `manager`: the rank's manager in SGLang."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._background = Background("mixkv-notify", BLOCKED_AT_ONCE)
 
     def add(self, sender: RoomUse) -> None:
-        """Notify decode, unless SGLang has concluded the room. After Success decode goes on with
-        it. After Failed decode was notified, or must not be, since NIXL could not tell that its
-        writes have ended (transfer_worker in nixl/conn.py)."""
+        """Notify decode, unless SGLang has concluded the room. After Success, decode goes on with
+        it. After Failed, decode has been notified, or must not be, since NIXL could not tell
+        whether its writes have ended (transfer_worker in nixl/conn.py)."""
         room, manager = sender.bootstrap_room, self._manager
         if manager.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
             return
@@ -43,7 +43,7 @@ class AbortedRequests:
             self._background.run(self._notify(sender, room, self._targets(room)))
 
     def _targets(self, room: int) -> Any:
-        """Return the decode ranks that wait for this rank's KV; None before any sent metadata."""
+        """Return the decode ranks that wait for this rank's KV; None until one sends metadata."""
         infos = list(self._manager.transfer_infos.get(room, {}).values())
         targets = {(one.endpoint, one.dst_port) for one in infos if not one.is_dummy}
         return targets if infos else None
@@ -58,13 +58,13 @@ class AbortedRequests:
         await asyncio.gather(*(send(to, message, targets=[to], **fields) for to in targets or ()))
 
     def _late(self, sender: RoomUse, room: int) -> Any:
-        """Return the targets of a room that was aborted before they came; () if nothing is left to
-        do. SGLang's bootstrap_thread notes the prefix, and then the status, once all decode ranks
-        have come: the room's tables are cleared then. If its scheduler has not cleared the sender,
-        it will ask for the status again and clear it: a status that is gone would read as
-        WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
+        """Return the targets of a room that was aborted before their metadata came: None while some
+        is missing, () if nothing is left to do. The room is cleared only once SGLang's
+        bootstrap_thread has set its prefix and, last, its status. If SGLang's scheduler has not
+        cleared the sender, it will poll and clear it: leave it the status, since a missing one
+        would read as WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
         tables = self._manager
-        if newest(room) not in (None, sender):  # the number is another request's
+        if newest(room) not in (None, sender):  # another request has the number
             return ()
         if room not in tables.req_to_decode_prefix_len or room not in tables.request_status:
             return None

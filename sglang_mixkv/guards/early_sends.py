@@ -1,17 +1,18 @@
-"""Holds an early send over NIXL back until its KV is written.
+"""Holds early sends over NIXL back until their KV is written.
 
-fault   A prefix that prefill has cached is sent while the forward of the rest begins (prefill.py,
-        maybe_send_cached_prefix_chunk), and with each further chunk the one before. The event of
-        the forward that writes it goes along; NIXL drops it (add_transfer_request in
-        nixl/conn.py), and Mooncake did not wait for it up to 0.5.21: the target's own KV can be
+fault   SGLang sends a cached prefix when the forward of the rest begins (prefill.py,
+        maybe_send_cached_prefix_chunk), and each chunk when the next one's does. It passes along
+        the event of the forward that writes this KV, but NIXL drops it (add_transfer_request in
+        nixl/conn.py), and up to 0.5.21 Mooncake did not wait for it: even the target's KV can be
         sent before it is written
 patch   upstream/nixl-early-sends.patch
-until   all releases that are served wait, over both backends
+until   all supported releases wait for the event, over both backends
 
-SGLang's scheduler puts a chunk into a queue of NIXL's manager, and a worker of SGLang's posts it.
-The plugin replaces the queues: a chunk leaves one once its event has completed. If SGLang has none
-that can be replaced, and over Mooncake of 0.5.21, early sends are switched off. A chunk whose event
-fails stays, and its request fails by SGLang's timeout: unwritten bytes are never sent.
+SGLang's scheduler puts a chunk into a queue of NIXL's manager, from which one of SGLang's workers
+posts it. The plugin replaces these queues: a chunk leaves one once its event has completed. Where
+SGLang has none to replace, and over Mooncake with SGLang 0.5.21, early sends are switched off. A
+chunk whose event fails stays queued until SGLang's timeout fails its request: unwritten bytes are
+never sent.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ NEVER = SimpleNamespace(query=lambda: False)
 
 
 class ChunkQueue:
-    """Replaces SGLang's FastQueue, for one worker. A chunk comes out once it is written, in the
-    order of its room; other rooms do not wait for it."""
+    """Replaces the FastQueue of one of SGLang's workers. A room's chunks come out in order, each
+    once it is written; other rooms do not wait for them."""
 
     def __init__(self, manager: EarlySends) -> None:
         self._manager, self._put = manager, SimpleQueue[tuple[Any, Any]]()
-        self._chunks: list[tuple[Any, Any]] = []  # the worker's, each with its event
+        self._chunks: list[tuple[Any, Any]] = []  # for the worker's thread, each with its event
         self._is_spared = not torch.cuda.is_available() or bool(torch.version.hip)
 
     def put(self, chunk: Any) -> None:
@@ -70,7 +71,7 @@ class ChunkQueue:
 
 
 class EarlySends:
-    """Mixed into NIXL's manager. `early`: the event of the chunk that SGLang's scheduler sends."""
+    """Mixed into NIXL's manager. `early`: the event of the chunk that SGLang is sending now."""
 
     early: Any = None
 
@@ -84,8 +85,8 @@ class EarlySends:
 
 
 def switch_off_early_sends(manager: Any, release: str) -> str:
-    """Switch SGLang's early sends off if nobody waits for their KV, and return a note for the log.
-    An operator's own setting stays."""
+    """Switch SGLang's early sends off if nothing waits until their KV is written; return a note
+    for the log. The operator's own setting is kept."""
     queues = getattr(manager, "transfer_queues", [None])
     waits = manager.backend == "mooncake" and not release.startswith("0.5.21")
     if EARLY_SENDS in os.environ or waits or all(isinstance(one, ChunkQueue) for one in queues):

@@ -1,9 +1,9 @@
-"""Clears the drafter's rows of a request that decode resumes from its backup.
+"""Clears the draft rows of a retracted request that decode resumes from its backup.
 
-fault   A retracted request's backup in `cpu_tensor` has rows of the target alone (Req.load_kv_cache
-        in managers/schedule_batch.py): its drafter would read other requests' rows
+fault   A `cpu_tensor` backup has only the target's rows (Req.load_kv_cache in
+        managers/schedule_batch.py), so the drafter would read other requests' rows
 patch   none yet
-until   that backup has the drafter's rows. around_resume (engine/pool_hooks.py) stays: it counts
+until   that backup has the draft rows, too. Keep pool_hooks.around_resume, which also counts
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sglang.srt.runtime_context import get_disagg
 
 
 def clear_retracted(pool: Any, table: Any, request: Any) -> None:
-    """Zero the drafter's rows of tokens whose target rows Req.load_kv_cache fills, if SGLang's
-    backup has only the target's; its host pool has both. On the current stream, which
-    resume_retracted_reqs has made wait for the forward that may have written them."""
+    """Zero the draft rows of tokens whose target rows Req.load_kv_cache restores, unless the backup
+    is SGLang's host pool, which has both. This runs on the current stream, which
+    resume_retracted_reqs has made wait for the forward that may have written the rows."""
     if get_disagg().disaggregation_decode_retraction_backup != "cpu_tensor":
         return
     rows = table.req_to_token[request.kv.req_pool_idx, : request.seqlen - 1].long()

@@ -1,14 +1,14 @@
-"""Refuses a second request with a room number that is in use, as the samples of one with `n` > 1.
+"""Refuses a request whose room number is in use, as when samples (`n` > 1) share their request's.
 
-fault   SGLang's tables have one entry for a number (CommonKVManager, in common/conn.py under
-        disaggregation/). A second request gets the first one's metadata and KV, and its end deletes
-        the entry, which can end SGLang's schedulers (prefill.py, pop_bootstrapped: "Unexpected poll
-        state", KeyError)
+fault   SGLang's tables have one entry per number (CommonKVManager, in common/conn.py under
+        disaggregation/). A second request gets the first one's metadata and KV, and deletes the
+        entry when it ends, which can crash SGLang's schedulers (prefill.py, pop_bootstrapped:
+        "Unexpected poll state", KeyError)
 patch   none yet
-until   SGLang refuses such a request itself, or its tables tell the requests of a number apart
+until   SGLang refuses such requests itself, or its tables tell apart those that share a number
 
-Such a request is refused where a server receives it. One that gets past that, for example from a
-client of both servers that gives a number twice, fails alone.
+A server refuses such a request when it receives it. One that slips through, for example from a
+client that calls both servers itself and repeats a number, fails without harming any other.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""SGLang's states of requests that a decode server has accepted, by number."""
+"""By room number: SGLang's states of requests that a decode server has accepted."""
 _newest: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
 """The newest sender or receiver of each number on this rank, until it is cleared."""
-_own = itertools.count(-1, -1)  # SGLang's are not negative
+_own = itertools.count(-1, -1)  # SGLang's numbers are never negative
 
 
 def around_request(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap TokenizerManager._init_req_state, with which SGLang begins each request. Its ValueError
-    becomes HTTP 400. Prefill checks the request alone: decode may have it compute a request again,
-    with the same number, before prefill has answered the first time (true retraction)."""
+    """Wrap TokenizerManager._init_req_state, with which SGLang begins each request; a ValueError
+    becomes HTTP 400. Only decode looks for earlier requests with the number: in true retraction,
+    prefill may get a request again, under its number, before it has answered the first."""
     rooms, is_decode = list(_rooms(request)), manager.disaggregation_mode.value == "decode"
     if rooms and getattr(request, "parallel_sample_num", 1) > 1:
-        raise _refusal(f"n = {request.parallel_sample_num}, whose samples share theirs")
+        raise _refusal(f"n = {request.parallel_sample_num}, whose samples would share one")
     states, numbers = manager.rid_to_state, set[int]()
     for _, room, host, port in rooms:
         if not _is_number(room):
-            raise _refusal(f"{type(room).__name__} outside of that")
+            raise _refusal(f"{type(room).__name__} outside that range")
         if not _is_address(host, port, is_decode):
             expected = "a bootstrap_host, and a bootstrap_port from 1 to 65535 or none"
             raise _refusal(f"{host!r:.99} and {port!r:.99}", expected)
@@ -58,27 +58,27 @@ def around_request(
 
 
 def _rooms(request: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield rid, room, host and port of each request of a batch, except SGLang's own warm-up and
-    health checks: they share numbers, and nothing is transferred for them."""
+    """Yield rid, room, host and port of each request in a batch, except SGLang's own warm-up and
+    health checks, which share numbers and transfer nothing."""
     names = ("rid", "bootstrap_room", "bootstrap_host", "bootstrap_port")
     values = [getattr(request, name, None) for name in names]
     count = len(values[0]) if isinstance(values[0], list) else 0
     lists = [one if count and isinstance(one, list) else [one] * max(1, count) for one in values]
     if any(len(one) != len(lists[0]) for one in lists):
-        raise _refusal("lists of other lengths than the batch")
+        raise _refusal("lists that are not as long as the batch")
     for rid, room, host, port in zip(*lists, strict=True):
         if room is not None and host != FAKE_BOOTSTRAP_HOST:
             yield rid, room, host, port
 
 
 def _is_number(room: Any) -> bool:
-    """True if it fits every message and table, also SGLang's."""
+    """True if the room number fits every message and table, including SGLang's."""
     return type(room) is int and 0 <= room < 1 << 63
 
 
 def _is_address(host: Any, port: Any, is_decode: bool) -> bool:
-    """True if SGLang's scheduler can split, resolve and log it. On prefill no host is needed; no
-    port means the server's own."""
+    """True if SGLang's scheduler can split, resolve and log the address. Prefill needs no host;
+    without a port, the server's own is meant."""
     is_host = type(host) is str and 0 < len(host) < 256 and host.isprintable()
     is_port = type(port) is int and 0 < port < 1 << 16
     return (is_host or (host is None and not is_decode)) and (is_port or port is None)
@@ -88,7 +88,7 @@ def _refusal(got: str, expected: str = "") -> MixKVError:
     return refuse(
         "MIXKV-PAIR-09",
         expected or "a bootstrap_room from 0 to 2^63 - 1 that no other request uses", got,
-        "it would have another request's KV, or none, and SGLang's schedulers could die",
+        "it would get another request's KV, or none, and SGLang's schedulers could crash",
         "Send each sample as its own request, with n = 1, through the router",
     )  # fmt: skip
 
@@ -99,11 +99,11 @@ def newest(room: int) -> RoomUse | None:
 
 
 class RoomUse:
-    """Mixed into senders and receivers, each of which uses a number. While one is under way, a
-    second one fails under a number that no request has, as does one whose number cannot be sent:
-    whatever SGLang does with it, it touches no other request."""
+    """Mixed into senders and receivers, each of which uses a room number. While one has it, a
+    second one fails, and so does one whose number cannot be sent. What fails gets a number that no
+    request has, so that SGLang's handling of it touches no other request."""
 
-    leaves = False  # whether it makes way after Success
+    leaves = False  # whether it gives up its number after Success
     kv_mgr: Any  # a DraftManager, whose module imports this one
     bootstrap_room: int
     conclude_state: Any
@@ -111,7 +111,7 @@ class RoomUse:
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
-        problem = f"{type(bootstrap_room).__name__} outside of that"
+        problem = f"{type(bootstrap_room).__name__} outside that range"
         if is_free := _is_number(bootstrap_room):
             problem, first = f"{bootstrap_room}, which is in use", _newest.get(bootstrap_room)
             is_free = first is None or first.kv_mgr is not mgr or first._leave()
@@ -125,24 +125,24 @@ class RoomUse:
                 mgr.local.reporter(Note("reused"))
 
     def _leave(self) -> bool:
-        """Return whether another use may have the number before this one is cleared: a sender makes
-        way after Success, since true retraction may begin the next request with the number before
-        the scheduler has seen that this one succeeded."""
+        """Give up the number before this use is cleared, if possible, and return whether it was. A
+        sender does so after Success: true retraction may begin the next request with the number
+        before the scheduler has seen that this one succeeded."""
         if not self.leaves or super().poll() != KVPoll.Success:  # type: ignore[misc]
             return False
         self._move()
         return True
 
     def clear(self) -> None:
-        """Clear it unless the number is another's by now: SGLang clears a receiver when it fails,
-        and again when its pages are released (_do_release)."""
+        """Clear it, unless another use has the number by now: SGLang clears a receiver when it
+        fails, and again when its pages are released (_do_release)."""
         if newest(self.bootstrap_room) in (None, self):
             super().clear()  # type: ignore[misc]
             _newest.pop(self.bootstrap_room, None)
 
     def _move(self) -> None:
-        """Move it to a number that no request has. Metadata of the next request may be here
-        already: they stay, and SGLang's status is set as it would be for them."""
+        """Move it to a number that no request has. If metadata of the next request is already
+        here, it stays, and the status becomes what SGLang would have set for that request."""
         tables, room = self.kv_mgr, self.bootstrap_room
         status = tables.request_status.pop(room)
         if room in tables.transfer_infos and room in tables.req_to_decode_prefix_len:

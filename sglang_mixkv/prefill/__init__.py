@@ -1,1 +1,1 @@
-"""A prefill rank of the draft channel."""
+"""The draft channel on a prefill rank."""

@@ -1,16 +1,16 @@
 r"""A prefill rank's state machine: calls in, actions out, time as an argument. No I/O.
 
-A Request is one request on this rank, a *room* in logs and metrics. Each reader, a decode
-rank, has a ReaderTransfer of it. An OPEN may come before SGLang's sender, and waits for it. Chunks
-of a request wait for its readers, and are cut into segments that fit a slot:
+A Request is one request on this rank, a *room* in logs and metrics. It has a ReaderTransfer for
+each reader, a decode rank. An OPEN that comes before SGLang's sender waits for it. A request's
+chunks wait for its readers, and are cut into segments that fit a slot:
 
     ReaderTransfer   opened --copy--> packing --READY--> ... --last READY--> ended
                          \__________________ FAIL, either way _______________/
 
-Its pages are *released* when all readers have opened it and each transfer has ended. The
-sender's Success waits for that and for nothing else, so that no page is given back while it is
-packed. Slots are read and acknowledged later. Packing that makes no progress after SGLang's own
-transfer is given up: the readers are notified, and the request goes on. Prefill never fails one.
+A request's pages are *released* once all its readers have opened it and every transfer has ended.
+The sender's Success waits only for that, so that no page is given back while it is being packed.
+Slots are read and acknowledged later. If packing makes no progress after SGLang's own transfer, it
+is given up: the readers are notified, and the request goes on. Prefill never fails a request.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.prefill.transfer import Chunk, Packing, ReaderTransfer, Request, Segment
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
-"""Transfers of one connection, and of all. Each takes some 500 bytes. Anybody with access to the
-port can invent readers without end, so the connection counts."""
-STEP = 1.0  # a rank's clock advances by so much at most between two calls
+"""The most transfers per connection, and in all. Each takes some 500 bytes. Anyone who can reach
+the port can invent readers without end, so they are counted per connection, not per reader."""
+STEP = 1.0  # the most that a rank's clock advances between two calls
 
 
 class PagesReleased(msgspec.Struct, frozen=True):
@@ -45,9 +45,9 @@ Action = StartCopies | Send | PagesReleased | Note
 
 
 class Machine:
-    """All requests of one prefill rank. `heads`: those of the drafter here. `segment_tokens`: how
-    many tokens of so many heads fit a slot here and one of so many bytes. `draw_stamp`: see
-    Packing."""
+    """All requests of one prefill rank. `heads`: the draft heads of this rank. `segment_tokens`:
+    called with a number of heads and a reader's slot size, returns how many tokens of these heads
+    fit both that slot and one here. `draw_stamp`: see Packing."""
 
     def __init__(
         self, instance: bytes, heads: range, segment_tokens: Callable[[int, int], int],
@@ -57,22 +57,22 @@ class Machine:
         self._segment_tokens, self.slots = segment_tokens, slots
         self._packing = Packing(slots, draw_stamp)
         self._requests: dict[Hashable, Request] = {}
-        self._current: dict[int, Request] = {}  # by number: that of the newest sender
-        self._early: dict[int, Request] = {}  # by number: opened, and no sender yet
+        self._current: dict[int, Request] = {}  # by number: the newest sender's
+        self._early: dict[int, Request] = {}  # by number: opened, but without a sender yet
         self._transfers: dict[int, ReaderTransfer] = {}  # by generation
-        self._open: Counter[bytes] = Counter()  # transfers
+        self._open: Counter[bytes] = Counter()  # transfers of each connection
         self._out: list[Action] = []
         self._clock, self._seen = 0.0, float("inf")
 
     def advance(self, now: float) -> None:
-        """Set the clock before each call below. It stops while this process is stopped: a slot's
-        time without an ACK counts from its READY, which a stopped process sends only when it
-        resumes."""
+        """Advance the clock; call this before each method below. The clock stops while the process
+        is stopped, since a slot's time without an ACK counts from its READY, which a stopped
+        process sends only when it resumes."""
         self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
 
     def actions(self) -> list[Action]:
-        """Return the actions since the last time, in the order in which they must be done."""
+        """Return the actions since the last call, in the order in which they must be done."""
         packing = self._packing
         for transfer, ready, chunks in packing.announce(self._clock) if packing.announcing else ():
             transfer.request.progress = self._clock
@@ -87,8 +87,8 @@ class Machine:
     # -- SGLang's side
 
     def begin(self, handle: Hashable, number: int) -> None:
-        """SGLang made a sender for this room number. PagesReleased follows, unless `end` comes
-        before."""
+        """Begin a room: SGLang has made a sender for this number. PagesReleased follows, unless
+        `end` comes first."""
         stale = self._current.get(number)
         if stale is not None:
             self._fail(stale.transfers.values(), "aborted", "another request has its room number")
@@ -101,22 +101,22 @@ class Machine:
         self, handle: Hashable, first: int, count: int, last: bool, pages: Any = None,
         pending: bool = False,
     ) -> None:  # fmt: skip
-        """SGLang handed a chunk over: tokens [first, first + count) of the prompt, in `pages`.
+        """Add a chunk that SGLang sends: tokens [first, first + count) of the prompt, in `pages`.
 
-        `pending`: their KV may not be written yet; `chunk_written` follows. `last`: no more come.
-        Chunks of a request follow each other in the prompt, and are written in their order.
+        `pending`: its KV may not be written yet; `chunk_written` follows. `last`: it is the last
+        one. Chunks of a request come, and are written, in the order of the prompt.
         """
         if (request := self._requests.get(handle)) is not None:
             request.chunks.append(Chunk(first, count, last, pages, pending))
             self._packing.add(request.note_written(pending=False))
 
     def chunk_written(self, handle: Hashable) -> None:
-        """The first of the request's pending chunks is written."""
+        """Note that the first of the request's pending chunks is written."""
         if (request := self._requests.get(handle)) is not None:
             self._packing.add(request.note_written(pending=True))
 
     def target_sent(self, handle: Hashable) -> None:
-        """SGLang's own transfer of it has succeeded. From now on packing that makes no
+        """Note that SGLang's own transfer has succeeded. From now on, packing that makes no
         progress is given up."""
         request = self._requests.get(handle)
         if request is not None and request.sent is None:
@@ -124,7 +124,7 @@ class Machine:
             self._release_pages(request)
 
     def end(self, handle: Hashable, reason: str = "") -> None:
-        """SGLang is done with the sender, and its gate is closed. `reason`: why it failed."""
+        """Forget a sender that SGLang is done with; its gate is closed. `reason`: why it failed."""
         request = self._requests.pop(handle, None)
         if request is None:
             return
@@ -137,7 +137,7 @@ class Machine:
     # -- readers
 
     def received(self, connection: bytes, message: Message) -> None:
-        """A reader's message. `connection`: what a reply is addressed to."""
+        """Take a reader's message. `connection`: the address for a reply."""
         match message:
             case Open() as opened:
                 self._opened(connection, opened)
@@ -149,7 +149,7 @@ class Machine:
                     self._over(transfer)
 
     def unsent(self, message: Ready | Fail) -> None:
-        """This message was not sent, and never will be."""
+        """Handle a message that was not sent, and never will be."""
         if isinstance(message, Ready):
             self.slots.acknowledge((one.slot, one.stamp) for one in message.segments)
         if (transfer := self._transfers.get(message.generation)) is not None:
@@ -162,14 +162,14 @@ class Machine:
             self._refuse(connection, opened, *why)
             return
         if generation in self._transfers:
-            return  # it has come before
+            return  # a repeated OPEN
         request = self._current.get(number)
         is_next = request is None or not request.expects(reader)
         for at in (request, self._early.get(number)):
             former = at.transfers.get(reader) if at is not None else None
-            if former is not None:  # it has begun another request with this number
+            if former is not None:  # the reader has begun another request with this number
                 if former.opened.generation > generation:
-                    return  # late
+                    return  # this OPEN is late
                 self._over(former)
                 if former.request.handle is None:
                     del former.request.transfers[reader]
@@ -189,7 +189,7 @@ class Machine:
         self._release_pages(request)
 
     def _refusal(self, opened: Open, limit: int) -> tuple[str, str] | None:
-        """Return a code and a detail if this rank cannot serve it by segments of `limit` tokens."""
+        """Return a code and a detail if this rank cannot serve it in segments of `limit` tokens."""
         wanted, held = opened.wanted, self._heads
         if opened.prefill != self._instance:
             return "restarted", "this prefill rank is not the instance addressed"
@@ -210,14 +210,14 @@ class Machine:
             del self._open[transfer.connection]
 
     def connection_lost(self, connection: bytes) -> None:
-        """Nothing can be sent over it any more. What was sent may have arrived."""
+        """End its transfers: nothing more can be sent over it. What was sent may have arrived."""
         for transfer in [t for t in self._transfers.values() if t.connection == connection]:
             self._over(transfer)
 
     # -- transfers
 
     def _over(self, transfer: ReaderTransfer) -> None:
-        """Nothing more is packed, or announced, for this reader."""
+        """End the transfer: nothing more is packed or announced for its reader."""
         if not transfer.ended:
             transfer.ended = True
             self._packing.drop(transfer)
@@ -239,15 +239,15 @@ class Machine:
     # -- packing
 
     def copied(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
-        """All these segments of StartCopies have ended with this outcome. If it is OK, their bytes
-        are in the slots."""
+        """Note that all these segments of StartCopies have ended with this outcome. If it is OK,
+        their bytes are in the slots."""
         if failed := self._packing.end(segments, outcome):
             self._fail(failed, "pack", repr(outcome)[:300])
 
     # -- time
 
     def tick(self) -> None:
-        """Time has passed. Needed at least ten times a second while a room is open."""
+        """Act on what is overdue. Call this at least ten times a second while a room is open."""
         for request in self._requests.values():
             if request.sent is None or request.pages_released:
                 continue
@@ -274,7 +274,6 @@ class Machine:
         self._release_pages(request, given_up=True)
 
     def on_action_failed(self, action: Action, error: Exception) -> None:
-        """This action raised, and was not done."""
         match action:
             case StartCopies(segments):
                 self.copied(segments, error)

@@ -1,8 +1,8 @@
-"""Request, ReaderTransfer and Segment of a prefill rank: a request, its transfer to each reader, in
-pieces that fit slots; and Packing, which chooses the segments to pack next.
+"""A prefill rank's Request, its ReaderTransfer to each reader, the Segments of these, which fit
+slots, and Packing, which chooses the segments to pack next.
 
-A *handle* names one sender of SGLang's (in a server it is its SendHandle): room numbers are used
-again, handles are not. A *connection* is how the socket names the origin of a message.
+A *handle* names one of SGLang's senders (in a server, it is the SendHandle): room numbers are
+reused, handles are not. A *connection* is the socket's name for the origin of a message.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.draft.layout import Pages
 
-MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
+MAX_IN_FLIGHT = 16  # segments being packed at once: two READYs' worth for one reader
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens [first, first + count) of the prompt, in `pages`. `pending`: their KV may
-    not be written yet."""
+    """Tokens [first, first + count) of the prompt, in `pages`. `pending`: their KV may not be
+    written yet."""
 
     first: int
     count: int
@@ -33,11 +33,10 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Request:
-    """One request, or OPENs that came before it; `handle` is None then. `readers`: their number, as
-    its OPENs say; 1 before the first. `written`: how many leading chunks are. `sent`: when SGLang's
-    own transfer succeeded. `progress`: when the request began, a reader opened it, or packing
-    advanced.
-    """
+    """A request, or OPENs that came before it, with `handle` None. `readers`: how many it has,
+    according to its OPENs; 1 before the first. `written`: how many leading chunks are written.
+    `sent`: when SGLang's own transfer succeeded. `progress`: when it last began, was opened by a
+    reader, or had segments announced."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
@@ -50,8 +49,8 @@ class Request:
         self.pages_released = False
 
     def note_written(self, pending: bool) -> Iterable[ReaderTransfer]:
-        """Mark the next pending chunk as written, if one is, and all others that follow. Return
-        the transfers, which may have more to pack."""
+        """If `pending`, count the first pending chunk as written; then count those after it that
+        are not pending. Return the transfers, which may have more to pack."""
         self.written += pending
         while self.written < len(self.chunks) and not self.chunks[self.written].pending:
             self.written += 1
@@ -59,7 +58,7 @@ class Request:
 
     @property
     def missing(self) -> int:
-        """The number of readers that have not opened it; at least one where none has."""
+        """The number of readers that have not opened the request; at least 1 if none has."""
         return self.readers - len(self.transfers)
 
     def expects(self, reader: bytes) -> bool:
@@ -77,8 +76,8 @@ class Request:
 
 class Segment(msgspec.Struct, eq=False, gc=False):
     """`count` tokens of a chunk, from token `first` of the prompt on, in a slot of this rank.
-    `packed`: the bytes are there. The garbage collector does not track it, since a segment is in no
-    cycle that lasts."""
+    `packed`: their bytes are in the slot. The garbage collector need not track segments, since no
+    reference cycle of theirs lasts."""
 
     transfer: ReaderTransfer
     chunk: Chunk
@@ -90,12 +89,11 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 
 
 class ReaderTransfer:
-    """The transfer of a request to one reader. `limit`: tokens of a segment at most.
+    """The transfer of a request to one reader, in segments of at most `limit` tokens.
 
-    `token` is the next to be cut into a segment, `at` its chunk, and `chunk` that one's number.
-    `packing`: segments that were cut and not announced, in the order of the prompt; `announced`:
-    how many were; `all_cut`: no more follow. It has `ended` once the last READY has left, or it
-    failed.
+    `token`: the next one to cut into a segment, from the chunk `at`, which has the index `chunk`.
+    `packing`: the segments cut but not yet announced, in the order of the prompt. `announced`: how
+    many have been. `all_cut`: no more follow. `ended`: the last READY is made, or it failed.
     """
 
     def __init__(self, request: Request, opened: Open, connection: bytes, limit: int) -> None:
@@ -109,7 +107,7 @@ class ReaderTransfer:
         self.all_cut = False
 
     def advance(self) -> bool:
-        """Return whether a segment can be cut from the chunks that are written."""
+        """Move on to the next token of a written chunk; return whether there is one to cut."""
         if self.ended:
             return False
         chunks, written = self.request.chunks, self.request.written
@@ -126,7 +124,6 @@ class ReaderTransfer:
         return False
 
     def cut(self, slot: int, stamp: int) -> Segment:
-        """Cut the next segment."""
         chunk, first = self.at, self.token
         assert chunk is not None
         count = min(chunk.first + chunk.count - first, self.limit)
@@ -136,9 +133,9 @@ class ReaderTransfer:
         return segment
 
     def ready(self, limit: int) -> tuple[Ready, list[Chunk]] | None:
-        """Return the READY that can be sent now, of up to `limit` segments: those that are packed,
-        up to the first that is not, since segments are announced in their order. And the chunks
-        that they complete."""
+        """Return the READY that can be sent now, and the chunks that it completes; None if there is
+        none. It has up to `limit` packed segments, and stops before the first that is not packed,
+        since segments are announced in order."""
         found, ended = list[Announced](), list[Chunk]()
         packing = self.packing
         first = packing[0].first if packing else self.token
@@ -158,9 +155,9 @@ class ReaderTransfer:
 
 
 class Packing:
-    """Segments on their way into slots. Transfers with something to pack wait for slots, and
-    readers take turns. `announcing`: transfers with a packed segment, or at their end.
-    `draw_stamp`: draws a number that is unlike any earlier one and cannot be guessed."""
+    """Segments on their way into slots. Transfers with something to pack wait for slots, and their
+    readers take turns. `announcing`: transfers with a packed segment, or with no more to cut.
+    `draw_stamp`: returns a number that differs from all before it and cannot be guessed."""
 
     def __init__(self, slots: SlotPool, draw_stamp: Callable[[], int]) -> None:
         self._slots, self._draw = slots, draw_stamp
@@ -170,7 +167,7 @@ class Packing:
         self._begun = 0
 
     def add(self, transfers: Iterable[ReaderTransfer]) -> None:
-        """Queue transfers that have more to pack, or are at their end."""
+        """Queue those transfers that have more to pack, or have cut their last segment."""
         for transfer in transfers:
             if transfer.advance():
                 self.turns.add(transfer.reader, transfer)
@@ -188,8 +185,9 @@ class Packing:
         return tuple(found)
 
     def end(self, segments: Sequence[Segment], outcome: Outcome) -> list[ReaderTransfer]:
-        """Return the transfers that failed with these segments. Slots that were not packed are
-        freed. A closed gate fails none: the end of the request follows."""
+        """Note that these segments have ended; return the transfers that fail with them. Slots that
+        were not packed are freed. A closed gate fails none, since the end of the request follows.
+        """
         self._begun -= len(segments)
         failed: dict[ReaderTransfer, None] = {}
         for segment in segments:
@@ -215,7 +213,7 @@ class Packing:
         return found
 
     def drop(self, transfer: ReaderTransfer) -> None:
-        """Pack and announce no more of this transfer."""
+        """Pack and announce no more of this transfer; free its packed slots."""
         self.turns.remove(transfer.reader, transfer)
         for segment in transfer.packing:
             if segment.packed:

@@ -1,7 +1,7 @@
-"""A prefill rank's channel: what SGLang's scheduler calls, the thread that owns the socket, copies.
+"""A prefill rank's channel: the calls of SGLang's scheduler, and the thread that owns the socket.
 
-The scheduler calls `begin`, `add_chunk`, `release` and `end`. The channel thread does what the
-machine says, and asks the events that chunks wait for.
+The scheduler calls `begin`, `add_chunk`, `release` and `end`. The channel thread carries out the
+machine's actions, and queries the events that chunks wait for.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sglang_mixkv.prefill.transfer import Segment
 logger = logging.getLogger(f"sglang.{__name__}")
 
 BATCH = 64  # messages taken in one iteration
-NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # `|` makes an enum at each use
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # `|` of enums makes a new one each time
 RCVMORE = int(zmq.RCVMORE)
 
 
 class SendHandle:
-    """One sender's request, between the scheduler and the channel. Its pages are read while `gate`
-    is open. `pages_released`: the channel packs no more of it. `sent`: when SGLang's own transfer
-    had succeeded, for the scheduler alone: the machine's thread may hang."""
+    """One sender's request, shared by the scheduler and the channel. Its pages may be read while
+    `gate` is open. `pages_released`: the channel packs no more of it. `sent`: when SGLang's own
+    transfer had succeeded. The scheduler keeps that itself, since the channel thread may hang."""
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
@@ -46,8 +46,8 @@ class SendHandle:
 
 
 class PrefillWorker(Worker):
-    """Its socket is bound at `host`, to `port` or, with 0, to any free one; peers read the slots of
-    `store` over its data plane."""
+    """A prefill rank's channel. Its socket is bound to `host` and `port` (0: any free one); peers
+    read the slots of `store` over its data plane."""
 
     names = "mixkv-prefill", "mixkv-pack"
     _machine: Machine
@@ -62,7 +62,7 @@ class PrefillWorker(Worker):
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
         super().__init__(machine, reporter, times, store)
         self._poller.register(self._socket)
-        self._pending = deque[tuple[SendHandle, Pages]]()  # of chunks that wait for a forward
+        self._pending = deque[tuple[SendHandle, Pages]]()  # chunks that wait for a forward
         self._lost: set[bytes] = set()
         self._thread.start()
 
@@ -83,13 +83,12 @@ class PrefillWorker(Worker):
             self._call(self._pending.append, (handle, pages))
 
     def release(self, handle: SendHandle) -> bool:
-        """SGLang's own transfer has succeeded. Return whether that may be reported, since nothing
-        reads the pages any more: a request that was given up may still have packs, which its gate
-        stops."""
+        """Return whether Success may be reported, after SGLang's own transfer: nothing reads the
+        pages any more. A request that was given up may still have packs, which its gate stops."""
         if handle.sent is None:
             handle.sent = time.monotonic()
             if not handle.pages_released:
-                self._call(self._machine.target_sent, handle, wake=False)  # it starts a clock
+                self._call(self._machine.target_sent, handle, wake=False)  # only starts a clock
         if not handle.pages_released:
             overdue = time.monotonic() - handle.sent > self._slowest
             if not (self.broken or overdue):
@@ -102,7 +101,7 @@ class PrefillWorker(Worker):
         return handle.gate.try_close()
 
     def end(self, handle: SendHandle, reason: str = "") -> None:
-        """End it. When this returns, the pages are not read any more. Idempotent: abort,
+        """End a request: once this returns, nothing reads its pages. Idempotent, since abort,
         failure_exception and clear all end a sender."""
         if not handle.ended:
             handle.ended = True
@@ -117,7 +116,7 @@ class PrefillWorker(Worker):
 
     def _poll(self, ready: list[Any]) -> Iterator[Call]:
         while self._pending and self._is_written(*self._pending[0]):
-            # events are asked in the order of their chunks, which is the stream's
+            # events are queried in the order of their chunks, which is the stream's
             yield self._machine.chunk_written, self._pending.popleft()[:1]
         if self._socket in ready:
             yield from self._received()
@@ -128,7 +127,7 @@ class PrefillWorker(Worker):
         pages.written = time.monotonic()
         try:
             return handle.ended or all(map(is_over, pages.events))
-        except Exception as error:  # each of its packs fails, and so do its transfers
+        except Exception as error:  # its packs will fail, and with them its transfers
             pages.error = error
             return True
 
@@ -138,7 +137,7 @@ class PrefillWorker(Worker):
                 return
             connection, frame = self._socket.recv(NOBLOCK), self._socket.recv(NOBLOCK)
             while self._socket.getsockopt(RCVMORE):
-                frame = self._socket.recv(NOBLOCK) and b""  # ours have one
+                frame = self._socket.recv(NOBLOCK) and b""  # the plugin's messages have one
             try:
                 message = messages.decode(frame)
             except ValueError as error:
@@ -164,9 +163,9 @@ class PrefillWorker(Worker):
         try:
             self._socket.send(action.peer, NOBLOCK | SNDMORE)
             self._socket.send(frame, NOBLOCK)
-        except zmq.ZMQError:  # no route to it any more, or it takes nothing
+        except zmq.ZMQError:  # the peer is gone, or takes nothing
             self._call(self._machine.unsent, action.message)
-            if action.peer not in self._lost:  # once for all answers that it does not take
+            if action.peer not in self._lost:  # once for all sends that fail together
                 self._lost.add(action.peer)
                 self._call(self._machine.connection_lost, action.peer)
                 self._call(self._lost.discard, action.peer)

@@ -110,7 +110,7 @@ REFUSED = [
     ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
     ({"enable_memory_saver": True, "disaggregation_transfer_backend": "nixl"},
      "--enable-memory-saver"),
-    ({"speculative_algorithm": "UNO"}, "it has no draft KV that could be moved"),
+    ({"speculative_algorithm": "UNO"}, "it has no draft KV to move"),
     ({"decoupled_spec_role": "drafter"}, "--decoupled-spec-role"),
     ({"device": "npu:0"}, "--device other"),
     *(({flag[2:].replace("-", "_"): True}, flag) for flag in (

@@ -30,7 +30,7 @@ def problems(found: Any) -> list[str]:
             "SGLANG_MIXKV_STAGING",
             "64",
             "64",
-            "the nearest that is known is SGLANG_MIXKV_STAGING_MB",
+            "the closest match is SGLANG_MIXKV_STAGING_MB",
         ),
         ("SGLANG_MIXKV_PATIENCE", "long", "long", "to be a number from 0.1 to 60; got 'long'"),
         ("SGLANG_RUST_SERVER", "1", "1", "SGLANG_RUST_SERVER=1 is not"),

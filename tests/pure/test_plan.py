@@ -205,7 +205,7 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: on one side only"),
         ({"attention_tp": 3}, {"attention_tp": 2}, "one divides the other"),
         ({}, {"attention_tp": 0}, "one divides the other"),
-        ({"draft": eagle3(8, "EAGLE")}, {}, "prefill: .*Eagle3 is a drafter for .* got EAGLE"),
+        ({"draft": eagle3(8, "EAGLE")}, {}, "prefill: .*Eagle3 is a drafter for .* not EAGLE"),
         ({"attention_tp": 3}, {"attention_tp": 1}, r"PAIR-04\] prefill: expected a number of KV"),
         ({"draft": eagle3(4)}, {}, "KV heads of the drafter: prefill has 4, decode has 8"),
         ({}, {"draft": None}, "decode has none; its KV cannot be moved"),
@@ -408,7 +408,7 @@ def test_what_does_not_start_is_found(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (flags("--page-sze 8"), "not know --page-sze 8; the nearest that is known is --page-size"),
+        (flags("--page-sze 8"), "not know --page-sze 8; the closest match is --page-size"),
         (flags("--mixkv-stging 8 x --no-such"), "--mixkv-stging 8 x --no-such.*--mixkv-staging-mb"),
         (flags("--tp two"), "argument --tp-size.*invalid int value"),
         ("--model-path 'x", "No closing quotation"),

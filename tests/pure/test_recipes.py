@@ -166,7 +166,7 @@ EAGLE3 = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path eagle3 
 TWO_NODES = "--dist-init-addr ${master_ip}:5000 --nnodes 2 --node-rank 0 --tp-size 16"
 NEITHER = "no draft KV is moved without a drafter on prefill and decode"
 FROM_ONE = "fills it from one prefill rank, which holds"
-HEAD = r"LlamaForCausalLMEagle3 .* EAGLE3, got EAGLE"
+HEAD = r"LlamaForCausalLMEagle3 .* EAGLE3, not EAGLE"
 
 GLM = f"{SERVER} --model-path zai-org/GLM-5.2"
 M3 = f"{SERVER} --model-path MiniMaxAI/MiniMax-M3"
@@ -353,7 +353,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Kimi-K2.6 with an MLA head under EAGLE (sglang#25673)": (
         f"{K26} {MTP} --speculative-draft-model-path lightseekorg/kimi-k2.6-eagle3-mla", "",
         "--dp 8 --enable-dp-attention", False, "the drafter is MLA",
-        {"found": [rf"{role}: Eagle3DeepseekV2.* is a drafter for .* EAGLE3, got EAGLE"
+        {"found": [rf"{role}: Eagle3DeepseekV2.* is a drafter for .* EAGLE3, not EAGLE"
                    for role in ("prefill", "decode")]}),
     "dtypes that differ (vllm#21177)": (
         f"{LLAMA} {HEAD3} eagle3 --tp 2", "--dtype float16", "--dtype bfloat16", False,

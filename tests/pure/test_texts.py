@@ -61,14 +61,13 @@ TEXTS: dict[str, Callable[[], object]] = {
     "[MIXKV-PAIR-01] no row of h:1. Start every node of the prefill server with --enable-mixkv.":
         lambda: ask(409, b"no row of h:1"),
     "[MIXKV-PAIR-02] its facts cannot be read: Input data was truncated. Install releases of "
-    "sglang-mixkv that have a protocol in common on both sides.":
+    "sglang-mixkv with a common protocol on both sides.":
         lambda: prefill_http.read_rows(b""),
-    "[MIXKV-START-04] expected variables that the plugin reads; got SGLANG_MIXKV_PATIENSE. "
-    "As it is, a setting would have no effect. Unset it; the nearest that is known is "
-    "SGLANG_MIXKV_PATIENCE.":
+    "[MIXKV-START-04] expected a variable that the plugin reads; got SGLANG_MIXKV_PATIENSE. "
+    "As it is, it would have no effect. Unset it; the closest match is SGLANG_MIXKV_PATIENCE.":
         lambda: resolve(None, {"SGLANG_MIXKV_PATIENSE": "1"}),
     "[MIXKV-START-04] expected SGLANG_MIXKV_PATIENCE to be a number from 0.1 to 60; got 'nan'. "
-    "As it is, the server would not run as it was asked to. Correct it, or leave it out: "
+    "As it is, the server would not run as configured. Correct it, or leave it out: "
     "the default is 1.0.":
         lambda: resolve(None, {"SGLANG_MIXKV_PATIENCE": "nan"}),
 }  # fmt: skip
