@@ -15,9 +15,9 @@ looks them up for all connections.
 
 Over RDMA a read is cut where the peer's registered memory ends, so its first bytes may land before
 it fails. After a failed part Mooncake asks the peer's own address again, so a read from a peer that
-is gone may reach the next process there: the slot's stamp shows it. tests/rdma/ covers soft-RoCE
-and host memory: it does not show that reads of GPU memory are right, or that on a NIC a failed read
-no longer touches local memory.
+is gone may reach the next process there: the slot's stamp shows it. tests/rdma/ covers soft-RoCE,
+host memory and two hosts: it does not show that reads of GPU memory are right, or that on a NIC a
+failed read no longer touches local memory.
 """
 
 from __future__ import annotations

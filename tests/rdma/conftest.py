@@ -3,7 +3,9 @@ which takes minutes where a processor is emulated.
 
 Ways: a reader and its peers at one device (`mooncake-rdma`, `nixl-rc`); the same by its GID of one
 version of IP (`-4`, `-6`); at both ends of the guest's wire (`-wire`), and each at both devices
-(`-two`).
+(`-two`); peers on another machine, the second guest (`-far`).
+
+Of all these tests the smoke ones alone run without --full.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 from pathlib import Path
 
 import pytest
+from rdma import far as far_machine
 from rdma.verbs import IN_GUEST, devices
 from rig.channel.planes import ENV, WAYS, Place, Way
 
@@ -20,6 +23,7 @@ RDMA = {"MOONCAKE_PROTOCOL": "rdma", "UCX_TLS": "rc"}
 NAMES = {"mooncake": "mooncake-rdma", "nixl": "nixl-rc"}
 GID = {"mooncake": "MC_GID_INDEX", "nixl": "UCX_IB_GID_INDEX"}
 DEVICES = devices()
+LAST = "test_managers", "test_restart"  # SGLang's import is left to the processes that come later
 NO_IPV6 = DEVICES and DEVICES[0].gid(6) is None
 
 
@@ -34,6 +38,12 @@ def name_ways() -> None:
         WAYS[f"{plane}-wire"] = Way(plane, ipv4, here, there)
         both = Place(here.host, two), Place(there.host, two)
         WAYS[f"{plane}-two"] = Way(plane, ipv4, *both)
+        if IN_GUEST:
+            near = DEVICES[2]
+            env, far = RDMA | {GID[plane]: str(near.gid(4))}, far_machine.ADDRESS[0]
+            WAYS[f"{plane}-far"] = Way(
+                plane, env, *(Place(h, near.name) for h in (near.address, far))
+            )
 
 
 if DEVICES:
@@ -43,16 +53,22 @@ if DEVICES:
     # variables when it is imported
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LAST.index(item.path.stem) if item.path.stem in LAST else -1)
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
+        if item.path.stem != "test_smoke":
+            item.add_marker(pytest.mark.full)
         way = item.name.partition("[")[2]
         reason = ""
         if not DEVICES:
             reason = "no RDMA device (bash scripts/rdma.sh)"
         elif way.endswith(("-wire]", "-two]")) and not IN_GUEST:
             reason = "two devices that a test may take down (bash scripts/rdma.sh)"
+        elif "-far" in way and not IN_GUEST:
+            reason = "two machines, of which a test restarts one (bash scripts/rdma.sh --full)"
         elif way.endswith("-6]") and NO_IPV6:
             reason = "the device has no IPv6 address"
         if reason:

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from rdma.far import Call
 from rig.channel.invariants import left
-from rig.channel.planes import FORK, Place, Way, go
+from rig.channel.planes import FORK, Place, Way, enter, go
 from rig.channel.threads import SLOTS, Decode, Prefill, wait_for
 from rig.process.forks import STRETCH, die_with_parent, in_fork
 
@@ -75,11 +76,16 @@ def rest(rank: Prefill | Decode) -> tuple[list[str], int]:
     return left(rank.channel), rank.slots.free_slots
 
 
+def serve_far(pipe: Any, way: Way, times: Times, heads: range) -> None:
+    """On the second machine."""
+    serve(pipe, enter(way), times, heads)
+
+
 class Served:
     """A prefill rank, from the decode rank's side."""
 
     def __init__(self, way: Way, times: Times, heads: range) -> None:
-        self.heads, (self.pipe, there) = heads, FORK.Pipe()
+        self.pipe, there = FORK.Pipe()
         self.process = FORK.Process(target=serve, args=(there, way, times, heads), daemon=True)
         self.process.start()
         self.signal = partial(os.kill, self.process.pid)
@@ -90,17 +96,39 @@ class Served:
         self.pipe.send("begin")
         return self.pipe.recv()
 
+    @property
+    def lives(self) -> bool:
+        return self.process.is_alive()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
 
 
-class Ranks:
-    """`spare`: a third prefill rank, with the heads of the first, that has not begun."""
+class FarServed:
+    """The same on the second machine."""
 
-    def __init__(self, way: Way, times: Times) -> None:
-        self.prefill = [Served(way, times, heads) for heads in HALVES]
-        self.spare = Served(way, times, HALVES[0])
+    def __init__(self, way: Way, times: Times, heads: range) -> None:
+        self.arguments, self.lives = (way, times, heads), False
+
+    def begin(self) -> Any:
+        self.pipe, self.lives = Call("rdma.ranks:serve_far", *self.arguments), True
+        self.pipe.send("begin")
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        if self.lives:
+            self.pipe.close()
+        self.lives = False
+
+
+class Ranks:
+    """`spare`: a third prefill rank, with the heads of the first, that has not begun. `make`: a
+    prefill rank."""
+
+    def __init__(self, way: Way, times: Times, make: type[Any] = Served) -> None:
+        self.prefill = [make(way, times, heads) for heads in HALVES]
+        self.spare = make(way, times, HALVES[0])
         self.rows = [rank.begin() for rank in self.prefill]
         self.pool = np.full((2, TOKENS, len(HEADS), HEAD_BYTES), OTHER, np.uint8)
         self.decode = Decode(times, **given(way, way.reader, self.pool, HEADS))
@@ -152,7 +180,7 @@ class Ranks:
         self.decode.channel.close(handle)
         self.pool[:] = OTHER
         for n in of:
-            if self.prefill[n].process.is_alive():
+            if self.prefill[n].lives:
                 self.prefill[n].pipe.send(("end", number))
         assert handle.state is not None
         return handle.state.value, handle.reason
@@ -176,23 +204,27 @@ class Ranks:
         """Nothing is left of any request, and every slot is free, on each rank that lives."""
         assert rest(self.decode) == ([], SLOTS)
         for rank in self.prefill:
-            if rank.process.is_alive():
+            if rank.lives:
                 rank.pipe.send(("rest", 0))
                 assert rank.pipe.recv() == ([], SLOTS)
         assert (self.pool == OTHER).all()
 
 
-def run(way: str, times: Times, body: Callable[[Ranks], None]) -> None:
+def run(way: str, times: Times, body: Callable[[Ranks], None], make: type[Any] = Served) -> None:
     """In a process of its own."""
-    failure = in_fork(partial(live, way, times, body), lambda _: traceback.format_exc())
+    failure = in_fork(partial(live, way, times, body, make), lambda _: traceback.format_exc())
     assert failure is None, failure
 
 
-def live(way: str, times: Times, body: Callable[[Ranks], None]) -> None:
-    ranks = Ranks(go(way), times)
+def live(way: str, times: Times, body: Callable[[Ranks], None], make: type[Any]) -> None:
+    ranks = Ranks(go(way), times, make)
     try:
         body(ranks)
         ranks.check_at_rest()
     finally:
         for rank in [*ranks.prefill, ranks.spare]:
-            rank.process.kill()
+            rank.kill()
+
+
+def imported(pipe: Any) -> None:
+    pipe.send("this module")

@@ -28,8 +28,15 @@ class Device(NamedTuple):
     @property
     def sent(self) -> int:
         """Packets, as soft-RoCE counts them; a NIC counts words of four bytes."""
+        return self._counted("sent_pkts", "port_xmit_data")
+
+    @property
+    def received(self) -> int:
+        return self._counted("rcvd_pkts", "port_rcv_data")
+
+    def _counted(self, by_soft_roce: str, by_nic: str) -> int:
         counters = DEVICES / self.name / "ports" / "1"
-        files = counters / "hw_counters" / "sent_pkts", counters / "counters" / "port_xmit_data"
+        files = counters / "hw_counters" / by_soft_roce, counters / "counters" / by_nic
         return int(next(file for file in files if file.exists()).read_text())
 
     def gid(self, version: int) -> int | None:
@@ -62,9 +69,9 @@ def address_of(network: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(any_socket, SIOCGIFADDR, asked)[20:24])
 
 
-def lose(percent: int) -> None:
-    """Of what comes from the second device over the guest's wire."""
-    command = f"tc qdisc replace dev wire1 parent 1:1 netem limit 100000 loss {percent}%"
+def lose(percent: int, network: str = "wire1") -> None:
+    """Of what comes from the second device over the guest's wire, or from another one."""
+    command = f"tc qdisc replace dev {network} parent 1:1 netem limit 100000 loss {percent}%"
     subprocess.run(command.split(), check=True)
 
 

@@ -227,11 +227,15 @@ def over(*ways: Any, peers: int = 1, later: int = 0) -> Callable[..., Any]:
 
 
 def go(way: str) -> Way:
+    return enter(WAYS[way])
+
+
+def enter(way: Way) -> Way:
     """From now on this process's environment is that of the way."""
     for name in ("MC_TCP_ENABLE_CONNECTION_POOL", "MC_FORCE_TCP", "MOONCAKE_PROTOCOL", "UCX_TLS"):
         os.environ.pop(name, None)
-    os.environ.update({**ENV, **WAYS[way].env})
-    return WAYS[way]
+    os.environ.update({**ENV, **way.env})
+    return way
 
 
 def read(way: str, body: Callable[[Reader], None], peers: int, later: int = 0) -> None:

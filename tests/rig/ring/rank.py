@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import socket
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from rig.channel.invariants import left_by
+from rig.process.forks import STRETCH
 from rig.process.watched_server import tables
 from rig.ring import model
 from rig.ring.memory import Ended, Memory
@@ -23,7 +25,7 @@ from rig.ring.releases import Releases
 
 from mixkv_demo.series import totals
 
-LIMIT_S = 60
+LIMIT_S = 60 * STRETCH
 """The longest wait of a rank for another; the requests of a round end within half of it."""
 PAUSE_S = {"prefill": 5e-4, "decode": 1e-3}
 
@@ -47,11 +49,13 @@ class Rank(Memory):
     """One rank's manager over its memory. `host`: its address; `server_host`: rank 0's."""
 
     host = server_host = "127.0.0.1"
-    slack_s = 2.0
+    slack_s = 2.0 * STRETCH
     """An idle manager's workers tidy up within that."""
 
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
         super().__init__(case, side, rank)
+        if side in case.special.hosts:
+            self.host = self.server_host = os.environ["SGLANG_HOST_IP"] = case.special.hosts[side]
         self.ports = ports
         self.open: dict[int, OpenRequest] = {}
         self._publish(self.tp_rank)
@@ -75,6 +79,7 @@ class Rank(Memory):
             dcp_size=self.dcp,
             disaggregation_mode=self.side,
             disaggregation_transfer_backend=case.backend,
+            disaggregation_ib_device=case.special.ib_devices.get(self.side),
             device="cpu",
             disaggregation_bootstrap_port=self.ports[self.server],
             enable_metrics=case.special.metrics,
@@ -92,7 +97,7 @@ class Rank(Memory):
             pp_group=self._pp_group(), dcp_rank=self.dcp_rank, attn_dcp_rank=self.dcp_rank,
         )  # fmt: skip
         if case.backend == "mooncake":
-            start_mooncake(self.host)
+            start_mooncake(self.host, args.disaggregation_ib_device)
 
     def _pp_group(self) -> Any:
         per_stage = self.tp * self.dp_size
@@ -185,7 +190,8 @@ class Rank(Memory):
 
     def address(self, number: int) -> str:
         """The bootstrap server of the request's prefill server."""
-        return f"127.0.0.1:{self.ports[self.case.prefill_of(number)]}"
+        host = self.case.special.hosts.get("prefill", Rank.host)
+        return f"{host}:{self.ports[self.case.prefill_of(number)]}"
 
     def run(self) -> None:
         """All requests, round by round; on decode every byte is compared. None begins before every
@@ -308,13 +314,13 @@ class Rank(Memory):
         return left_behind(self.manager, self.slack_s)
 
 
-def start_mooncake(host: str) -> None:
+def start_mooncake(host: str, devices: str | None = None) -> None:
     """SGLang makes the engine before the managers."""
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
         init_mooncake_transfer_engine,
     )
 
-    init_mooncake_transfer_engine(hostname=host)
+    init_mooncake_transfer_engine(hostname=host, ib_device=devices)
 
 
 def stock_class(rank: Rank, kind: str) -> Any:

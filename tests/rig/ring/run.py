@@ -14,6 +14,7 @@ import multiprocessing as mp
 import os
 import time
 import traceback
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -31,12 +32,17 @@ REPORT_S = 3 * LIMIT_S
 """The longest time without a report. It is longer than a rank waits for others, so that the rank
 can say what did not come."""
 LOOK_S = 0.05
+SIDES = "prefill", "decode"
 
 
 @dataclass
 class Outcome:
     prefill: list[RankReport]
     decode: list[RankReport]
+
+    @classmethod
+    def of(cls, reports: Mapping[Key, RankReport]) -> Outcome:
+        return cls(*([one for key, one in reports.items() if key[0] == side] for side in SIDES))
 
     @property
     def wrong(self) -> list[str]:
@@ -111,32 +117,39 @@ def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
     _skip_what_0_5_21_does_not_move(case)
     skip_unserved(case.algorithm, dcp_size=case.dcp, disaggregation_decode_enable_radix_cache=False)
+    servers = start(case, [free_port() for _ in range(case.prefills)])
+    try:
+        reports = servers.reports()
+    finally:
+        servers.end()
+    return Outcome.of(reports)
+
+
+def start(case: Case, ports: list[int], sides: Collection[str] = SIDES) -> Servers:
+    """Of a case's ranks those of these sides. Where prefill's are elsewhere, they are there
+    already, and whoever has started decode's calls `all_sent`."""
     context = mp.get_context("fork")
-    ports = [free_port() for _ in range(case.prefills)]
     shared = Shared(
         bootstrap_up=[context.Event() for _ in ports],
         all_sent=context.Event(),
-        injected=context.Barrier(len(ranks_of(case))),
+        injected=context.Barrier(sum(side in sides for side, _ in ranks_of(case))),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
             for i in range(case.prefills * case.prefill_tp * case.prefill_dp)
         },
     )
-    servers = Servers(replace(case, shared=shared), context, ports)
-    try:
-        reports = servers.reports()
-    finally:
-        servers.end()
-    return Outcome(
-        [report for (side, _), report in reports.items() if side == "prefill"],
-        [report for (side, _), report in reports.items() if side == "decode"],
-    )
+    for event in shared.bootstrap_up if "prefill" not in sides else ():
+        event.set()
+    return Servers(replace(case, shared=shared), context, ports, sides=sides)
 
 
 def right(case: Case) -> Outcome:
     """Run a case that must be right to the last byte, and with no byte sent for nothing."""
-    outcome = run(case)
-    assert outcome.wrong == [], case
+    return check_right(case, run(case))
+
+
+def check_right(case: Case, outcome: Outcome) -> Outcome:
+    assert outcome.wrong == [], "\n".join([str(case), *outcome.wrong])
     assert outcome.statuses == {"success"}, outcome.reasons
     assert outcome.total("sent_bytes_total") == outcome.total("needed_bytes_total")
     assert outcome.total("sent_bytes_total") == draft_bytes(case)
@@ -148,10 +161,13 @@ class Servers:
     """All ranks of a case: their processes, and the pipes on which they report. `away`: those that
     a test has killed."""
 
-    def __init__(self, case: Case, context: Any, ports: list[int], make: type[Rank] = Rank) -> None:
+    def __init__(
+        self, case: Case, context: Any, ports: list[int], make: type[Rank] = Rank,
+        sides: Collection[str] = SIDES,
+    ) -> None:  # fmt: skip
         self._case, self._context, self._make = case, context, make
         self._ports, self._go = ports, context.Event()
-        self._keys, self.away = ranks_of(case), set[Key]()
+        self._keys, self.away = [key for key in ranks_of(case) if key[0] in sides], set[Key]()
         self._processes: dict[Key, Any] = {}
         self._pipes: dict[Key, Any] = {}
         for key in self._keys:
@@ -184,8 +200,12 @@ class Servers:
 
     def _look(self, found: dict[Key, RankReport]) -> None:
         """Decode ranks compare only after every prefill rank has reported."""
-        if all(key in found for key in self._keys if key[0] == "prefill"):
-            self._case.shared.all_sent.set()
+        prefill = [key for key in self._keys if key[0] == "prefill"]
+        if prefill and all(key in found for key in prefill):
+            self.all_sent()
+
+    def all_sent(self) -> None:
+        self._case.shared.all_sent.set()
 
     @staticmethod
     def _take(pipe: Any) -> RankReport | None:

@@ -21,6 +21,8 @@ class Special:
     rooms: Sequence[int] = ()  # the requests' numbers
     pause: float = 0.0  # seconds between rounds
     stock_ranks: Collection[Key] = ()  # that have not opted in
+    hosts: Mapping[str, str] = field(default_factory=dict)  # by side
+    ib_devices: Mapping[str, str] = field(default_factory=dict)  # by side, as SGLang's argument
     metrics: bool = True
     draft_args: Mapping[str, str] = field(default_factory=dict)  # by side (Memory.draft_args)
     draft_on: Mapping[str, bool] = field(default_factory=dict)  # by side

@@ -1,0 +1,85 @@
+"""The second machine of scripts/rdma.sh does what the first one asks it for. Each connection is
+answered by a function in a process of its own, a fork of one that has imported its module."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from rig.channel.planes import FORK
+
+ADDRESS = "10.9.1.2", 7009
+KEY = b"of a test"
+START_S = 600.0
+"""The longest time in which an emulated machine starts."""
+
+
+@dataclass
+class Failure:
+    """What a function raised there."""
+
+    text: str
+
+
+class Call:
+    """A function `module:name` that is called there with a Connection and these arguments."""
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                self._pipe: Any = Client(ADDRESS, authkey=KEY)
+                break
+            except (OSError, EOFError):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(1)
+        self.send((name, arguments))
+
+    def send(self, what: Any) -> None:
+        self._pipe.send(what)
+
+    def recv(self) -> Any:
+        found = self._pipe.recv()
+        assert not isinstance(found, Failure), found.text
+        return found
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+def restart(pipe: Connection) -> None:
+    """The machine, as if its power had failed, so many seconds after it is told to."""
+    time.sleep(pipe.recv())
+    Path("/proc/sysrq-trigger").write_text("b")
+
+
+def serve() -> None:
+    with Listener(ADDRESS, backlog=8, authkey=KEY) as listener:
+        while True:
+            with listener.accept() as pipe:
+                name, arguments = pipe.recv()
+                process = FORK.Process(target=answer, args=(pipe, name, arguments))
+                with suppress(Exception):  # `answer` says why
+                    resolve_name(name)
+                process.start()
+
+
+def answer(pipe: Connection, name: str, arguments: tuple[Any, ...]) -> None:
+    try:
+        with suppress(EOFError):
+            resolve_name(name)(pipe, *arguments)
+    except BaseException:
+        pipe.send(Failure(traceback.format_exc()))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()
