@@ -126,33 +126,16 @@ def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
     return set[Mutant]().union(*claims.values())
 
 
-class End:
-    """When a run ends, `seconds` from now or at a signal. Handlers do not raise: that would hit
-    whatever runs just then, and what an import's or a fork's callback raises is lost.
-    """
+class Runner:
+    """Runs tests on copies of these files, until `end` or a signal. No handler raises: what one
+    raises in an import's or a fork's callback is lost."""
 
-    def __init__(self, seconds: float) -> None:
-        self._at = time.monotonic() + seconds
-        self._signals, writes = os.pipe()
+    def __init__(self, files: list[str], folder: Path, jobs: int, end: float) -> None:
+        self._end, (self._signals, writes) = end, os.pipe()
         os.set_blocking(writes, False)
         signal.set_wakeup_fd(writes)
         for number in ENDS:
             signal.signal(number, lambda *_: None)
-
-    def wait(self, fds: Iterable[int], until: float) -> set[int]:
-        """Return the fds that can be read by `until`. Raises SystemExit when the run ends."""
-        wait = max(0.0, min(until, self._at) - time.monotonic())
-        ready = set(select.select([self._signals, *fds], [], [], min(wait, 1e6))[0])
-        if self._signals in ready or time.monotonic() >= self._at:
-            sys.exit(130 if self._signals in ready else 0)
-        return ready
-
-
-class Runner:
-    """Runs tests on copies of these files."""
-
-    def __init__(self, files: list[str], folder: Path, jobs: int, end: End) -> None:
-        self._end = end
         self._copies = [folder / str(number) for number in range(jobs)]
         for copy in self._copies:
             for file in files:
@@ -174,7 +157,7 @@ class Runner:
             if not running:
                 return
             first = min(entry[3] for entry in running.values())
-            ready = self._end.wait(running, first)
+            ready = self._wait(running, first)
             late = {fd for fd, entry in running.items() if time.monotonic() >= entry[3]}
             for fd in late.union(ready):
                 pid, one, copy, _ = running.pop(fd)
@@ -184,16 +167,24 @@ class Runner:
                 free.append(copy)
                 yield one, failed
 
+    def _wait(self, fds: Iterable[int], until: float) -> set[int]:
+        """Return the fds that can be read by `until`. Raises SystemExit when the run ends."""
+        wait = max(0.0, min(until, self._end) - time.monotonic())
+        ready = set(select.select([self._signals, *fds], [], [], wait)[0])
+        if self._signals in ready or time.monotonic() >= self._end:
+            sys.exit(130 if self._signals in ready else 0)
+        return ready
+
     def _seconds(self, part: dict[str, Any], copy: Path) -> float:
         """How long the tests take without a mutant."""
         tests = json.dumps(part["tests"])
         if tests not in self._clean:
             for module in ("numpy", "msgspec", "zmq", *part.get("preload", ())):
                 importlib.import_module(module)
-            self._end.wait((), 0)
+            self._wait((), 0)
             begun, pid = time.monotonic(), self._start(part, copy, None)
             ended = os.pidfd_open(pid)
-            self._end.wait([ended], float("inf"))
+            self._wait([ended], float("inf"))
             os.close(ended)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self.stop(pid):
                 sys.exit(f"these tests fail without a mutant: {tests}")
@@ -240,7 +231,7 @@ def report(chosen: list[Mutant], known: Known) -> None:
 
 def main() -> None:
     args = arguments()
-    end = End(args.seconds)
+    end = time.monotonic() + args.seconds
     files = [f for f in git("ls-files", "-co", "--exclude-standard") if (ROOT / f).is_file()]
     chosen, known = choose(files, args), Known(files)
     with tempfile.TemporaryDirectory(prefix="mixkv-mutants-", ignore_cleanup_errors=True) as folder:
