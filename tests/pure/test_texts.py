@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_said(text: str) -> None:
 
 
 def test_a_backend_that_cannot_be_made_is_an_error_with_all_four_parts() -> None:
-    assert str(data_plane.refused("an engine starts", "none")) == (
-        "[MIXKV-START-06] expected that an engine starts beside SGLang's; got none. As it is, "
+    assert str(data_plane.refused("an engine to start", "none")) == (
+        "[MIXKV-START-06] expected an engine to start beside SGLang's; got none. As it is, "
         "draft KV cannot be read. See the transport's messages above."
     )
