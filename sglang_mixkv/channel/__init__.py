@@ -1,1 +1,1 @@
-"""The draft channel: messages, slots, and the reads that move bytes; neither side's rules."""
+"""The draft channel, shared by both sides: messages, slots, and the reads that move bytes."""

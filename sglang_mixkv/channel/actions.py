@@ -1,4 +1,4 @@
-"""Actions that the state machines of both sides ask for; each has some of its own besides."""
+"""Actions that both sides' state machines ask for; each side adds its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglang_mixkv.channel.messages import Message
 
 
 class Send(msgspec.Struct, frozen=True):
-    """`peer`: a prefill rank, or the connection of a reader. `chunks`: of prefill, those whose last
-    segment a READY announces."""
+    """Send a message. `peer`: a prefill rank, or a reader's connection. `chunks`: on prefill, those
+    whose last segment this READY announces."""
 
     peer: bytes
     message: Message
@@ -20,15 +20,15 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class StartCopies(msgspec.Struct, frozen=True):
-    """Make copies between slots here and rows of requests, through the requests' gates: in any
-    order, and together. `Machine.copied` follows for each, or for several."""
+    """Make these copies through their requests' gates, in any order or batches. `Machine.copied`
+    follows, for one or several at a time."""
 
     jobs: tuple[Any, ...]
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Something to count, by `what`, and to log once for each peer: a prefill rank as decode names
-    it, or the instance of a reader."""
+    """An event to count under `what`, and to log once per `peer`: a prefill rank as decode names
+    it, or a reader's instance."""
 
     what: str
     peer: bytes = b""

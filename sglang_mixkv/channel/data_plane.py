@@ -1,22 +1,22 @@
 """The data plane: a decode rank reads slots of a prefill rank's staging buffer.
 
-A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
+Each rank has one, with its own transfer engine beside SGLang's. Its calls:
 
-    register(memory)            once; from then on `endpoint`, which travels in the rank's facts
+    register(memory)            once; sets `endpoint`, which travels in the rank's facts
     connect(endpoint) -> peer   in a background thread, since it blocks
-    start(tag, peer, extents)   in the channel's thread: one transfer, of many slots
-    ended() -> [(tag, error)]   in the channel's thread, again and again
-    forget(peer)                its owner is done with it, or reconnects after a read that failed
+    start(tag, peer, extents)   in the channel's thread: starts one transfer of many slots
+    ended() -> [(tag, error)]   in the channel's thread, repeatedly
+    forget(peer)                when its owner is done with it, or reconnects after a failed read
 
-`start`, `ended` and `forget` never block and never raise. Neither backend calls back, so reads are
-polled for their ends, some 2 us each.
+`start`, `ended` and `forget` never block or raise. Neither backend calls back, so reads are polled,
+at some 2 us each.
 
-A read has ended when its backend reports it, and not before: none can cancel one, and the bytes of
-a stopped peer land when it continues. Only then may the local slots be used again. Every read in
-flight is retained here, whether or not its reader still is, and its peer with it.
+A read has ended only when its backend says so: no backend can cancel one, and a stopped peer's
+bytes land when it continues. Only then may the local slots be reused. Every read in flight is kept
+here, with its peer, even after its owner has gone.
 
-Reads outside either side's memory fail here. Mooncake's TCP would read into memory that was never
-registered, and RDMA would end the connection, with all other reads on it.
+Reads outside either side's registered memory fail here. Mooncake's TCP would read into unregistered
+memory, and RDMA would end the connection with all other reads on it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONNECT_S, POLL_S, RETRY_S = 10.0, 1e-3, 1e-2
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Slots. `size`: bytes. `device`: a GPU's number, None for host memory."""
+    """The memory of a rank's slots, `size` bytes. `device`: the GPU's number, None for the host."""
 
     address: int
     size: int
@@ -48,7 +48,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """`session`: Mooncake's session, NIXL's metadata. `instance`: of the plane; ports recur."""
+    """`session`: Mooncake's, or NIXL's metadata. `instance`: random, since ports are reused."""
 
     plane: str
     session: bytes
@@ -57,31 +57,31 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def decode(endpoint: bytes, plane: str) -> Endpoint:
-    """Raises ValueError for bytes that are no endpoint of this plane."""
+    """Decode an endpoint. Raises ValueError if it is not one of this plane."""
     try:
         found = msgspec.msgpack.decode(endpoint, type=Endpoint)
     except RecursionError as error:
-        raise ValueError("an endpoint that is nested too deeply") from error
+        raise ValueError("the endpoint is nested too deeply") from error
     if found.plane != plane:
         raise ValueError(f"an endpoint of {found.plane!r}, expected {plane!r}")
     return found
 
 
 def refused(expected: str, found: str) -> Exception:
-    """The error of a backend that cannot be made."""
+    """Return the error for a backend that cannot start."""
     return refuse(
-        "MIXKV-START-06", f"that {expected} beside SGLang's", found, "draft KV cannot be read",
+        "MIXKV-START-06", f"{expected} beside SGLang's", found, "draft KV cannot be read",
         "See the transport's messages above",
     )  # fmt: skip
 
 
 Extent = tuple[int, int, int]
-"""Bytes to read: the address here, the address there, and how many."""
+"""A range to read: its local address, remote address and length."""
 
 
 class Peer:
-    """A rank to read from. `link`: the backend's name of it. `reads`: how many are in flight. Once
-    it is `gone`, no read starts, and the last one in flight releases it."""
+    """A rank to read from. `link`: the backend's name for it. `reads`: how many are in flight. Once
+    it is `gone`, no read starts, and the end of the last one releases it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -90,8 +90,8 @@ class Peer:
 
 
 class Read:
-    """`error`: None while bytes may land, then "" where all are there, or why not. Only the
-    thread that started it asks for its end. `failed`: the error that it will end with."""
+    """`error`: None while bytes may land, then "" if all arrived, else the reason. `failed`: the
+    error it will end with. Only the thread that started a read checks whether it has ended."""
 
     def __init__(self, peer: Peer, tag: Any = None) -> None:
         self.peer, self.tag = peer, tag
@@ -105,32 +105,32 @@ class DataPlane(ABC):
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
-        self._running: list[Read] = []  # the channel thread's
-        self._unanswered: tuple[Read, ...] = ()  # probes that a `connect` gave up
-        self._lock = threading.Lock()  # to change these, and all peers' `reads` and `gone`
+        self._running: list[Read] = []  # used by the channel thread alone
+        self._unanswered: tuple[Read, ...] = ()  # probes that `connect` gave up on
+        self._lock = threading.Lock()  # for changes to `_unanswered` and to peers
         self.endpoint = b""
 
     def register(self, memory: Memory) -> None:
-        """Register this rank's slots, once. MixKVError if it is refused."""
+        """Register this rank's slots; call it once. Raises MixKVError if the backend refuses."""
         endpoint = Endpoint(self.name, self._register(memory), memory, os.urandom(8))
         self.endpoint = msgspec.msgpack.encode(endpoint)
         self._memory = memory
 
     @property
     def busy(self) -> bool:
-        """True if `ended` has not returned the end of every read that was started."""
+        """True while `ended` has yet to return a read that was started."""
         return bool(self._running)
 
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
-        """Return a peer of the caller's own, once a byte of it was read. ConnectionError if that
-        fails, ValueError for bytes that are no endpoint of this backend.
+        """Return a new peer, once a byte of its memory has been read. Raises ConnectionError if
+        that fails, and ValueError if `endpoint` is not one of this backend.
 
-        The first tries may fail: once for each socket that Mooncake still has to another process at
-        this address, and while NIXL knows the peer by a broken connection, until the reads over
-        that have ended."""
+        The first tries may fail: once per socket that Mooncake still has to an earlier process at
+        this address, and while NIXL still has a broken connection to the peer, until the reads over
+        it have ended."""
         peer, until = Peer(decode(endpoint, self.name)), time.monotonic() + seconds
         if any(read.peer.endpoint == peer.endpoint for read in self._unanswered):
-            raise ConnectionError("it has not answered an earlier connection yet")
+            raise ConnectionError("the peer has not answered an earlier connection")
         try:
             while not self._answers(peer, until):
                 if time.monotonic() > until:
@@ -142,7 +142,7 @@ class DataPlane(ABC):
         return peer
 
     def _answers(self, peer: Peer, until: float) -> bool:
-        """True if a byte of its memory can be read over a new connection."""
+        """Connect to the peer, and return whether a byte of its memory can be read."""
         assert self._memory is not None
         try:
             self._open(peer)
@@ -159,7 +159,7 @@ class DataPlane(ABC):
         return not read.error
 
     def start(self, tag: Any, peer: Peer, extents: Sequence[Extent]) -> None:
-        """Start one transfer. One that fails at once has ended with an error."""
+        """Start one transfer. If it fails immediately, `ended` returns its error."""
         read = Read(peer, tag)
         self._running.append(read)
         if self._are_inside(peer, extents):
@@ -180,8 +180,7 @@ class DataPlane(ABC):
         return True
 
     def ended(self) -> list[tuple[Any, str]]:
-        """Return the reads that have ended since the last call: their tags, and "" if all bytes are
-        there, or the error."""
+        """Return each read that has ended since the last call: its tag, and "" or its error."""
         if self._unanswered:
             answered = [probe for probe in self._unanswered if self._has_ended(probe)]
             with self._lock:
@@ -191,8 +190,8 @@ class DataPlane(ABC):
         return [(read.tag, read.error or "") for read in ended]
 
     def forget(self, peer: Peer) -> None:
-        """Let new reads from it fail, and release it when its reads have ended. Idempotent; for any
-        thread."""
+        """Make new reads from the peer fail, and release it once its last read has ended.
+        Idempotent; any thread may call it."""
         with self._lock:
             is_over = not (peer.gone or peer.reads)
             peer.gone = True
@@ -203,14 +202,14 @@ class DataPlane(ABC):
         try:
             self._drop(peer)
         except Exception:
-            logger.warning("[MIXKV-MSG-02] %s: a peer is retained", self.name, exc_info=True)
+            logger.warning("[MIXKV-MSG-02] %s: a peer was not released", self.name, exc_info=True)
 
     # -- reads
 
     def _begin(self, read: Read, extents: Sequence[Extent]) -> None:
         with self._lock:
             if read.peer.gone:
-                read.error = "the peer is gone, or being connected"
+                read.error = "the peer is gone or being connected"
                 return
             read.peer.reads += 1
         try:
@@ -243,22 +242,22 @@ class DataPlane(ABC):
 
     @abstractmethod
     def _register(self, memory: Memory) -> bytes:
-        """The endpoint's session."""
+        """Register the memory, and return the endpoint's session."""
 
     @abstractmethod
     def _open(self, peer: Peer) -> None:
-        """Set or replace `peer.link`; no read of this peer is in flight. May block and raise."""
+        """Set or replace `peer.link`. No read from the peer is in flight. May block or raise."""
 
     @abstractmethod
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
-        """Set `read.handle`. If it raises, only what is in the handle has begun; nothing, if it is
-        empty or None."""
+        """Start the read and set `read.handle`. If this raises, only what the handle holds has
+        begun: nothing if it is empty or None."""
 
     @abstractmethod
     def _check(self, read: Read) -> str | None:
-        """Return None while any part of it runs, then "" or the error; not called again then. A
-        read whose check raises has ended."""
+        """Return None while any part of the read runs, then "" or its error, and is not called
+        again. A read whose check raises has ended."""
 
     @abstractmethod
     def _drop(self, peer: Peer) -> None:
-        """Release `peer.link`, if it is set; nothing of it is in flight."""
+        """Release `peer.link` if it is set. No read from the peer is in flight."""

@@ -1,12 +1,12 @@
-"""The channel thread of a rank, the same on both sides: it owns the sockets and the state machine.
+"""A rank's channel thread, the same on both sides: it owns the sockets and the state machine.
 
     scheduler, other threads --call--> queue --+
     sockets, reads, copies, CUDA events -------+--> a machine's method --> machine.actions --> do
 
-An iteration takes all that has come and asks for actions once, and again after copies that it made
-itself, so that what came together leaves together: eight slots are one message, one read, one
-launch. The thread decides nothing and raises nothing. If it cannot go on it ends, and SGLang's
-scheduler no longer waits for it (`broken`).
+An iteration handles all that has come, then asks for actions once, and again after copies that it
+made itself. So what comes together leaves together: eight slots are one message, one read, one
+launch. The thread decides nothing and raises nothing. If it cannot go on, it ends, and SGLang's
+scheduler stops waiting for it (`broken`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
 logger = logging.getLogger(f"sglang.{__name__}")
 
 TICK = 0.1  # seconds
-ASKED = 30e-6  # seconds; a batch on a device takes 10 to 20 us
+ASKED = 30e-6  # seconds to poll for a device's batch, which takes 10 to 20 us
 
 
 class StateMachine(Protocol):
-    """What a worker asks of its machine (prefill/machine.py, decode/machine.py)."""
+    """What a worker calls on its machine (prefill/machine.py, decode/machine.py)."""
 
     def advance(self, now: float) -> None: ...
     def actions(self) -> Sequence[Any]: ...
@@ -40,30 +40,30 @@ class StateMachine(Protocol):
 
 
 class Reporter(Protocol):
-    """What a worker reports to (engine/metrics.py), in several threads. It raises nothing."""
+    """What a worker reports to (engine/metrics.py), from several threads. It raises nothing."""
 
     def __call__(self, note: Note) -> None: ...
 
     def moved(self, size: int, seconds: float) -> None:
-        """`size` bytes of draft KV were packed, or put in place."""
+        """Record that `size` bytes of draft KV were packed or unpacked in `seconds`."""
 
     def announced(self, seconds: float) -> None:
-        """A chunk's last READY was sent to a reader, so many seconds after it was written."""
+        """Record that a chunk's last READY left for a reader `seconds` after its KV was written."""
 
     def ended(self, handle: Any, reason: str) -> None:
-        """SGLang goes on with a request on decode, or has failed it for `reason`. The scheduler's
-        thread calls this."""
+        """Record that SGLang continues with a request on decode, or has failed it for `reason`. The
+        scheduler's thread calls this."""
 
     def ticked(self) -> None:
         """The channel's thread calls this ten times a second."""
 
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
-"""What the channel thread calls, and with what: as a rule a method of its machine."""
+"""A function for the channel thread to call, usually a method of its machine, and its arguments."""
 
 
 class Worker(ABC):
-    """`names`: of this thread, and of the one that copies. Both end with the process."""
+    """`names`: of the channel thread, and of the one that copies. Both end with the process."""
 
     names: tuple[str, str]
 
@@ -90,19 +90,19 @@ class Worker(ABC):
         return not (self._thread.is_alive() and (copies is None or copies.is_alive))
 
     def _call(self, method: Callable[..., object], *args: Any, wake: bool = True) -> None:
-        """Have the channel thread call this, after earlier calls, and then carry out the machine's
-        actions. `wake`: see EventQueue.put."""
+        """Queue a call for the channel thread, which then carries out the machine's actions.
+        `wake`: see EventQueue.put."""
         self._queue.put((method, args), wake)
 
     # -- the channel thread
 
     @abstractmethod
     def _must_poll(self) -> bool:
-        """True if something besides copies is under way whose end makes no file readable."""
+        """Return whether anything except copies is under way whose end makes no file readable."""
 
     @abstractmethod
     def _poll(self, ready: list[Any]) -> Iterable[Call]:
-        """Calls for what has come besides copies. `ready`: sockets with messages."""
+        """Return calls for whatever came, except copies. `ready`: sockets with messages."""
 
     @abstractmethod
     def _do(self, action: Any) -> None:
@@ -115,7 +115,7 @@ class Worker(ABC):
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
                 self._take(self._calls(self._poller.wait(TICK, polled or self._must_poll())))
-                if time.monotonic() - self._ticked >= TICK:  # also where each poll raises
+                if time.monotonic() - self._ticked >= TICK:  # even if every poll raises
                     self._ticked = time.monotonic()
                     self._take([(self._machine.tick, ()), (self._reporter.ticked, ())])
                 self._act()
@@ -123,7 +123,7 @@ class Worker(ABC):
             logger.exception("[MIXKV-SELF-01] the channel ends; drafters are cold until a restart")
 
     def _calls(self, ready: list[Any]) -> Iterator[Call]:
-        """The calls of one iteration. The time of a call is taken after the call is obtained."""
+        """Yield the calls of one iteration. Each is timed after it has been obtained."""
         yield from self._queue.take(ready)
         yield from self._poll(ready)
         if self._copies is not None and self._copies.done:
@@ -134,7 +134,7 @@ class Worker(ABC):
             yield self._machine.copied, ended
 
     def _take(self, calls: Iterable[Call]) -> None:
-        """Make these calls. An exception costs one of them, or the rest of one iteration."""
+        """Make these calls. An exception loses one of them, or the rest of the iteration."""
         found, name = iter(calls), ""
         while True:
             try:
@@ -145,11 +145,11 @@ class Worker(ABC):
                 return
             except Exception:
                 logger.exception("[MIXKV-SELF-01] the draft channel failed on %s", name)
-                time.sleep(TICK)  # a fault that repeats takes no core and does not fill the log
+                time.sleep(TICK)  # a recurring fault neither takes a core nor fills the log
 
     def _act(self) -> None:
-        """Carry out actions. Small copies are made at once, and so is what follows from them. What
-        a device copies is waited for, as long as that is shorter than to sleep."""
+        """Carry out actions. Small copies are made here, as are the actions that follow from them.
+        Copies on a device are polled for as long as that takes less time than sleeping."""
         while True:
             for action in (actions := self._machine.actions()):
                 try:

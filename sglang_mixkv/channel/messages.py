@@ -1,12 +1,12 @@
-"""The four messages of the channel: OPEN, READY, ACK, FAIL. docs/protocol.md is their page.
+"""The channel's four messages: OPEN, READY, ACK, FAIL. See docs/protocol.md.
 
     decode  -> prefill    OPEN    I will read this request's draft KV from you
     prefill -> decode     READY   these segments are in my slots
     decode  -> prefill    ACK     nobody reads these slots any more
-    either  -> the other  FAIL    I send, or read, nothing more of this request
+    either  -> the other  FAIL    I will send, or read, nothing more for this request
 
-One ZMQ frame each, a msgpack array whose first item is the kind. Every number is bounded here, so
-that the two state machines never meet one that they cannot hold.
+Each is one ZMQ frame: a msgpack array whose first item is the kind. Every number is bounded here,
+so that neither state machine meets one that it cannot hold.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import msgspec
 from msgspec import Meta
 
 PROTOCOL = (3, 3)
-"""The oldest and the newest version that this build reads; a pair uses the newest of both. When to
-raise which, and what each changed: docs/protocol.md, "Versions"."""
+"""The oldest and newest versions that this build reads; a pair uses the newest that both read. For
+when to raise which, and what each changed, see docs/protocol.md, "Versions"."""
 
-MAX_BYTES = 4096  # of one message; longer ones are dropped by the socket
+MAX_BYTES = 4096  # of a message; the socket drops longer ones
 MAX_LIST = 32  # segments of one READY, and slots of one ACK
 
 Room = Annotated[int, Meta(ge=0)]  # SGLang's number; a uint64, which msgpack bounds
@@ -39,10 +39,10 @@ Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=False):
-    """A decode rank opens a room at each prefill rank of the drafter's stage that it contacts.
-    `prefill`, `reader`: the instances of the rank addressed and of the rank that opens. `heads`:
-    first and end, global numbers; equal where none are wanted. `slot_bytes`: of the reader's own
-    slots; no segment may be larger. The others are terms of docs/protocol.md."""
+    """A decode rank opens a room on each prefill rank that it contacts in the drafter's stage.
+    `prefill`, `reader`: the instances of the addressed rank and the opening rank. `heads`: [first,
+    end) in global numbers, empty if none are wanted. `slot_bytes`: the size of the reader's slots;
+    no segment may be larger. For the other fields see docs/protocol.md."""
 
     version: Small
     room: Room
@@ -68,9 +68,9 @@ class Announced(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """A prefill rank tells a reader that these segments of the room can be read. They begin with
-    number `segment`, at token `first_token`. `last`: no more come after them; there are none where
-    only the end of a chunk showed that."""
+    """A prefill rank tells a reader that these segments of the room can be read. The first has
+    number `segment` and begins at token `first_token`. `last`: no more follow; `segments` is empty
+    if that became known only at a chunk's end."""
 
     room: Room
     generation: Secret
@@ -81,7 +81,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """The reader says that no read of these slots runs, or will start, under these stamps."""
+    """The reader says that no read of these slots under these stamps is running or will start."""
 
     slots: Annotated[tuple[tuple[SlotNumber, Secret], ...], Meta(max_length=MAX_LIST)]
 
@@ -102,7 +102,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """Raises ValueError or OverflowError for an OPEN that its reader would drop."""
+    """Encode a message. Raises ValueError or OverflowError for an OPEN that is out of bounds."""
     frame = _encoder.encode(message)
     if isinstance(message, Open):  # its numbers are SGLang's
         decode(frame)
@@ -110,27 +110,27 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """Raises ValueError for bytes that are no message."""
+    """Decode a message. Raises ValueError if `frame` is not one."""
     try:
         return _decoder.decode(frame)
     except RecursionError as error:  # a kilobyte of nested arrays is enough
-        raise ValueError("a message that is nested too deeply") from error
+        raise ValueError("the message is nested too deeply") from error
 
 
 def fail(room: int, generation: int, code: str, detail: str) -> Fail:
-    """Make a FAIL whose detail is printable and cut to what a message may carry."""
+    """Make a FAIL with its detail made printable and cut to what a message may carry."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
     return Fail(room, generation, code, printable[:512])
 
 
 def draws() -> Iterator[int]:
-    """Yield numbers that no other rank draws, in one thread: SGLang seeds `random` equally in all
-    ranks. One read of the system's source, which gives up the GIL, serves 64 numbers."""
+    """Yield numbers that no other rank draws, for one thread: SGLang seeds `random` equally in all
+    ranks. Each read of the system's source gives up the GIL, so it yields 64 numbers."""
     while True:
         for number in struct.unpack("64Q", os.urandom(512)):
             yield number >> 1 or 1
 
 
 def draw_instance() -> bytes:
-    """Draw the name of one start of a rank; call it after the spawn."""
+    """Draw the name of this run of a rank. Call it after the process is spawned."""
     return os.urandom(INSTANCE_BYTES)

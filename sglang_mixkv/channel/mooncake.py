@@ -1,23 +1,23 @@
-"""Reads over Mooncake, with an engine of this plane's own.
+"""Reads over Mooncake, with an engine of the plane's own.
 
-Reads are asynchronous: each range is a batch, whose number is asked for its state until it has
-ended. `transfer_sync_read` would not do: it returns after MC_TRANSFER_TIMEOUT while bytes may
-still arrive, and it takes a core while it waits. Over TCP a read fails when its socket has made no
-progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is closed then. Sockets are used
-again; with MC_TCP_ENABLE_CONNECTION_POOL=0 each read would connect in `start`, and wait for that.
+Reads are asynchronous: each range is a batch, polled by its number until it has ended.
+`transfer_sync_read` would not do: it returns after MC_TRANSFER_TIMEOUT while bytes may still
+arrive, and it takes up a core while it waits. Over TCP, a read fails once its socket has made no
+progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is then closed. Sockets are reused;
+with MC_TCP_ENABLE_CONNECTION_POOL=0, `start` would block to connect for each read.
 
-The first read of a name opens it: Mooncake asks the peer for its memory, waits up to a minute for
-each byte of the answer, and holds a lock that all reads take. So `connect` asks instead, by the
-protocol of Mooncake's releases (readString in its common.h), and Mooncake opens an address of this
-process, which gives it the answer. It caches that for good, so each process that a peer's address
-ever had gets its own name. Host names in an answer are refused, since one thread of Mooncake's
-looks them up for all connections.
+The first read from a name opens it: Mooncake asks the peer about its memory, waits up to a minute
+for each byte of the answer, and holds a lock that all reads take. So `connect` asks instead, by the
+protocol of Mooncake's releases (readString in its common.h), and has Mooncake open an address of
+this process, which passes on the answer. Mooncake caches that for good, so each process that a
+peer's address ever had gets its own name. Host names in an answer are refused, since a single
+Mooncake thread resolves them for all connections.
 
-Over RDMA a read is cut where the peer's registered memory ends, so its first bytes may land before
-it fails. After a failed part Mooncake asks the peer's own address again, so a read from a peer that
-is gone may reach the next process there: the slot's stamp shows it. tests/rdma/ covers soft-RoCE,
-host memory and two hosts: it does not show that reads of GPU memory are right, or that on a NIC a
-failed read no longer touches local memory.
+Over RDMA, a read is split where the peer's registered memory ends, so its first bytes may land
+before it fails. After a failed part, Mooncake asks the peer's own address again, so a read from a
+peer that is gone may reach the next process there: the slot's stamp reveals that. tests/rdma/
+covers soft-RoCE, host memory and two hosts: not whether GPU memory is read correctly, or whether a
+failed read on a NIC may still touch local memory.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from typing import Any
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read, refused
 
 METADATA = 1  # HandShakeRequestType
-LONGEST = 1 << 18  # bytes of an answer, which has some thousand
-# Seconds. A peer answers one connection after the other, and waits 5 s for a silent one. Within
-# this process it takes a millisecond.
+LONGEST = 1 << 18  # bytes of an answer, which usually has a few thousand
+# Seconds. A peer answers connections one at a time, and waits 5 s for a silent one. Handing the
+# answer to Mooncake takes a millisecond.
 ANSWER_S, HAND_S = 10.0, 1.0
 
 
 class Mooncake(DataPlane):
-    """`host`: this rank's address. `devices`: RDMA devices of its GPU, joined by commas, "" for
-    Mooncake's choice. The transport is the one that SGLang's engine takes: MC_FORCE_TCP and
-    MOONCAKE_PROTOCOL decide."""
+    """`host`: this rank's address. `devices`: its GPU's RDMA devices, comma-separated; "" lets
+    Mooncake choose. As for SGLang's engine, MC_FORCE_TCP and MOONCAKE_PROTOCOL select the
+    transport."""
 
     name = "mooncake"
 
@@ -59,7 +59,7 @@ class Mooncake(DataPlane):
         self._engine: Any = TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "" if tcp else devices)
         if code:
-            raise refused("a transfer engine of Mooncake's starts", f"code {code}")
+            raise refused("a Mooncake transfer engine to start", f"code {code}")
         self._host = f"[{host}]" if ":" in host else host
         self._names: dict[Endpoint, str] = {}
         self._numbers = itertools.count()
@@ -67,7 +67,7 @@ class Mooncake(DataPlane):
     def _register(self, memory: Memory) -> bytes:
         code = self._engine.register_memory(memory.address, memory.size)
         if code:
-            raise refused(f"{memory.size} bytes are registered with Mooncake", f"code {code}")
+            raise refused(f"Mooncake to register {memory.size} bytes", f"code {code}")
         return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
     def _open(self, peer: Peer) -> None:
@@ -76,23 +76,23 @@ class Mooncake(DataPlane):
         self._names[peer.endpoint] = peer.link
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
-        """Transfers of one range each: `transfer_check_status` asks for the first range of a batch
-        alone (mooncake-integration/transfer_engine/transfer_engine_py.cpp), and the call that asks
-        for all of them waits."""
-        read.handle = []  # Mooncake's numbers of those that have not ended
+        """Start one transfer per range: `transfer_check_status` checks only the first range of a
+        batch (mooncake-integration/transfer_engine/transfer_engine_py.cpp), and the call that
+        checks all of them waits."""
+        read.handle = []  # Mooncake's numbers of the transfers in flight
         for local, remote, length in extents:
             number = self._engine.batch_transfer_async_read(
                 read.peer.link, [local], [remote], [length]
             )
-            if not 0 < number < 1 << 63:  # a pointer, 0, or -1 as it may be unsigned
+            if not 0 < number < 1 << 63:  # not a pointer: 0, or -1, perhaps as unsigned
                 self._names.pop(read.peer.endpoint, None)  # it may not be open
                 raise ConnectionError(f"Mooncake rejected a read from {read.peer.link}")
             read.handle.append(number)
 
     def _check(self, read: Read) -> str | None:
-        while read.handle:  # one behind the other, since each question gives up the GIL
+        while read.handle:  # one at a time, since each query gives up the GIL
             state = self._engine.transfer_check_status(read.handle[-1])
-            if state not in (1, -1):  # -2: longer than MC_SLICE_TIMEOUT, and still in flight
+            if state not in (1, -1):  # -2: past MC_SLICE_TIMEOUT, but still in flight
                 return None
             if state == -1:
                 read.failed = "Mooncake reports a failure"
@@ -100,26 +100,26 @@ class Mooncake(DataPlane):
         return ""
 
     def _drop(self, peer: Peer) -> None:
-        peer.link = None  # Mooncake keeps its entry, some hundred bytes
+        peer.link = None  # Mooncake keeps its entry, a few hundred bytes
 
 
 def _ask(session: str) -> bytes:
-    """Ask a peer for what Mooncake asks when it opens it. Raises if the answer is not that of a
-    peer of this plane, or does not come in time."""
+    """Query a peer as Mooncake does to open it, and return the answer. Raises if that is not from a
+    peer of this plane, or is late."""
     until, found, size = time.monotonic() + ANSWER_S, bytearray(), 9
     with socket.create_connection(_address(session), ANSWER_S) as peer:
         peer.sendall(_frame({}))
         while len(found) < size <= LONGEST:
-            peer.settimeout(until - time.monotonic())  # which raises once it is over
+            peer.settimeout(until - time.monotonic())  # raises once the time is over
             if not (part := peer.recv(LONGEST)):
                 break
             found += part
             size = max(size, 8 + int.from_bytes(found[:8], "little"))
     if len(found) != size or found[8] != METADATA:
-        raise ValueError(f"{session} answers {bytes(found[:100])!r}")
+        raise ValueError(f"{session} answered {bytes(found[:100])!r}")
     answer = json.loads(found[9:])
     if answer["name"] != session:
-        raise ValueError(f"{session} is {answer['name']!r}")
+        raise ValueError(f"{session} calls itself {answer['name']!r}")
     # A peer with MC_RDMA_BIND_ADDRESS names its NICs by this address, and is asked there.
     answer["name"] = answer.pop("rdma_server_name", "") or session
     _address(answer["name"])
@@ -128,7 +128,7 @@ def _ask(session: str) -> bytes:
 
 
 def _address(name: str) -> tuple[str, int]:
-    """Split a `host:port` whose host need not be looked up; ValueError for others."""
+    """Split `host:port`. Raises ValueError unless the host is an IP address."""
     host, _, port = name.rpartition(":")
     return str(ipaddress.ip_address(host.strip("[]"))), int(port)
 
@@ -139,7 +139,7 @@ def _frame(content: dict[str, Any]) -> bytes:
 
 
 def _hand(answer: bytes, number: int) -> str:
-    """Return a name that opens with this answer: one of this host's own 2^24 addresses."""
+    """Return a name that opens with this answer, on one of this host's loopback addresses."""
     host = str(ipaddress.ip_address("127.0.0.1") + number % (1 << 23))
     listener = socket.create_server((host, 0))
     listener.settimeout(HAND_S)

@@ -1,28 +1,28 @@
-"""Reads over NIXL, with an agent of this plane's own.
+"""Reads over NIXL, with an agent of the plane's own.
 
 A read has ended when `check_xfer_state` returns DONE or ERR, or raises:
 
-    nixlRemoteDisconnectError   the connection broke, or the peer died; all its reads end so
-    nixlNotFoundError           at the start: the peer has not registered this, or was removed
-    others                      the backend's failure
+    nixlRemoteDisconnectError   the connection broke, or the peer died; all its reads end this way
+    nixlNotFoundError           at the start: the peer never registered this memory, or was removed
+    others                      the backend failed
 
-A list of ranges is one handle: UCX's backend posts one read for each range and then a flush of the
-endpoint, and the handle runs until that flush has ended (nixlUcxBackendReqH::status). A range fails
-when its endpoint does, after which nothing lands over any of its lanes; so does a post that fails
-midway.
+A list of ranges is one handle: UCX's backend posts one read per range, then flushes the endpoint,
+and the handle runs until that flush has ended (nixlUcxBackendReqH::status). A range fails with its
+endpoint, and then nothing lands over any of its lanes; nor does it after a post that fails midway.
 
-UCX's TCP connects in `add_remote_agent`, and by default waits there, two minutes for a host that is
-off, while each other call waits for the agent's lock.
+UCX's TCP connects in `add_remote_agent`, and by default blocks there, for two minutes if the host
+is off, while every other call waits for the agent's lock.
 
-A handle that is released while it runs does not end its read: over TCP all its bytes land later.
-So handles are held until the end, and a peer is removed from the agent when it has no reads, since
-`check_xfer_state` raises for a removed peer whatever its reads do. A connection that broke does not
-come back until the peer is removed and added.
+Releasing a handle that still runs does not end its read: over TCP all its bytes land later. So
+handles are held until they end, and a peer is removed from the agent only when it has no reads,
+since `check_xfer_state` raises for a removed peer whatever its reads do. A broken connection does
+not come back until the peer is removed and added again.
 
 UCX reads the host memory of a process on the same host in `transfer` itself, whether or not that
-process runs. Over RDMA the peer has no part in a read. Otherwise (TCP, or shared memory alone) it
-answers with messages, and UCX then **aborts the peer** if it meets a read whose reader has died
-(ucp_request.inl: "Fatal: unexpected error: Endpoint timeout"). No write was seen to do that.
+process is running. Over RDMA, the peer takes no part in a read. Otherwise (TCP, or shared memory
+alone) the peer answers with messages, and UCX then **aborts the peer** when it handles a read whose
+reader has died (ucp_request.inl: "Fatal: unexpected error: Endpoint timeout"). No write was seen to
+do that.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it oc
 
 
 class Nixl(DataPlane):
-    """`backend`, `parameters`: as SGLang's agent takes them; RDMA devices are UCX's parameter
-    `device_list`. On a GPU's rank, made in a thread whose CUDA device is set."""
+    """`backend`, `parameters`: as for SGLang's agent; UCX's parameter `device_list` names the RDMA
+    devices. On a rank with a GPU, make it in a thread whose CUDA device is set."""
 
     name = "nixl"
 
@@ -55,7 +55,7 @@ class Nixl(DataPlane):
             self._agent: Any = _new_agent()
             self._agent.create_backend(backend, UNBLOCKED.get(backend, {}) | dict(parameters or {}))
         except Exception as error:
-            raise refused(f"NIXL's backend {backend} starts", repr(error)) from error
+            raise refused(f"NIXL's backend {backend} to start", repr(error)) from error
 
     def _register(self, memory: Memory) -> bytes:
         self._kind, self._device = _place(memory)
@@ -63,15 +63,15 @@ class Nixl(DataPlane):
             region = (memory.address, memory.size, self._device, "")
             self._agent.register_memory([region], self._kind)
         except Exception as error:
-            raise refused(f"{memory.size} bytes are registered with NIXL", repr(error)) from error
+            raise refused(f"NIXL to register {memory.size} bytes", repr(error)) from error
         return bytes(self._agent.get_agent_metadata())
 
     def _open(self, peer: Peer) -> None:
-        """Peers of one agent share one name and one connection. If that broke, the name is removed,
-        unless one of them has reads in flight."""
+        """Connect. Peers of one agent share a name and a connection. A retry first removes the
+        name, since the connection may be broken, unless one of them has reads in flight."""
         with self._naming:
             if peer.link is not None:
-                with self._lock:  # no read begins before the name is gone; it would fail
+                with self._lock:  # no read may begin before the name is gone: it would fail
                     if not any(other.reads for other in self._named[peer.link]):
                         self._agent.remove_remote_agent(peer.link)
             name = self._agent.add_remote_agent(peer.endpoint.session)
@@ -88,7 +88,7 @@ class Nixl(DataPlane):
         )  # fmt: skip
         if agent.transfer(handle) == "ERR":
             raise ConnectionError("NIXL rejected the read")
-        read.handle = handle  # its last reference releases it in NIXL
+        read.handle = handle  # NIXL releases it with its last reference
 
     def _check(self, read: Read) -> str | None:
         state = self._agent.check_xfer_state(read.handle)
@@ -111,8 +111,8 @@ def _place(memory: Memory) -> tuple[str, int]:
 
 def _new_agent() -> Any:
     """Make an agent with a unique name: SGLang seeds `random` equally in all ranks.
-    nixl_agent.__init__ sets the progress thread's delay to 0 and takes no other, so the inner agent
-    is made again."""
+    nixl_agent.__init__ always sets the progress thread's delay to 0, so the inner agent is
+    replaced."""
     api, name = importlib.import_module("nixl._api"), f"mixkv-{os.urandom(16).hex()}"
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
     config = api.nixlBind.nixlAgentConfig()

@@ -1,4 +1,4 @@
-"""Chooses and makes the data plane of a rank; the doctor chooses by the same rule."""
+"""Chooses and makes a rank's data plane; the doctor chooses by the same rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_mixkv.channel import mooncake, nixl
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.errors import refuse
 
-NIXL_ENV = "SGLANG_DISAGGREGATION_NIXL_BACKEND"  # SGLang's own, which reads it in each rank too
+NIXL_ENV = "SGLANG_DISAGGREGATION_NIXL_BACKEND"  # SGLang's own, which also reads it in each rank
 RDMA_DEVICES = "/sys/class/infiniband"
 
 
@@ -20,8 +20,8 @@ class Choice(NamedTuple):
 
 
 def choose(backend: str, asked: str) -> Choice:
-    """Return the plane that the operator asked for, or else the backend's own, except for UCX
-    without RDMA: there a reader that dies can end the process it reads from (docs/protocol.md)."""
+    """Return the plane that the operator asked for, else the backend's own. The exception is UCX
+    without RDMA: there, a dying reader can end the process it reads from (docs/protocol.md)."""
     if asked:
         return Choice(asked, "SGLANG_MIXKV_DATA_PLANE is set")
     has_rdma = os.path.isdir(RDMA_DEVICES) and os.listdir(RDMA_DEVICES)
@@ -31,8 +31,8 @@ def choose(backend: str, asked: str) -> Choice:
 
 
 def make(name: str, host: str, devices: str, nixl_params: Mapping[str, str]) -> DataPlane:
-    """Make the chosen plane. `host`: this rank's address; `devices`: its RDMA devices, joined by
-    commas. MixKVError if it cannot be made, for example if Mooncake is not installed."""
+    """Make the chosen plane. `host`: this rank's address; `devices`: its RDMA devices,
+    comma-separated. Raises MixKVError if it cannot be made, for example without Mooncake."""
     if name == "nixl":
         return nixl.Nixl(*nixl_backend(devices, nixl_params))
     try:
@@ -40,13 +40,13 @@ def make(name: str, host: str, devices: str, nixl_params: Mapping[str, str]) -> 
     except ImportError as error:
         raise refuse(
             "MIXKV-START-06", "Mooncake, to read draft KV without RDMA", str(error),
-            "with NIXL's UCX over TCP a decode process that dies can end the prefill process",
-            "Install mooncake-transfer-engine, or accept it: SGLANG_MIXKV_DATA_PLANE=nixl",
+            "with NIXL's UCX over TCP, a dying decode process can end the prefill process",
+            "Install mooncake-transfer-engine, or accept that: SGLANG_MIXKV_DATA_PLANE=nixl",
         ) from error  # fmt: skip
 
 
 def nixl_backend(devices: str, params: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Make NIXL's backend as NixlKVManager does (disaggregation/nixl/conn.py)."""
+    """Return NIXL's backend and parameters as NixlKVManager does (disaggregation/nixl/conn.py)."""
     backend, params = os.environ.get(NIXL_ENV, "UCX"), dict(params)
     if devices and backend == "UCX" and not os.environ.get("UCX_NET_DEVICES"):
         params.setdefault("device_list", ", ".join(map(str.strip, devices.split(","))))

@@ -1,21 +1,21 @@
-"""A slot's bytes, on which both sides agree: header, stamp and sum, and what a reader finds.
+"""A slot's bytes, on which both sides agree, and a reader's verdict on them.
 
 A *segment* is some tokens of one request for one reader, in a *slot* of the staging buffer:
 
     | stamp, 8 bytes | sum, 8 | unused, 48 | payload | zeros up to a multiple of 8 |
 
-The payload is entry after entry, each [tokens, heads, head bytes]. The sum is that of the payload's
-words of 8 bytes, each times the odd weight of its place, and of the stamp times SEED, modulo 2**64.
-A reader knows the stamp from READY, makes the sum of what it read, and compares both:
+The payload is one entry after another, each [tokens, heads, head bytes]. The sum, modulo 2**64,
+adds up the payload's 8-byte words, each times the odd weight of its place, and the stamp times
+SEED. A reader knows the stamp from READY, sums what it read, and compares both:
 
 * A change within one word always shows, since each weight is odd.
-* Another segment always shows: its stamp differs, and since SEED is odd, so does the sum.
-* Other changes, such as two segments mixed, escape where their differences, each times its weight,
-  add up to zero: once in 2**64 for bytes unrelated to the weights, and always for two words of
-  which each has only its highest bit flipped.
+* A different segment always shows: its stamp differs, and since SEED is odd, so does the sum.
+* Other changes, such as a mix of two segments, escape if the weighted differences
+  add up to zero: once in 2**64 for bytes unrelated to the weights, and always for two words with
+  only their highest bits flipped.
 
 The ACK protects a slot; stamp and sum are the second net. A second stamp after the payload would
-show nothing more: a read has no order, so equal stamps prove nothing about the bytes between them.
+add nothing: reads are unordered, so equal stamps prove nothing about the bytes between them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADER = 64  # bytes in front of the payload
-PROBE_OFFSET = 16  # of a scratch byte, which a new peer reads
+PROBE_OFFSET = 16  # of the byte into which a new peer's memory is probed
 SLOT_OVERHEAD = HEADER + 8  # bytes: the header, and padding after the payload
 GOLDEN, MIX, SEED = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0x2545F4914F6CDD1D
 """For the sum: two multipliers that turn a place into a weight, and the stamp's weight. All odd."""
@@ -34,8 +34,8 @@ MASK = (1 << 64) - 1
 
 
 class SlotCheck(IntEnum):
-    """The verdict on a slot that was read. STALE: another stamp, DIFFERS: another sum. ERROR:
-    whether the copy was made is unknown."""
+    """The verdict on a slot that was read. STALE: wrong stamp. DIFFERS: wrong sum. ERROR: whether
+    the copy was made is unknown."""
 
     OK = 0
     STALE = 1
@@ -44,8 +44,8 @@ class SlotCheck(IntEnum):
 
 
 def weights(count: int) -> NDArray[np.uint64]:
-    """Return the weights of the first `count` places of a payload, [count] of uint64. They are
-    computed, so that a GPU need not read them and both sides agree without a table."""
+    """Return the uint64 weights of a payload's first `count` places. They are computed, so that a
+    GPU need not read them and both sides agree without a table."""
     half = np.uint64(32)
     found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     found = (found ^ (found >> half)) * np.uint64(MIX)

@@ -3,13 +3,12 @@
     FREE --allocate--> ALLOCATED --publish--> PUBLISHED --acknowledge, expire--> FREE
                            +--------free----> FREE
 
-On prefill a slot is allocated for packing, published with its READY, and free again with the ACK.
-Without an ACK it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
-slot is allocated and published for a read, and free when its rows were copied out or nothing can
-land in it.
+On prefill, a slot is allocated for packing, published with its READY, and freed by the ACK, or else
+`slot_aside` seconds later, when nothing can read it any more. On decode, a slot is allocated and
+published for a read, and freed once its rows are copied out or nothing can land in it any more.
 
-An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others,
-nor can many that are dead: docs/protocol.md, "Who gets a slot".
+An owner is a reader on prefill, and a prefill rank on decode. Neither one owner nor many dead ones
+can starve the others: see docs/protocol.md, "Who gets a slot".
 """
 
 from __future__ import annotations
@@ -28,42 +27,42 @@ T = TypeVar("T")
 
 
 def slots_of(staging_mb: int) -> tuple[int, int]:
-    """Return how many slots a rank's staging buffer has, and the bytes of each: 4 MiB of rows, or
-    less where 64 would not fit, and a page for the header, so that a chunk of 2^n tokens fills its
-    slots exactly. A slot's other cost (a place in two messages, a read, a descriptor in two copies)
-    does not depend on its size: slots are large, and more memory is more of them."""
+    """Return how many slots a rank's staging buffer has, and the bytes of each: 4 MiB of rows (less
+    if 64 would not fit) and a page for the header, so that a chunk of 2^n tokens fills its slots
+    exactly. A slot's other costs (a place in two messages, a read, a descriptor in two copies) do
+    not depend on its size: slots are large, and more memory means more of them."""
     rows = min(LARGEST, (staging_mb << 20) // FEWEST)
     return (staging_mb << 20) // rows, rows + PAGE
 
 
 def quota_of(count: int) -> int:
-    """Return how many of `count` slots one owner holds at most."""
+    """Return how many of `count` slots one owner may hold."""
     return max(2, count // 2)
 
 
 def list_of(count: int) -> int:
-    """Return how many segments go into one READY or one read: a quarter of the quota at most, so
-    that others are packed or read while these are acknowledged, and the wire does not stop."""
+    """Return how many segments one READY or one read may have: at most a quarter of the quota, so
+    that others are packed or read while these are acknowledged, and the wire never idles."""
     return min(LIST, max(1, quota_of(count) // 4))
 
 
 @lru_cache(1024)
 def share_of(count: int, owners: int) -> int:
-    """Return how many slots each of so many owners may hold. Its first may be one more."""
+    """Return each owner's share of `count` slots. An owner's first slot may exceed it."""
     return min(quota_of(count), (count - count // 4) // owners)
 
 
 class SlotPool:
-    """`count` equal slots. `held`: how many each owner has that has any. Times are the caller's."""
+    """A pool of `count` equal slots. `held`: how many each owner holds. Callers pass the time."""
 
     def __init__(self, count: int, times: Times) -> None:
         self._times = times
         self._free = deque(range(count))
         self._owner: dict[int, Hashable] = {}
         self.held: Counter[Hashable] = Counter()
-        self._published: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
-        self._signs: tuple[dict[Hashable, float], ...] = {}, {}  # see `sign`; the oldest first
-        self.barred: set[Hashable] = set()  # they get none
+        self._published: dict[int, tuple[float, int]] = {}  # since when, stamp; oldest first
+        self._signs: tuple[dict[Hashable, float], ...] = {}, {}  # see `sign`; oldest first
+        self.barred: set[Hashable] = set()  # owners that get none
         self.count = count
         self._reserve = count // 4
 
@@ -72,7 +71,7 @@ class SlotPool:
         return len(self._free)
 
     def available_for(self, owner: Hashable, owners: int) -> int:
-        """Return how many slots this owner can have now, where so many hold or want some."""
+        """Return how many slots this owner can get now, if so many owners hold or want some."""
         if owner in self.barred:
             return 0
         held, free = self.held.get(owner, 0), len(self._free)
@@ -81,8 +80,9 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """Count the slots that stay free after this owner's first: an eighth, or a quarter of what
-        it has not outlived. An owner that was heard and not served may not read what it gets."""
+        """Return how many slots must stay free after this owner's first: a quarter of those it has
+        not outlived, at most an eighth of all. An owner heard from but not served may never read
+        what it gets, so at least a sixteenth stays."""
         heard, served = (signs.get(owner, float("-inf")) for signs in self._signs)
         published = [since for since, _ in self._published.values()]
         left = self.count - bisect_right(published, max(heard, served))
@@ -90,8 +90,8 @@ class SlotPool:
         return kept if published and served >= published[0] else max(kept, self.count // 16)
 
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
-        """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
-        since then, with others that hold slots."""
+        """Record that an owner is alive. `served`: it has read a slot; otherwise a message came,
+        whose sender may have died since then, with others that hold slots."""
         signs, when = self._signs[served], now if served else now - self._times.unsure
         oldest = next((since for since, _ in self._published.values()), float("inf"))
         while signs and signs[first := next(iter(signs))] < oldest:
@@ -101,21 +101,21 @@ class SlotPool:
             signs[owner] = when
 
     def allocate(self, owner: Hashable) -> int:
-        """Take one of the slots that are `available_for` the owner."""
+        """Give the owner one of the slots that are `available_for` it."""
         slot = self._free.popleft()
         self._owner[slot] = owner
         self.held[owner] += 1
         return slot
 
     def publish(self, slot: int, stamp: int, now: float) -> None:
-        """Its READY goes out now, or a read into it begins."""
+        """Publish a slot: its READY goes out now, or a read into it begins."""
         assert slot in self._owner
         assert slot not in self._published
         self._published[slot] = now, stamp
 
     def acknowledge(self, slots: Iterable[tuple[int, int]], read: float | None = None) -> list[int]:
-        """Free published slots of one owner; return those that are not published under their
-        stamps. `read`: when the owner said that it read them, None if it cannot have."""
+        """Free published slots of one owner; return those not published under their stamps. `read`:
+        when the owner said that it had read them, None if it cannot have."""
         owner, wrong = None, []
         for slot, stamp in slots:
             if self._published.get(slot, (None, None))[1] == stamp:
@@ -136,7 +136,7 @@ class SlotPool:
         self._free.append(slot)
 
     def expire(self, now: float) -> list[int]:
-        """Free the slots whose ACK did not come within `slot_aside`."""
+        """Free and return the slots whose ACK did not come within `slot_aside`."""
         limit = now - self._times.slot_aside
         found = [slot for slot, (since, _) in self._published.items() if since <= limit]
         for slot in found:
@@ -145,13 +145,13 @@ class SlotPool:
 
 
 class RoundRobin(Generic[T]):
-    """Items that wait for slots: round-robin over owners, and over the items of each owner. An item
-    gets up to `run` slots at once, which go into one message then. Items are compared by `==`, and
-    an item that is added twice waits once. `owners`: those with an item, and their items."""
+    """Items that wait for slots: round-robin over owners, and over each owner's items. An item gets
+    up to `run` slots in a row, which then share a message. Items are compared by `==`, and an item
+    that is added twice waits once. `owners`: those with items, and their items."""
 
     def __init__(self, run: int = 1) -> None:
         self._run = run
-        self.owners: dict[Hashable, dict[T, None]] = {}  # who waits longest is first
+        self.owners: dict[Hashable, dict[T, None]] = {}  # the longest-waiting is first
 
     def add(self, owner: Hashable, item: T) -> None:
         self.owners.setdefault(owner, {})[item] = None
@@ -163,10 +163,10 @@ class RoundRobin(Generic[T]):
             self.owners.pop(owner, None)
 
     def take(self, slots: SlotPool, limit: int) -> Iterator[tuple[T, int]]:
-        """Yield up to `limit` items with a slot each, as far as there are slots. Each leaves; the
-        caller adds it again where it wants another slot. In a round each owner gets an equal part
-        of what is free, or what is available for it; one that gets none waits for the next call.
-        """
+        """Yield up to `limit` items with a slot each, while slots last. Each leaves; the caller
+        adds it again if it wants another slot. In each round, an owner gets an equal part of what
+        is free, or less if less is available for it; an owner that gets none waits for the next
+        call."""
         owners, limit = list(self.owners), min(limit, slots.free_slots)
         contend = len({*owners, *slots.held})
         while owners and limit > 0:

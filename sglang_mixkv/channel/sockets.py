@@ -1,6 +1,6 @@
-"""A channel thread waits for its EventQueue and its ZMQ sockets, which deliver a message within a
-known time or lose it. What does not sleep keeps the GIL where it can (draft/cuda.py): os, select
-and pyzmq's `send` and `recv` would give it up; `getsockopt` and ctypes.PyDLL do not."""
+"""What a channel thread waits for: its EventQueue, and ZMQ sockets that deliver a message within a
+known time or lose it. Calls that do not sleep keep the GIL where possible (draft/cuda.py): os,
+select and pyzmq's `send` and `recv` give it up; `getsockopt` and ctypes.PyDLL do not."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from sglang_mixkv.channel.times import Times
 T = TypeVar("T")
 EAGER = 0.008  # seconds
 EAGER_MS, IDLE_MS = 0.2, 1
-# pyzmq makes enums of both at each use, which takes as long as asking a socket
+# pyzmq makes enums of both at each use, which takes as long as querying a socket
 IN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
 KEEPALIVE = 2  # seconds without a message, after which the kernel probes the peer
 _SLEEPS, _KEEPS = ctypes.CDLL(None), ctypes.PyDLL(None)
-_COUNT = ctypes.c_uint64(1)  # an eventfd's
-# a file descriptor of epoll_wait; Linux packs the structure on this processor alone
+_COUNT = ctypes.c_uint64(1)  # what an event adds to an eventfd
+# the file descriptor in an epoll_event, which Linux packs only on this processor
 _READY = struct.Struct("4xi4x" if platform.machine() == "x86_64" else "8xi4x")
-_MOST = 64  # file descriptors of one poll; the others are those of the next one
+_MOST = 64  # file descriptors per poll; the next poll returns the rest
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
 class EventQueue(Generic[T]):
-    """Events from any thread for one. `put` neither blocks nor gives up the GIL; waking a thread
-    that sleeps costs the caller some 10 us."""
+    """Events from any thread to one. `put` neither blocks nor gives up the GIL; waking a sleeping
+    thread costs the caller some 10 us."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -53,7 +53,7 @@ class EventQueue(Generic[T]):
         return self._wake
 
     def take(self, ready: list[Any]) -> list[T]:
-        """Return all events that are here, without waiting. `ready`: what a poll has found."""
+        """Return all queued events, without waiting. `ready`: what a poll has found."""
         if self._wake in ready:
             _KEEPS.eventfd_read(self._wake, ctypes.byref(ctypes.c_uint64()))
         found: list[T] = []
@@ -63,12 +63,11 @@ class EventQueue(Generic[T]):
 
 
 class Poller:
-    """Polls many sockets, and asks only those where something happened.
+    """Polls many sockets, and queries only those where something happened.
 
-    The kernel names them by their `zmq.FD`, which is readable from a change of the socket on until
-    the socket is used, by whatever call. A call may thus hide messages that came before it, so a
-    socket that is new, had messages at the last poll, or was `used` since is asked as well.
-    """
+    The kernel reports a socket by its `zmq.FD`, which is readable from a change of the socket until
+    the socket is next used, by any call. So a call may hide messages that came before it: a socket
+    that is new, had messages at the last poll, or was `used` since is also queried."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -78,10 +77,9 @@ class Poller:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._found = ctypes.create_string_buffer(_READY.size * _MOST)
         self._used: set[zmq.Socket[bytes]] = set()
-        self.came = 0.0  # when something was ready, or was done, last
+        self.came = 0.0  # when anything was last ready or done
 
     def register(self, at: zmq.Socket[bytes] | int) -> None:
-        """Add a socket, or a file descriptor."""
         self._epoll.register(at, select.EPOLLIN)
         if not isinstance(at, int):
             self._sockets[at.fileno()] = at
@@ -93,14 +91,14 @@ class Poller:
         self._used.discard(socket)
 
     def used(self, socket: zmq.Socket[bytes]) -> None:
-        """Something is sent over it, before the next poll."""
+        """Have the next poll query the socket. Call this before each send over it."""
         self._used.add(socket)
 
     def wait(self, tick: float, outstanding: bool) -> list[Any]:
         """Sleep up to `tick` seconds, and return what is ready. No file becomes readable when a
-        read or a CUDA event ends, so while one is `outstanding` the thread polls: every 0.2 ms, and
+        read or a CUDA event ends, so while one is `outstanding` the thread polls: every 0.2 ms, but
         every 1 ms once nothing has come or begun for 8 ms, since each poll may take the GIL from
-        SGLang's scheduler. What makes a file readable wakes it at once."""
+        SGLang's scheduler. A file that becomes readable ends the sleep."""
         timeout_ms = tick * 1000
         if outstanding:
             timeout_ms = EAGER_MS if time.monotonic() - self.came < EAGER else IDLE_MS
@@ -110,7 +108,7 @@ class Poller:
 
     def poll(self, timeout_ms: float) -> list[Any]:
         """Return what is ready: sockets with messages, and file descriptors. It may return early
-        with nothing. It gives up the GIL to sleep alone, in ppoll: epoll_wait knows no us."""
+        with nothing. It gives up the GIL only to sleep, in ppoll: epoll_wait takes only ms."""
         asked, ready = self._used, list[Any]()
         self._used = set()
         for socket in asked:
@@ -133,7 +131,6 @@ class Poller:
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """True if `recv` would return one."""
     return bool(socket.getsockopt(EVENTS) & IN)  # type: ignore[operator]
 
 
@@ -147,12 +144,11 @@ def new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
 ) -> zmq.Socket[bytes]:
     """Make a socket whose messages reach the peer's kernel within `times.delivery`, or are lost
-    with their connection. Idle connections are checked by the kernel, since libzmq's heartbeats
-    abort the process if a peer is lost whose messages fill the socket's queue (its issue 4364).
+    with their connection. The kernel checks idle connections, since libzmq's heartbeats abort the
+    process if a peer is lost while its messages fill the socket's queue (libzmq issue 4364).
 
-    A connection is retried every few seconds. The kernel alone would retry a silent host at growing
-    intervals, up to a minute after its link is back.
-    """
+    Connecting is retried every few seconds. The kernel alone would retry a silent host at growing
+    intervals, up to a minute after its link is back."""
     socket = context.socket(kind)
     limit = int(times.delivery * 1000)
     socket.setsockopt(zmq.IPV6, int(":" in host))

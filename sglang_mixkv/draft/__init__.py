@@ -1,1 +1,1 @@
-"""The drafter's bytes: layout and heads of a rank, routes, facts, and copies of rows."""
+"""The drafter's KV on a rank: layout and heads, routes, facts, and copies of rows."""

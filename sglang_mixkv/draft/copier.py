@@ -1,7 +1,7 @@
-"""Copies between the draft pool and slots, each through the gate of its request.
+"""Copies between the draft pool and slots, each through its request's gate.
 
-`start` begins them, `ended` reports those that have ended. `done`: true if one has. `polled`: true
-if one is in flight whose end wakes nobody; `launched`: when the last such one was started.
+`start` begins copies, `ended` reports those that have ended. `done`: true if any has. `polled`:
+true if the end of one in flight wakes nobody; `launched`: when the last such copy was started.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 AT_ONCE = 256 << 10
-"""Bytes of a host copy that `start` makes itself: some 30 us, less than passing it to a thread."""
+"""Bytes up to which `start` makes a host copy itself: some 30 us, less than a hand-over takes."""
 
 
 class Store(NamedTuple):
-    """The memory of draft KV on a rank with a drafter: its pool, and its slots, which `plane` has
-    registered. `device`: GpuRows of both, or None if a thread copies."""
+    """Draft KV's memory on a rank with a drafter: its pool, and its slots, registered with `plane`.
+    `device`: the GpuRows for both, or None if a thread copies."""
 
     rows: DraftRows
     staging: Staging
@@ -50,8 +50,8 @@ class Kind(StrEnum):
 
 
 class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """`tokens` tokens, from token `first` of `pages` on, of these heads: to be packed into a slot,
-    unpacked from it, or cleared, all heads of them. `job`: what the caller knows it by."""
+    """A copy of `tokens` tokens of these heads, from token `first` of `pages` on: packed into a
+    slot or unpacked from it; or cleared, with all heads. `job`: the caller's name for it."""
 
     kind: Kind
     job: Any
@@ -67,11 +67,11 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 Outcome = SlotCheck | Exception | None
 """None: the request's gate was closed, and nothing was copied."""
 Ended = tuple[Copy, Outcome, float]
-"""With the copy's seconds, or its share of those of its batch."""
+"""With the seconds that the copy took, or its share of its batch's."""
 
 
 class Copier(ABC):
-    """`moved`: called with the bytes of draft KV that were copied, and seconds."""
+    """`moved`: called with the bytes of draft KV copied and the seconds that this took."""
 
     launched = float("-inf")
 
@@ -86,8 +86,8 @@ class Copier(ABC):
         """Return the copies that have ended since the last call, in any order."""
 
     def ended(self) -> list[tuple[list[Any], Outcome]]:
-        """Return the jobs that have ended since the last call, with their outcomes: those that were
-        made in one list, each other one alone."""
+        """Return the jobs that have ended since the last call, with their outcomes: all that are OK
+        in one list, each other job in its own."""
         found, made = list[tuple[list[Any], Outcome]](), list[Any]()
         size, seconds = 0, 0.0
         for copy, outcome, took in self._take():
@@ -105,8 +105,8 @@ class Copier(ABC):
 
 
 class HostCopier(Copier):
-    """One thread copies, since a copy in host memory takes a core for as long as it lasts. `wake`:
-    called from the thread once a copy has ended."""
+    """Copies in one thread, since a copy in host memory takes up a core. `wake`: called by that
+    thread after each copy."""
 
     polled = False
 
@@ -141,7 +141,7 @@ class HostCopier(Copier):
             self._wake()
 
     def _copy(self, copy: Copy) -> Ended:
-        """It raises nothing."""
+        """Make a copy. Never raises."""
         gate, slot, heads = copy.gate, copy.slot, copy.heads
         started, pool, staging = time.perf_counter(), self._store.rows, self._store.staging
         if not gate.enter():
@@ -163,7 +163,7 @@ class HostCopier(Copier):
 
 
 class GpuCopier(Copier):
-    """Copies on a GPU, started and asked for by the channel's thread."""
+    """Copies on a GPU. The channel's thread starts and polls them."""
 
     is_alive = True
 
@@ -171,7 +171,7 @@ class GpuCopier(Copier):
         super().__init__(store, moved)
         assert store.device is not None
         self._device = store.device
-        self._waiting: deque[tuple[Copy, Any]] = deque()  # and as the device takes it
+        self._waiting: deque[tuple[Copy, Any]] = deque()  # with the device's job for it
         self._flying: deque[tuple[Ticket, list[Copy], float]] = deque()
         self._over: list[Ended] = []
 
@@ -181,7 +181,7 @@ class GpuCopier(Copier):
 
     @property
     def done(self) -> bool:
-        """Batches end in their order, since they run on one stream."""
+        """True if any has ended. Batches end in order, since they run on one stream."""
         return bool(self._over) or bool(self._flying and self._flying[0][0].done())
 
     def start(self, copies: Sequence[Copy]) -> None:
@@ -203,7 +203,7 @@ class GpuCopier(Copier):
             seconds = (time.perf_counter() - began) / len(batch)
             failed = RuntimeError(ticket.error) if ticket.error else None
             if failed:
-                logger.error("[MIXKV-SELF-01] a batch of draft KV has failed: %s", failed)
+                logger.error("[MIXKV-SELF-01] a batch of draft KV copies failed: %s", failed)
             for copy, check in zip(batch, ticket.results, strict=True):
                 copy.gate.ended(ticket)
                 self._over.append((copy, failed or check, seconds))
@@ -212,7 +212,7 @@ class GpuCopier(Copier):
         return found
 
     def _launch(self) -> None:
-        """Start batches of one kind each, as long as the device takes some."""
+        """Start batches, each of one kind, while the device can take them."""
         waiting, device = self._waiting, self._device
         while waiting and device.can_start:
             kind, batch = waiting[0][0].kind, list[tuple[Copy, Any]]()

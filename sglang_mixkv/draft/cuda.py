@@ -1,12 +1,12 @@
-"""The calls of CUDA's driver that rows_gpu.py needs, through ctypes, without giving up the GIL.
+"""The CUDA driver calls that rows_gpu.py needs, through ctypes, without giving up the GIL.
 
 While another thread computes in Python, giving up the GIL costs sys.getswitchinterval(), 5 ms, each
 time. torch gives it up in each operation, and Triton's launcher in each launch. ctypes.PyDLL keeps
-it. No call waits for work unless the device's queue is full, and the device needs no GIL to go on,
-since neither torch nor SGLang queues host functions (cudaLaunchHostFunc).
+it. No call waits for work unless the device's queue is full; then the device goes on without the
+GIL, since neither torch nor SGLang queues host functions (cudaLaunchHostFunc).
 
-The stream is the driver's own, above SGLang's in priority. torch reuses its few streams, SGLang's
-among them.
+The stream is the driver's own, above SGLang's in priority. torch would reuse one of its few
+streams, perhaps SGLang's.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import time
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-# CUDA_ERROR_NOT_READY; or a thread of this process captures a graph, so the answer is unknown
+# CUDA_ERROR_NOT_READY; or a thread of this process is capturing a graph: the answer is unknown
 PENDING = (600, *range(900, 909))
-NON_BLOCKING, PORTABLE_AND_MAPPED, NO_TIMING = 1, 3, 2  # flags: of a stream, host memory, an event
+NON_BLOCKING, PORTABLE_AND_MAPPED, NO_TIMING = 1, 3, 2  # flags of a stream, host memory, an event
 ABOVE_NORMAL = -1  # a stream's priority; SGLang's have 0
 MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
 RDMA_SUPPORTED, RDMA_FLUSH_OPTIONS, RDMA_ORDERING = 116, 117, 118  # attributes of a device
 FLUSH_BY_HOST = 1  # a bit of RDMA_FLUSH_OPTIONS
-TO_OWNER = 100  # of RDMA_ORDERING: the device itself sees remote writes in order. A flush's scope
+TO_OWNER = 100  # RDMA_ORDERING: the device sees remote writes in order. Also a flush's scope
 
 _P, _U = c_void_p, c_uint
 PROTOTYPES: dict[str, list[Any]] = {
@@ -53,7 +53,7 @@ PROTOTYPES: dict[str, list[Any]] = {
 
 
 class CudaError(RuntimeError):
-    """A call of the driver failed. After most failures the context runs nothing more."""
+    """A driver call failed. After most failures the context runs nothing more."""
 
 
 class UnsafeError(CudaError):
@@ -61,12 +61,12 @@ class UnsafeError(CudaError):
 
 
 def is_over(work: Any) -> bool:
-    """True if torch's event has completed, or its stream is empty. False while a graph is captured,
-    when the answer is unknown. Other errors of the query are raised."""
+    """Return whether a torch event has completed, or a torch stream is empty: False while a graph
+    is being captured, when this is unknown. Other errors of the query are raised."""
     try:
         return bool(work.query())
     except Exception as error:
-        if "captur" in str(error):  # as in CUDA's texts of 900 to 908, and in no others
+        if "captur" in str(error):  # as in CUDA's texts for 900 to 908 and no others
             return False
         raise
 
@@ -79,13 +79,13 @@ def libcuda() -> Any:
 
 
 def spare_captures(library: Any = None) -> None:
-    """Call it once in each thread: by default a thread that queries an event makes the graph
-    capture of another thread fail."""
+    """Let the calling thread query events without failing another thread's graph capture, as it
+    would by default. Call it once in each thread."""
     (library or libcuda()).cuThreadExchangeStreamCaptureMode(byref(c_int(2)))  # relaxed
 
 
 class Driver:
-    """One device, its primary context, which torch uses too, and one stream. A test gives its own
+    """One device, its primary context (which torch uses too) and one stream. Tests pass their own
     `library`."""
 
     def __init__(self, index: int, library: Any = None) -> None:
@@ -102,7 +102,7 @@ class Driver:
             raise self.error(name, code)
 
     def get(self, kind: Any, name: str, *arguments: Any) -> Any:
-        """Return what the function writes to the address that is its first argument."""
+        """Call a function, and return what it writes through its first argument."""
         found = kind()
         self.call(name, byref(found), *arguments)
         return found.value
@@ -116,12 +116,12 @@ class Driver:
         return int(self.get(c_int, "cuDeviceGetAttribute", number, self._device))
 
     def bind(self) -> None:
-        """Make this device the calling thread's. Every thread calls it before anything else."""
+        """Make this the calling thread's device. Every thread must call it first."""
         self.call("cuCtxSetCurrent", self._context)
 
     def allocate(self, size: int) -> tuple[int, int, memoryview]:
-        """Memory of the device and as much pinned memory of the host, both for good: their
-        addresses, and the latter as bytes. Kernels reach it at the same address."""
+        """Allocate device memory and as much pinned host memory, both for good. Return their
+        addresses, and the host's bytes; kernels reach those at the same address."""
         device = int(self.get(c_uint64, "cuMemAlloc_v2", size))
         host = int(self.get(_P, "cuMemHostAlloc", size, PORTABLE_AND_MAPPED))
         return device, host, memoryview((ctypes.c_uint8 * size).from_address(host)).cast("B")
@@ -145,15 +145,15 @@ class Driver:
         return not code
 
     def drain(self) -> None:
-        """Wait, in any thread, for all that was started; a failed context runs nothing more."""
+        """Wait, in any thread, for all started work to end; a failed context runs nothing more."""
         self.library.cuCtxSetCurrent(self._context)  # a failure shows in the next call
         with contextlib.suppress(CudaError):
             while not self.ask("cuStreamQuery", self.stream):
                 time.sleep(1e-4)
 
     def needs_flush(self) -> bool:
-        """True if `flush` must be called between the end of a NIC's write to this device and the
-        launch that reads it. UnsafeError if it must be and cannot."""
+        """Return whether `flush` must be called between a NIC's write to this device and the launch
+        that reads it. Raises UnsafeError if it must but cannot be."""
         if self._attribute(RDMA_ORDERING) >= TO_OWNER:
             return False
         can_flush = bool(self._attribute(RDMA_FLUSH_OPTIONS) & FLUSH_BY_HOST)
@@ -166,8 +166,8 @@ class Driver:
 
 
 class DeviceMemory:
-    """Memory that torch.as_tensor takes and retains. Transports can register it, while memory of
-    torch's own allocator may lie in expandable segments."""
+    """Memory that torch.as_tensor takes and keeps alive. Transports can register it, unlike torch's
+    own, which may lie in expandable segments."""
 
     def __init__(self, size: int, driver: Driver) -> None:
         self._address, self._library = driver.get(c_uint64, "cuMemAlloc_v2", size), driver.library
@@ -180,10 +180,9 @@ class DeviceMemory:
 
 
 class Event:
-    """The end of all work started on the driver's stream before. It is recorded once, when it is
-    made, and destroyed with its last holder, so it never stands for later work.
-
-    `error`: why the work's result is unknown. The work has ended once `over` is true."""
+    """The end of all work on the driver's stream so far. It is recorded once, when it is made, and
+    destroyed with its last holder, so it never stands for later work. `error`: why the result of
+    the work, which has ended, is unknown."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self.error, self._over = driver, "", False
@@ -191,7 +190,7 @@ class Event:
         driver.call("cuEventRecord", self._handle, driver.stream)
 
     def over(self) -> bool:
-        """True if it has completed. For any thread."""
+        """Return whether the work has ended. Any thread may call it."""
         try:
             self._over = self._over or self._driver.ask("cuEventQuery", self._handle)
         except CudaError as error:  # not every error is sticky: kernels may still run

@@ -1,7 +1,7 @@
-"""The row of facts that each rank publishes of itself.
+"""The row of facts that each rank publishes about itself.
 
-A prefill rank's row travels with its registration at the bootstrap server, and decode ranks get
-all rows from GET /mixkv. Only decode compares (decode/compare.py).
+A prefill rank's row travels with its registration to the bootstrap server, and decode ranks get all
+rows from GET /mixkv. Only decode compares them (decode/compare.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The target's KV on one rank, as SGLang's KV args have it. `heads`: of all ranks, 0 for MLA.
-    `entries`: buffers of this stage. `states`: SGLang's names of what it sends beside them."""
+    """The target's KV on one rank, as in SGLang's KV args. `heads`: over all ranks, 0 for MLA.
+    `entries`: this stage's buffers. `states`: SGLang's names for what it sends beside them."""
 
     heads: Count
     entries: Count
@@ -47,9 +47,9 @@ class StagingFacts(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One rank; the fields are those of docs/protocol.md, "Facts". `protocol` stays the first key,
-    and is read before the rest. `address`: "" on a rank without a channel. `draft`, `staging`: None
-    on a rank without draft KV of its own."""
+    """One rank's facts; for the fields see docs/protocol.md, "Facts". `protocol` stays the first
+    key and is read before the rest. `address`: "" on a rank without a channel. `draft`, `staging`:
+    None on a rank without draft KV of its own."""
 
     protocol: tuple[Rank, Rank]
     plugin: Name
@@ -75,7 +75,7 @@ class _Versioned(msgspec.Struct):
 
 
 def read_row(data: bytes) -> Row:
-    """Raises ValueError for bytes that are no row of a protocol that this build reads."""
+    """Decode a row. Raises ValueError if it is not one, or this build cannot read its protocol."""
     if len(data) > MAX_ROW_BYTES:
         raise ValueError(f"a row of {len(data)} bytes")
     try:
@@ -84,4 +84,4 @@ def read_row(data: bytes) -> Row:
             raise ValueError(f"protocol {oldest} to {newest}; this build reads {PROTOCOL}")
         return msgspec.json.decode(data, type=Row)
     except RecursionError as error:
-        raise ValueError("a row that is nested too deeply") from error
+        raise ValueError("the row is nested too deeply") from error

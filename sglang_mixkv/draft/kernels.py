@@ -1,15 +1,15 @@
 """Triton kernels that pack, unpack, settle and clear draft rows. rows_gpu.py starts them.
 
-Each takes three arrays of words of 8 bytes:
+Each takes three arrays of 8-byte words:
 
     jobs     [slots, 8]: slot, pages, first token, tokens, first head, heads, stamp, sum
-    entries  [entries, 4]: address; units of a row, of a head, and of a head in all entries before
+    entries  [entries, 4]: address; units of a row, of a head, and of a head in all earlier entries
     results  [slots]: a SlotCheck each
 
 A unit is 16 bytes, the most that a thread copies at once. Slots and entries are addressed in units,
-and masks are equal for both words of a unit, so Triton knows that it may copy whole units.
-`pages` is the address of page numbers of 32 bits. Counts, heads and addresses are read from memory,
-so no kernel is specialised on them.
+and masks are equal for both words of a unit, so Triton knows that it may copy whole units. `pages`
+is the address of 32-bit page numbers. Counts, heads and addresses are read from memory, so no
+kernel is specialised on them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from sglang_mixkv.channel.slot_format import GOLDEN, HEADER, MIX, SEED, SlotCheck
 
 UNIT = 16  # bytes
-TOKENS, COLUMN = 64, 16  # of a tile: tokens, words of each
+TOKENS, COLUMN = 64, 16  # a tile's tokens, and the words of each
 WARPS = 4
 
 _GOLDEN, _MIX, _SEED = tl.constexpr(GOLDEN), tl.constexpr(MIX), tl.constexpr(SEED)
@@ -37,7 +37,7 @@ _PACK, _UNPACK, _SEAL, _SETTLE, _CLEAR = (tl.constexpr(mode) for mode in range(l
 
 @triton.jit
 def _weights(place: tl.tensor) -> tl.tensor:
-    """The weights of slot_format.weights."""
+    """Return the weights as slot_format.weights does."""
     found = (place.to(tl.uint32) + 1).to(tl.uint64) * _GOLDEN
     found = (found ^ (found >> 32)) * _MIX
     return ((found ^ (found >> 32)) | 1).to(tl.int64)
@@ -52,10 +52,10 @@ def _words(unit: tl.tensor) -> tl.tensor:
 def _move(
     jobs: tl.tensor, entries: tl.tensor, results: tl.tensor, PAGE: tl.constexpr, MODE: tl.constexpr
 ) -> None:
-    """A program moves tiles of _COLUMN words of _TOKENS tokens, of one entry and job, in pages of
-    PAGE: one tile, or several where there are fewer programs. _PACK and _UNPACK also add up what
-    they store, and _UNPACK stores nothing where the stamp differs. After them _SEAL writes the
-    headers, and _SETTLE writes the verdicts, and zeros where one is not _OK."""
+    """Each program moves tiles of _COLUMN words of _TOKENS tokens, of one entry and job, in pages
+    of PAGE tokens: one tile, or several if there are fewer programs. _PACK and _UNPACK also sum
+    what they store, and _UNPACK stores nothing if the stamp differs. After them, _SEAL writes the
+    headers; _SETTLE writes the verdicts, and zeros where one is not _OK."""
     number = tl.program_id(2)
     job, entry = jobs + number * 8, entries + tl.program_id(1) * 4
     slot, stamp = _words(tl.load(job)), tl.load(job + 6)
@@ -99,7 +99,7 @@ def _move(
 
 
 def compiled(capability: int, page_size: int) -> dict[str, Any]:
-    """The kernels for GPUs of this compute capability, 90 for sm_90. It needs no GPU."""
+    """Compile the kernels for a compute capability (90 for sm_90). This needs no GPU."""
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": WARPS}
     types = {name: "constexpr" if name.isupper() else "*i64" for name in _move.arg_names}
     sources = (ASTSource(_move, types, {"PAGE": page_size, "MODE": n}) for n in range(len(MODES)))

@@ -1,15 +1,15 @@
 """The drafter's KV cache on one rank, and who reads which of its heads.
 
-The cache is a list of *entries*, K of layer 0, K of layer 1, ..., then V of each layer. In an entry
-each token has a row of the rank's heads, heads x head_bytes[entry]. K and V may differ in width.
-Which heads a rank holds is SGLang's rule, `QKVParallelLinear` (sglang/srt/layers/linear.py): with
-at least as many heads as ranks each rank holds total/tp of them; with fewer, each head is on
-tp/total neighbouring ranks.
+The cache is a list of *entries*: K of layer 0, K of layer 1, ..., then V of each layer. In an
+entry, each token has a row of the rank's heads, heads x head_bytes[entry]. K and V may differ in
+width. Which heads a rank holds is decided by SGLang's `QKVParallelLinear`
+(sglang/srt/layers/linear.py): with at least as many heads as ranks, each rank holds total/tp of
+them; with fewer, each head is on tp/total neighbouring ranks.
 
-Which ranks meet is SGLang's rule, `CommonKVManager._resolve_rank_mapping`
-(sglang/srt/disaggregation/common/conn.py); the decode rank takes them from its receiver's
-`bootstrap_infos`. One attention-TP size divides the other. Each head that the decode rank holds is
-read once, from the first of its prefill ranks that holds it (drawn in docs/how-it-works.md).
+Which ranks meet is decided by SGLang's `CommonKVManager._resolve_rank_mapping`
+(sglang/srt/disaggregation/common/conn.py); a decode rank takes its prefill ranks from its
+receiver's `bootstrap_infos`. One attention-TP size divides the other. A decode rank reads each of
+its heads once, from the first of these prefill ranks that holds it (drawn in docs/how-it-works.md).
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ _no_route = partial(refuse, "MIXKV-PAIR-04")
 
 
 def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
-    """Global numbers of the KV heads on `rank` of `tp`: a range of at least one.
-
-    Raises MixKVError where neither of heads and ranks divides the other.
-    """
+    """Return the global numbers of the KV heads on `rank` of `tp`: at least one. Raises MixKVError
+    unless `total_heads` divides `tp` or is divided by it."""
     if total_heads <= 0 or (total_heads % tp and tp % total_heads):
         raise _no_route(
             f"a number of KV heads that divides, or is divided by, the attention-TP size {tp}",
             f"{total_heads} heads",
             "SGLang could not load the model, and no rank's heads would be known",
-            "Choose another --tp or --dp size on this side",
+            "Choose a different --tp or --dp size on this side",
         )
     if total_heads >= tp:
         per_rank = total_heads // tp
@@ -57,11 +55,9 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
 
 
 def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
-    """Return for each contacted prefill rank, in order, the heads to read from it.
-
-    `held`: the heads on each of them; `needed`: those of the decode rank. Global numbers.
-    Raises MixKVError where a needed head is on none of them.
-    """
+    """Return the heads to read from each contacted prefill rank, in order. `held`: the heads on
+    each; `needed`: the decode rank's. Numbers are global. Raises MixKVError if none holds a needed
+    head."""
     covered, table = needed.start, []
     for heads in held:
         fresh = range(max(heads.start, covered), min(heads.stop, needed.stop))
@@ -72,13 +68,14 @@ def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
             f"prefill ranks that together hold the drafter's KV heads {list(needed)}",
             f"{[list(heads) for heads in held]}",
             "part of the drafter's cache would never be written",
-            "Use attention-TP sizes of which one divides the other",
+            "Use attention-TP sizes where one divides the other",
         )
     return tuple(table)
 
 
 def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
-    """Attention-TP ranks on prefill that a decode rank meets. One size divides the other."""
+    """Return the prefill ranks that a decode rank contacts. One attention-TP size divides the
+    other."""
     ratio = max(1, prefill_tp // decode_tp)
     first = rank * prefill_tp // decode_tp
     return range(first, first + ratio)
@@ -88,20 +85,17 @@ def readers_of(prefill_tp: int, decode_tp: int) -> int:
     """Return how many decode ranks open one prefill rank for a request."""
     if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
         raise _no_route(
-            "attention-TP sizes of which one divides the other",
+            "attention-TP sizes where one divides the other",
             f"prefill {prefill_tp}, decode {decode_tp}",
-            "some decode ranks would find no whole set of prefill ranks",
+            "some decode ranks would find no complete set of prefill ranks",
             "Change --tp or --attn-dp-size on one side",
         )
     return max(1, decode_tp // prefill_tp)
 
 
 class DraftFacts(msgspec.Struct, frozen=True):
-    """The facts on which the drafters of both sides must agree.
-
-    `head_bytes`: bytes per token and head, per entry. The order of a pool's dimensions is not among
-    them: no rank starts with another one than "nhd".
-    """
+    """The facts on which both sides' drafters must agree. `head_bytes`: bytes per token and head,
+    per entry. A pool's dimension order is not among them: no rank starts unless it is "nhd"."""
 
     architecture: Name
     algorithm: Name
@@ -110,7 +104,7 @@ class DraftFacts(msgspec.Struct, frozen=True):
     dtype: Name
 
     def bytes_per_token(self, heads: int) -> int:
-        """Bytes of one token's rows in all entries, of so many heads."""
+        """Return the bytes of one token's rows of so many heads, in all entries."""
         return heads * sum(self.head_bytes)
 
     def tokens_in(self, slot_bytes: int, heads: int) -> int:
@@ -127,17 +121,14 @@ class DraftLayout(msgspec.Struct, frozen=True):
 
     @property
     def heads(self) -> range:
-        """Global numbers of the KV heads on this rank."""
         return heads_on_rank(self.facts.total_heads, self.tp, self.rank)
 
 
 class Pages:
-    """The places of the tokens of a chunk or a request: `pages` of `page_size` tokens, by the draft
-    pool's page numbers.
-
-    `events`: objects with `query() -> bool`. Once all are true, the KV is in the pages. `written`:
-    when a chunk's was, by time.monotonic(). `error`: an event failed; the pages must not be read.
-    """
+    """Where the tokens of a chunk or a request are: `pages` of `page_size` tokens, by the draft
+    pool's page numbers. `events`: objects with `query() -> bool`; once all are true, the KV is in
+    the pages. `written`: when a chunk's was, by time.monotonic(). `error`: an event failed, so the
+    pages must not be read."""
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
         self._pages, self.page_size, self.events = pages, page_size, events
@@ -146,14 +137,14 @@ class Pages:
         self.error: Exception | None = None
 
     def rows(self, offset: int, count: int) -> NDArray[np.int64]:
-        """Row numbers of `count` tokens, from `offset` tokens after the first page's start on."""
+        """Return the row numbers of `count` tokens, from token `offset` of these pages on."""
         if self.error is not None:
             raise self.error
         tokens, size = np.arange(offset, offset + count), self.page_size
         return np.asarray(self._pages, dtype=np.int64)[tokens // size] * size + tokens % size
 
     def on(self, device: GpuRows) -> memoryview:
-        """Return the page numbers as that device's jobs take them, made once for all segments."""
+        """Return the page numbers as the device's jobs take them, made once for all segments."""
         if self.error is not None:
             raise self.error
         if self._on_device is None:

@@ -1,8 +1,8 @@
-"""The drafter's KV rows of one rank: packed into slots, verified, unpacked, cleared.
+"""A rank's draft KV rows: packed into slots, verified, unpacked, cleared.
 
-Rows are copied as *items*: the largest groups of neighbouring heads that divide both a row and the
-slice. So one list of item numbers serves all entries. numpy copies them on the host, as opaque
-values (torch's index_put_ takes twice as long), and torch on a GPU. Both release the GIL.
+Rows are copied as *items*: the largest groups of neighbouring heads that evenly divide both a row
+and the slice. So one list of item numbers serves all entries. On the host, numpy copies them as
+opaque values (torch's index_put_ takes twice as long); on a GPU, torch does. Both release the GIL.
 rows_gpu.py does the same for batches of slots on a GPU.
 """
 
@@ -31,19 +31,17 @@ _own = threading.local()
 
 
 class DraftRows:
-    """The draft pool of one rank. `entries`: [rows, heads, head size] of any type, contiguous, as
-    SGLang's pool has them in `k_buffer` and then `v_buffer`, here in bytes; `heads`: those on this
-    rank.
+    """One rank's draft pool. `entries`: contiguous tensors [rows, heads, head size] of any type, as
+    in SGLang's `k_buffer` and then `v_buffer`; kept as bytes. `heads`: those on this rank.
 
-    `bytes_per_head`: of one token, in all entries. Everywhere `rows` are tokens' numbers in the
-    pool, none twice, `heads` a range of global numbers, and `slot` is one of a Staging on the
-    pool's device. ValueError if one of them lies outside, before a byte is touched. When a call
-    returns, its bytes are visible to any stream. Several threads may call, for different rows and
-    slots. `flush`: called before what a NIC wrote is unpacked, where that is needed.
-    """
+    `bytes_per_head`: of one token, in all entries. `flush`: if set, called before what a NIC wrote
+    is unpacked. In all methods, `rows` are distinct token numbers in the pool, `heads` is a range
+    of global numbers, and `slot` is from a Staging on the pool's device. Anything out of range
+    raises ValueError before a byte is touched. When a call returns, its bytes are visible to any
+    stream. Several threads may make calls, for different rows and slots."""
 
     def __init__(self, entries: Sequence[Tensor], heads: range, by_numpy: bool = True) -> None:
-        """`by_numpy`: use numpy in host memory. Tests run a GPU's code there too."""
+        """`by_numpy`: use numpy in host memory. Tests turn this off, to run a GPU's code there."""
         if any(entry.shape[-2] != len(heads) or not entry.is_contiguous() for entry in entries):
             raise ValueError(f"draft rows of {tuple(entries[0].shape)}: expected heads {heads}")
         pools = [entry.view(torch.uint8) for entry in entries]
@@ -58,9 +56,9 @@ class DraftRows:
         self.flush: Callable[[], None] | None = None
 
     def use_device(self) -> None:
-        """Call it once in each thread before it works on this rank's memory. A thread begins on
-        device 0, and `torch.cuda.stream` returns there at its exit: that would make a context, of
-        some 500 MiB, on another rank's GPU."""
+        """Select this rank's GPU; each thread calls this once before it uses the rank's memory. A
+        thread begins on device 0, and `torch.cuda.stream` returns there at its exit: that would
+        create a context of some 500 MiB on another rank's GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             if not torch.version.hip:
@@ -71,29 +69,26 @@ class DraftRows:
         return HEADER + -(-tokens * self.bytes_per_head * heads // 8) * 8
 
     def pack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> None:
-        """Fill a slot. `stamp`: 64 bits.
-
-        The header is written last. Until then a late reader of the slot finds the former stamp and
-        sum, and the sum differs.
-        """
+        """Fill a slot; `stamp` has 64 bits. The header is written last: until then, a late reader
+        of the slot finds the old stamp and sum, and its sum differs."""
         first, added = np.array([stamp, stamp * SEED & MASK], np.uint64).view(np.int64).tolist()
         with stream_of(self.device):
             memory, words = self._opened(slot, len(rows), len(heads))
             places, parts = self._parts(rows, heads, memory)
             if len(rows) and self.bytes_per_head % 8:
-                words[-1:] = 0  # its last bytes may lie after the payload
+                words[-1:] = 0  # its last bytes may be padding
             for entry, packed in parts:
-                if self._by_numpy:  # other modes than "clip" copy through a temporary
+                if self._by_numpy:  # modes other than "clip" copy through a temporary
                     np.take(entry, places, out=packed, mode="clip")
                 else:
                     torch.index_select(entry, 0, places, out=packed)
-            # Slices of one word: a single word would be copied to the GPU, and waited for.
+            # Slices of one word: a scalar would be copied to the GPU, which waits.
             words[1:2] = self._sum(words)
             words[1:2] += added
             words[:1] = first
 
     def unpack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> SlotCheck:
-        """Put a segment into these rows, if the slot holds the one with this stamp."""
+        """Put the slot's segment into these rows, if its stamp and sum are right."""
         if self.flush:
             self.flush()
         with stream_of(self.device):
@@ -119,7 +114,7 @@ class DraftRows:
         return SlotCheck.OK if same else SlotCheck.DIFFERS
 
     def _sum(self, words: Any) -> Any:
-        """Sum up the payload's words by their weights, without the stamp."""
+        """Return the weighted sum of the payload's words, without the stamp."""
         payload = words[HEADER // 8 :]
         by = _weights(len(payload).bit_length(), None if self._by_numpy else self.device)
         by = by[: len(payload)]
@@ -127,25 +122,25 @@ class DraftRows:
         return np.einsum("i,i", payload, by) if self._by_numpy else (payload * by).sum()
 
     def _array(self, tensor: Tensor) -> Any:
-        """Return it as numpy's if numpy copies: both are sliced and assigned in the same way."""
+        """Return a numpy view if numpy copies; both kinds are sliced and assigned alike."""
         return tensor.numpy() if self._by_numpy else tensor
 
     def _opened(self, slot: Tensor, tokens: int, heads: int) -> tuple[Any, Any]:
-        """Return what a segment takes of a slot, in bytes and in words."""
+        """Return the part of a slot that a segment takes, as bytes and as words."""
         size = self.packed_bytes(tokens, heads)
         memory = self._array(slot)[:size]
         if size > len(memory):
-            raise ValueError(f"{tokens} tokens of {heads} heads: {size} bytes of a smaller slot")
+            raise ValueError(f"{tokens} tokens of {heads} heads: {size} bytes do not fit the slot")
         return memory, memory.view(self._int64)
 
     def _parts(self, rows: Ints, heads: range, memory: Any) -> tuple[Any, list[Any]]:
-        """Return the item numbers of these rows in an entry, in the payload's order; and for each
-        entry all its items, and those in the slot's memory."""
+        """Return these rows' item numbers in an entry, in the payload's order; and for each entry,
+        all its items and those in the slot's memory."""
         first, last = heads.start - self.heads.start, heads.stop - self.heads.start
         if heads.step != 1 or not 0 <= first < last <= len(self.heads):
             raise ValueError(f"{heads}: expected some of {self.heads}")
         rows = rows.astype(np.int64, copy=False)
-        if len(rows) and rows.view(np.uint64).max() >= self.num_rows:  # negative ones are large
+        if len(rows) and rows.view(np.uint64).max() >= self.num_rows:  # negatives are large
             raise ValueError(f"rows {rows.min()} to {rows.max()}: the pool has {self.num_rows}")
         size = math.gcd(first, last, len(self.heads))
         starts = rows[:, None] * (len(self.heads) // size)
@@ -165,9 +160,9 @@ class DraftRows:
 
 
 class Staging:
-    """`count` equal slots side by side, of a multiple of HEADER bytes each, zeroed: memory to
-    register once. `pool`: the torch.cuda.MemPool of the drafter's KV, if any, in which they have to
-    lie too."""
+    """`count` equal slots in one zeroed block of memory, to register once; each is a multiple of
+    HEADER bytes long. `pool`: the torch.cuda.MemPool of the drafter's KV, if any, which must hold
+    them too."""
 
     def __init__(self, count: int, slot_bytes: int, device: torch.device, pool: Any = None) -> None:
         self.count, self.slot_bytes, self.device = count, slot_bytes, device
@@ -187,17 +182,15 @@ class Staging:
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context with the stream of this device's work; an empty one for host memory."""
+    """Return a context that runs this device's work on its stream; an empty one for host memory."""
     return nullcontext() if device.type == "cpu" else own_stream(device)
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work on this thread's own stream of a GPU. All work started there is done at the end.
-
-    Torch reuses few streams, SGLang's among them, but SGLang has none with priority. One GPU for
-    each process.
-    """
+    """Work on this thread's own stream of a GPU, and wait at the end for all work started there.
+    Torch reuses a few streams, SGLang's among them, but SGLang has none with priority. A process
+    uses one GPU."""
     if not hasattr(_own, "stream"):
         _own.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(_own.stream):
@@ -210,6 +203,6 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 @cache
 def _weights(bits: int, device: torch.device | None) -> Any:
-    """Return the weights of 2**bits places, made once. `device`: None for numpy's."""
+    """Return the weights of 2**bits places, made once. `device`: None for numpy."""
     found = weights(1 << bits).view(np.int64)
     return found if device is None else torch.from_numpy(found).to(device)

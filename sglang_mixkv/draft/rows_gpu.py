@@ -1,28 +1,28 @@
-"""The drafter's KV rows on a GPU: batches of slots packed, unpacked and verified by kernels.
+"""A rank's draft KV rows on a GPU: batches of slots packed, unpacked and verified by kernels.
 
-A batch may mix requests, readers and ranges of heads. It is one upload of its jobs, 64 bytes each,
-and their page numbers, one or two launches (kernels.py) and one event.
+A batch may mix requests, readers and ranges of heads. It takes one upload (its jobs, 64 bytes each,
+and their page numbers), one or two launches (kernels.py) and one event.
 
-What is unpacked is stored, and compared then: a slot is read once, and the sum is of what was
-stored. Nothing reads a wrong slot's rows in between: the request has not begun. If a batch fails it
-may leave rows that were not checked: its rooms go cold, which zeroes them. To compare before
-anything is stored would be no safer: until then these rows hold another request's KV.
+Unpacking stores first and compares afterwards: a slot is read once, and the sum covers what was
+stored. Nothing reads a wrong slot's rows in between: the request has not begun. A batch that fails
+may leave unchecked rows: its rooms go cold, which zeroes them. Comparing before storing would be no
+safer: until then these rows hold another request's KV.
 
-All kernels are compiled, loaded and run once by the constructor, and nothing in a batch can make it
-compile later. Triton's own launcher, which needs a C compiler, is not used.
+The constructor compiles, loads and runs each kernel once, and nothing in a batch can cause another
+compilation. Triton's own launcher, which needs a C compiler, is not used.
 
-Order. Kernels of this stream see what was done on the device when the host started them:
+Kernels on this stream see what the device had done when the host started them. So:
 
     pack        SGLang's events after the chunk's forward must be done.
     unpack      The reads into the slots must have ended, and the event after an earlier forward
-                that may still write these rows must be done. Where the GPU does not order a NIC's
-                writes itself, they are flushed first (Driver.needs_flush).
-    clear       As unpack.
+                that may still write these rows must be done. If the GPU does not itself order a
+                NIC's writes, they are flushed first (Driver.needs_flush).
+    clear       As for unpack.
     afterwards  Once `Ticket.over` is true, forwards that use the rows may be launched on any
-                stream, slots may be read or filled again, and pages may be given back.
+                stream, slots may be read or filled again, and pages may be freed.
 
-Starting a batch takes six calls of the driver, and polling it one; none gives up the GIL. Only
-`pages`, which a request or chunk needs once, calls numpy.
+Starting a batch takes six driver calls, polling it one; none gives up the GIL. Only `pages`, which
+a request or chunk needs once, calls numpy.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from sglang_mixkv.draft.rows import DraftRows
 
 MAX_BATCH = 64  # slots of a batch
 IN_FLIGHT = 2  # batches
-SETTLERS = 8  # programs that clear what a wrong slot wrote into an entry
-OLDEST = 80  # the compute capability of the oldest GPU that the kernels are compiled for in tests
+SETTLERS = 8  # programs that clear what a wrong slot wrote to an entry
+OLDEST = 80  # the lowest compute capability for which tests compile the kernels
 JOB = struct.Struct("<6qQq")  # a line of jobs, as kernels.py reads it
 CHECKS = tuple(SlotCheck)
 KERNELS = {"pack": ("pack", "seal"), "unpack": ("unpack", "settle"), "clear": ("clear",)}
@@ -52,8 +52,8 @@ UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MAX_BATCH).cast("q")
 
 
 class Job(NamedTuple):
-    """A segment that `GpuRows.job` has checked: `tokens` tokens, from token `first` of `pages` on,
-    of `width` heads from the rank's head `head` on, in the slot at this address in units."""
+    """A segment checked by `GpuRows.job`: `tokens` tokens from token `first` of `pages` on, `width`
+    heads from the rank's head `head` on, and the slot at this address in units."""
 
     address: int
     pages: memoryview
@@ -65,8 +65,7 @@ class Job(NamedTuple):
 
 
 class Ticket(Event):
-    """A batch that was started. The thread that started it polls it until it is done; a gate that
-    closes asks whether it is over."""
+    """A started batch. The thread that started it polls `done`; a gate that closes polls `over`."""
 
     def __init__(self, driver: Driver, buffers: _BatchBuffers, count: int, free: list[Any]) -> None:
         self._buffers, self._count, self._free = buffers, count, free
@@ -74,7 +73,7 @@ class Ticket(Event):
         super().__init__(driver)
 
     def done(self) -> bool:
-        """True if the batch has ended; it does not block."""
+        """Return whether the batch has ended, without blocking."""
         if not self.results and self.over():
             found = UNKNOWN if self.error else self._buffers.results
             self.results = [CHECKS[one] for one in found[: self._count]]
@@ -83,8 +82,9 @@ class Ticket(Event):
 
 
 class _BatchBuffers:
-    """Memory of a batch in flight on the host and on the device: its results, which kernels write
-    on the host, its jobs, and so many page numbers. `entries`: see kernels.py."""
+    """Host and device memory of a batch in flight: its results, which kernels write to the host,
+    its jobs, and room for so many page numbers. `entries`: the address of the array in
+    kernels.py."""
 
     def __init__(self, driver: Driver, entries: int, page_numbers: int) -> None:
         size = MAX_BATCH * (8 + JOB.size) + 4 * page_numbers
@@ -104,17 +104,15 @@ class _BatchBuffers:
             JOB.pack_into(self._host, number * JOB.size, *line)
             start, end = end, end + len(pages)
             self._host[start:end] = pages
-        self.results[:] = UNKNOWN  # a result that no kernel writes is an error
+        self.results[:] = UNKNOWN  # results that no kernel writes are errors
         return end
 
 
 class GpuRows:
-    """The draft pool of one rank, in pages of `page_size` tokens, and its `staging`. One thread
-    uses it. The constructor blocks.
-
-    ValueError if a job lies outside, which is found before it is in a batch: one bad job fails no
-    other. CudaError if a batch could not be started; nothing of it runs any more then.
-    """
+    """One rank's draft pool, in pages of `page_size` tokens, and its `staging`. One thread uses it.
+    The constructor blocks. Raises ValueError for a job that is out of range before it joins a
+    batch: one bad job fails no other. Raises CudaError if a batch could not be started; none of it
+    runs any more then."""
 
     def __init__(self, rows: DraftRows, page_size: int, staging: Any, driver: Driver) -> None:
         if reason := unfit(rows):
@@ -140,14 +138,14 @@ class GpuRows:
         self._warm_up()
 
     def _load(self, kernel: Any) -> tuple[int, int]:
-        """The function, and the bytes of shared memory that it needs."""
+        """Return a kernel's function and the bytes of shared memory that it needs."""
         about = kernel.metadata
         if any(getattr(about, f"{kind}_scratch_size", 0) for kind in ("global", "profile")):
             raise CudaError(f"{about.name} needs scratch memory")
         return self.driver.load(kernel.asm["cubin"], about.name), about.shared
 
     def _warm_up(self) -> None:
-        """Run each kernel, since CUDA may load it only at its first launch. No row is changed."""
+        """Run each kernel, since CUDA may load it only at its first launch. This changes no row."""
         pages, heads = self.pages([0]), self._heads[:1]
         for what, job, expected in (
             ("pack", self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
@@ -169,8 +167,9 @@ class GpuRows:
         self, pages: memoryview, first: int, tokens: int, heads: range | None = None, slot: int = 0,
         stamp: int = 0,
     ) -> Job:  # fmt: skip
-        """Make a job. `pages`: from `pages`. `heads`: a range of global numbers. To clear, give
-        neither heads nor a slot: it clears all heads. ValueError if it lies outside."""
+        """Make a job. `pages`: from the method `pages`. `heads`: global numbers. To clear, pass
+        neither heads nor a slot: all heads are cleared. Raises ValueError if anything is out of
+        range."""
         own, staging, page = self._heads, self._staging, self._page
         wanted = own if heads is None else heads
         head, width = wanted.start - own.start, len(wanted)
@@ -192,16 +191,16 @@ class GpuRows:
         return bool(self._free)
 
     def pages(self, numbers: Any) -> memoryview:
-        """Numbers of pages of the draft pool, as jobs take them."""
+        """Return page numbers of the draft pool in the form for jobs."""
         found = np.asarray(numbers)
         if len(found) and not 0 <= found.min() <= found.max() < self._num_pages:
-            raise ValueError(f"pages to {found.max()}: the pool has {self._num_pages}")
+            raise ValueError(f"pages up to {found.max()}: the pool has {self._num_pages}")
         return memoryview(found.astype(np.int32).tobytes())
 
     def start(self, what: str, jobs: Sequence[Job]) -> Ticket:
         """Start a batch that fills slots ("pack"), puts segments into their rows ("unpack"; zeros
-        where a slot does not hold what its job says), or zeroes all heads of rows ("clear"). No
-        slot that is filled, and no row that is written, is in it twice."""
+        if a slot does not hold what its job says), or zeroes all heads of rows ("clear"). It must
+        fill no slot and write no row twice."""
         if not self._free or not 0 < len(jobs) <= MAX_BATCH:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
         buffers, driver = self._free.pop(), self.driver
@@ -221,8 +220,8 @@ class GpuRows:
             raise
 
     def _grids(self, jobs: Sequence[Job]) -> dict[str, tuple[int, int, int]]:
-        """Return each kernel's grid, for the largest job; programs of smaller jobs find nothing to
-        do, nor do those that settle right slots."""
+        """Return each kernel's grid, for the largest job. The surplus programs of smaller jobs find
+        nothing to do, nor do those that settle correct slots."""
         tiles = 1
         for job in jobs:
             columns = -(-2 * job.width * self._widest // COLUMN)
@@ -233,7 +232,7 @@ class GpuRows:
 
 
 def unfit(rows: DraftRows) -> str:
-    """Say why the kernels do not serve this pool; empty if they do."""
+    """Return why the kernels do not fit this pool, "" if they do."""
     widths = sorted(set(rows.head_bytes))
     if any(n % UNIT for n in [*widths, *(entry.data_ptr() for entry in rows.entries)]):
         return f"heads of {widths} bytes: not all begin at a multiple of {UNIT} bytes"
@@ -241,19 +240,19 @@ def unfit(rows: DraftRows) -> str:
 
 
 def gpu_rows(rows: DraftRows, page_size: int, staging: Any, asked: str = "auto") -> GpuRows | str:
-    """Return the kernels for this pool, or why torch copies. UnsafeError if neither may."""
+    """Return the kernels for this pool, or why torch copies. Raises UnsafeError if neither may."""
     device = rows.device
     if device.type != "cuda" or torch.version.hip:
-        return f"the pool is on {device}, which is no CUDA device"
+        return f"the pool is on {device}, which is not a CUDA device"
     try:
         driver = Driver(device.index)
         rows.flush = driver.flush if driver.needs_flush() else None
         if asked == "torch":
-            return "as SGLANG_MIXKV_GPU_COPIES says"
+            return "SGLANG_MIXKV_GPU_COPIES says so"
         if driver.capability < OLDEST:
             return f"compute capability {driver.capability / 10}: expected {OLDEST / 10} or later"
         return GpuRows(rows, page_size, staging, driver)
     except UnsafeError:
         raise
-    except Exception as error:  # no libcuda, no ptxas, nowhere to keep what was compiled, ...
+    except Exception as error:  # no libcuda, no ptxas, no place for compiled kernels, ...
         return repr(error)[:300]

@@ -1,11 +1,11 @@
 """The rows before a prompt's end that a drafter reads: decode asks for no others.
 
 A query after the prompt sees `window` tokens before itself. docs/compatibility.md#windows lists the
-drafters and attention backends of SGLang 0.5.21 to 0.5.23 that keep to a window, with the source;
-all others may read the whole prompt. A row has all layers, so all layers need a window.
+drafters and attention backends of SGLang 0.5.21 to 0.5.23 that keep to a window, with sources; all
+others may read the whole prompt. A row spans all layers, so every layer needs a window.
 
 With decode's radix cache, which its host cache needs, all rows are transferred: a shorter prompt
-that shares the prefix would miss a row that was left out.
+with the same prefix would lack a row that was left out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Triton's have no window before 0.5.23 (triton_backend.py, TritonMultiStepDraftBa
 
 
 def window_of(flags: Any, config: Any) -> int | None:
-    """Return the window in tokens, None if the drafter may read all. `flags`: SGLang's, resolved.
-    `config`: the drafter's, as transformers has it."""
+    """Return the window in tokens, None if the drafter may read the whole prompt. `flags`:
+    SGLang's, resolved. `config`: the drafter's, as transformers loads it."""
     asked, own = flags.speculative_draft_window_size, flags.speculative_draft_attention_backend
     if flags.disaggregation_decode_enable_radix_cache or flags.speculative_draft_sink_size:
         return None
@@ -33,7 +33,7 @@ def window_of(flags: Any, config: Any) -> int | None:
         return int(asked)
     both = flags.prefill_attention_backend, flags.decode_attention_backend
     backends = {own or backend or flags.attention_backend for backend in both}
-    # With top-k above 1 the queries of a step have the same place, and see more.
+    # With top-k above 1, the queries of a step share one position, and see more.
     if flags.speculative_eagle_topk != 1 or not backends <= WINDOWED:
         return None
     architecture, text = config.architectures[0], config.get_text_config()
@@ -47,6 +47,6 @@ def window_of(flags: Any, config: Any) -> int | None:
 
 
 def pages_left_out(pages: int, page_size: int, window: int | None) -> int:
-    """Count the pages left out, from a prompt's first on. Its last page may hold one token, and
+    """Return how many pages to leave out at a prompt's start. Its last page may hold one token, and
     what DFLASH reads begins on a page."""
     return 0 if window is None else max(0, pages - 1 - -(-window // page_size))

@@ -152,7 +152,7 @@ def test_what_the_kernels_do_not_serve_is_said(entries: list, words: str) -> Non
 def test_a_pool_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = Staging(1, 4096, CPU)
     rows = DraftRows([pool()], range(2))
-    assert rows_gpu.gpu_rows(rows, 1, staging) == "the pool is on cpu, which is no CUDA device"
+    assert rows_gpu.gpu_rows(rows, 1, staging) == "the pool is on cpu, which is not a CUDA device"
     rows.device = torch.device("cuda", 0)
 
     def no_library(path: str) -> None:
@@ -161,7 +161,7 @@ def test_a_pool_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ctypes, "PyDLL", no_library)
     assert "libcuda.so.1" in rows_gpu.gpu_rows(rows, 1, staging)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "no CUDA device" in rows_gpu.gpu_rows(rows, 1, staging)
+    assert "not a CUDA device" in rows_gpu.gpu_rows(rows, 1, staging)
     monkeypatch.setattr(torch.version, "hip", None)
     old = SimpleNamespace(capability=75, needs_flush=lambda: False)
     rows.device = torch.device("cuda", 3)

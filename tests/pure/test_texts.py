@@ -36,17 +36,17 @@ ROW = Row(
     Target(0, 4, layer_ids=False, even=True), 1, None, None,
 )  # fmt: skip
 TEXTS: dict[str, Callable[[], object]] = {
-    "[MIXKV-PAIR-04] expected attention-TP sizes of which one divides the other; got prefill 2, "
-    "decode 3. As it is, some decode ranks would find no whole set of prefill ranks. Change --tp "
-    "or --attn-dp-size on one side.":
+    "[MIXKV-PAIR-04] expected attention-TP sizes where one divides the other; got prefill 2, "
+    "decode 3. As it is, some decode ranks would find no complete set of prefill ranks. Change "
+    "--tp or --attn-dp-size on one side.":
         lambda: layout.readers_of(2, 3),
     "[MIXKV-PAIR-04] expected a number of KV heads that divides, or is divided by, the "
     "attention-TP size 4; got 3 heads. As it is, SGLang could not load the model, and no rank's "
-    "heads would be known. Choose another --tp or --dp size on this side.":
+    "heads would be known. Choose a different --tp or --dp size on this side.":
         lambda: layout.heads_on_rank(3, 4, 0),
     "[MIXKV-PAIR-04] expected prefill ranks that together hold the drafter's KV heads [0, 1]; got "
     "[[0]]. As it is, part of the drafter's cache would never be written. Use attention-TP sizes "
-    "of which one divides the other.":
+    "where one divides the other.":
         lambda: layout.routes([range(1)], range(2)),
     "[MIXKV-PAIR-04] expected an instance of its own for each prefill rank; got one that two "
     "ranks share. As it is, heads of one of them would never be read. Restart the prefill server.":
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_said(text: str) -> None:
 
 
 def test_a_backend_that_cannot_be_made_is_an_error_with_all_four_parts() -> None:
-    assert str(data_plane.refused("an engine starts", "none")) == (
-        "[MIXKV-START-06] expected that an engine starts beside SGLang's; got none. As it is, "
+    assert str(data_plane.refused("an engine to start", "none")) == (
+        "[MIXKV-START-06] expected an engine to start beside SGLang's; got none. As it is, "
         "draft KV cannot be read. See the transport's messages above."
     )
