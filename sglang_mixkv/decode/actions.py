@@ -12,9 +12,9 @@ from sglang_mixkv.decode.transfer import Peer, Request, Segment
 
 
 class StartRead(msgspec.Struct, eq=False):
-    """Read these segments of one transfer. `Machine.read_ended` follows, however long it takes. For
-    the machine: when it `began`; its deadline, `until`; whether it `failed`, so that its segments
-    are not used."""
+    """Read these segments of one transfer. `Machine.read_ended` follows, however long that takes.
+    The machine notes when the read `began`, its deadline, `until`, and whether it `failed`: its
+    segments are then not used."""
 
     peer: Peer
     segments: list[Segment]
@@ -38,7 +38,7 @@ class State(StrEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Once per request. A FAILED one is the only case in which the drafter ends a request."""
+    """A request's outcome, given once. Only with FAILED does the drafter end a request."""
 
     handle: Hashable
     state: State

@@ -1,9 +1,9 @@
-"""Circuit breakers of prefill ranks: they decide which requests start cold at once.
+"""Circuit breakers of prefill ranks: they decide which requests start cold without waiting.
 
-A rank whose draft KV does not come costs each request the deadline. After three such requests in a
-row its breaker opens: requests are cold at once, except for a probe after 1, 2, 4, ... 30 s. Its
-first segment lets all others in, and one more strike opens the breaker again; a warm request closes
-it for good. A probe may take long: if it has decided nothing, another one may try after 2 s.
+A rank whose draft KV does not come makes each request wait for its deadline. After three of these
+in a row its breaker opens: requests start cold, except for a probe after 1, 2, 4, ... 30 s. The
+probe's first segment lets all others in, but one more strike reopens the breaker; a warm request
+closes it for good. If a probe has decided nothing after 2 s, another may try.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _State:
         self.strikes = 0
         self.wait = 0.0
         self.until = 0.0
-        self.probes: set[int] = set()  # generations that try
+        self.probes: set[int] = set()  # generations of the probes
 
     @property
     def is_open(self) -> bool:
@@ -27,14 +27,14 @@ class _State:
 
 
 class Breaker:
-    """One state for each peer with strikes, until it is forgotten. Times are the caller's."""
+    """The state of each peer with strikes, until it is forgotten. Callers pass the time."""
 
     def __init__(self) -> None:
         self._states: dict[bytes, _State] = {}
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
-        """Return whether a request that needs all of these must start cold. Otherwise it may be a
-        probe."""
+        """Return whether a request that needs all these peers must start cold. If not, it may
+        become a probe."""
         states = [s for peer in peers if (s := self._states.get(peer)) is not None and s.is_open]
         if any(now < state.until for state in states):
             return True
@@ -44,7 +44,7 @@ class Breaker:
         return False
 
     def came(self, peer: bytes) -> None:
-        """Record that a segment of its draft KV came."""
+        """Record the arrival of a segment of the peer's draft KV."""
         if (state := self._states.get(peer)) is not None and state.is_open:
             state.strikes = STRIKES - 1
 

@@ -5,14 +5,14 @@
 * MISMATCH: the drafters differ. Refused too, unless the operator asked for cold drafters.
 * COLD: there is no draft KV to fetch. Served, with a cold drafter.
 
-Not compared, since they do no harm: page sizes (tokens are on the wire),
+Not compared, since differences do no harm: page sizes (the wire counts tokens),
 --speculative-num-steps and --speculative-num-draft-tokens (how far decode drafts), numbers of
-slots, weights and model names (two names can hold one model).
+slots, weights and model names (two names may stand for one model).
 
 The plugin does not touch the target. But an operator who enables it wants correct answers, and
-between some pairs SGLang itself transfers the target wrongly without an error, or hangs, with or
-without a drafter. Functions are those of SGLang 0.5.23, in disaggregation/; each case is shown in
-tests/protocol/test_target_alone.py.
+between some pairs SGLang itself corrupts the target without an error, or hangs, with or without a
+drafter. Functions named below are in disaggregation/ of SGLang 0.5.23;
+tests/protocol/test_target_alone.py shows each case.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ misreads messages, and its requests hang until they time out, even without the p
 
 
 def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
-    """Compare backends and releases. Builds of a release (0.5.23+cu130, 0.5.23.post1) are one."""
+    """Compare backends and releases. Builds (0.5.23+cu130, 0.5.23.post1) of one release are
+    equal."""
     if prefill.backend != decode.backend:
         yield _refused(
             "transfer backend", prefill.backend, decode.backend, "the target could not be sent",
@@ -83,7 +84,7 @@ def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
         others = f", or {' or '.join(served)} on decode" if served else ""
         yield _refused(
             f"SGLang's release over {decode.backend}", old, new,
-            "requests would hang: SGLang itself is not known to serve this mix",
+            "requests would hang: SGLang itself is not known to work with this mix",
             f"Install {new} on prefill{others}",
         )  # fmt: skip
 
@@ -95,7 +96,7 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
     tps = f"attention TP {prefill.attn_tp}", f"attention TP {decode.attn_tp}"
     equal_tp = "Give both sides the same attention-TP size"
     mooncake = "Use --disaggregation-transfer-backend mooncake on both sides"
-    thread_ends = "the thread that registers decode ranks would end"
+    thread_ends = "the thread that registers decode ranks would exit"
     if unequal and source.dcp > 1:
         yield _refused(
             "target with DCP on prefill at unequal TP", *tps, "its tokens would go to wrong ranks",
@@ -103,13 +104,13 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
         )  # fmt: skip
     if source.is_mla or wanted.is_mla:
         return
-    # maybe_send_extra; from SGLang 0.5.23 on, try_ensure_parallel_info has the first rule, too.
+    # maybe_send_extra; from SGLang 0.5.23 on, try_ensure_parallel_info has the first rule too.
     whole = {*source.states} & {"minimax_index_k", "minimax_dense_kv", "block_scale"}
     is_swa = "swa" in source.states and (source.stages > 1 or prefill.engine.startswith("0.5.21"))
     if unequal and (whole or is_swa):
         yield _refused(
             f"target with {', '.join(sorted(whole or {'swa'}))} state at unequal TP", *tps,
-            "SGLang does not cut it by heads, and no request would be served", equal_tp,
+            "SGLang does not split it by heads, and no request would be served", equal_tp,
         )  # fmt: skip
     elif source.stages > 1 and any(name.startswith("minimax") for name in source.states):
         yield _refused(
@@ -134,8 +135,8 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             "pipeline stages of different lengths",
             f"{source.entries} buffers on one of {source.stages} stages",
             f"{wanted.entries} on one of {wanted.stages}",
-            "layers would be written over each other",
-            "Set SGLANG_PP_LAYER_PARTITION so that all prefill stages have as many layers",
+            "layers would overwrite each other",
+            "Set SGLANG_PP_LAYER_PARTITION so that all prefill stages have equally many layers",
         )
     elif nixl and not source.layer_ids and not unequal:  # build_transfer_entry_pairs
         yield _refused(
@@ -163,11 +164,11 @@ def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
 NO_DRAFTER = "drafter with KV heads"
 # field of DraftFacts, its name in messages, what a difference would cause
 _COMPARED = (
-    ("architecture", "drafter architecture", "it is another model"),
+    ("architecture", "drafter architecture", "it is a different model"),
     ("algorithm", "speculative algorithm", "the drafter's rows mean something else"),
     ("total_heads", "KV heads of the drafter", "heads would be cut at wrong offsets"),
     ("head_bytes", "bytes per token and head of the drafter", "layers or head sizes differ"),
-    ("dtype", "dtype of the drafter's KV", "its numbers would be read as another type"),
+    ("dtype", "dtype of the drafter's KV", "its numbers would be read as a different type"),
 )
 
 

@@ -23,7 +23,7 @@ from sglang_mixkv.draft.handshake import Row
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BATCH = 64  # messages of one peer taken in one iteration
+BATCH = 64  # messages taken from one peer per iteration
 CONNECT_S = 5.0
 NOBLOCK = int(zmq.NOBLOCK)  # pyzmq makes an enum of it at each use
 
@@ -56,7 +56,7 @@ class Links:
         _check(row.address)
         dealer, memory = new_socket(self._context, zmq.DEALER, row.address, self._times), None
         try:
-            dealer.setsockopt(zmq.IMMEDIATE, 1)  # what cannot leave now is an error, not a queue
+            dealer.setsockopt(zmq.IMMEDIATE, 1)  # what cannot leave now fails and is not queued
             dealer.connect(row.address)
             if not dealer.poll(int(CONNECT_S * 1000), zmq.POLLOUT):
                 raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
@@ -93,7 +93,7 @@ class Links:
     # -- messages
 
     def send(self, peer: Peer, message: Message) -> bool:
-        """Send it, and return whether that worked. It may still be lost with its connection."""
+        """Send a message; return whether that worked. It may still be lost with its connection."""
         link = self._links.get(peer)
         with contextlib.suppress(zmq.ZMQError):
             if link is not None:
@@ -111,7 +111,7 @@ class Links:
                     break
                 try:
                     yield link.peer, messages.decode(dealer.recv(NOBLOCK))
-                except zmq.Again:  # its connection has broken since
+                except zmq.Again:  # the connection has broken since
                     break
                 except ValueError as error:
                     yield link.peer, error

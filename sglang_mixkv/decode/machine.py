@@ -8,8 +8,8 @@ Each announced segment of a request is read into a slot of this rank, acknowledg
 the pool. A fault on this rank or a peer, or draft KV later than `Times` allows, makes the request
 cold. The drafter ends a request only if rows cannot even be zeroed.
 
-A thread that stalled no longer trusts what it was sent before: a slot may have been reused
-meanwhile (docs/protocol.md, "When a slot is used again").
+A thread that stalled no longer trusts what it was sent before: the slots may since have been reused
+(docs/protocol.md, "When a slot is used again").
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_mixkv.decode.transfer import Generation, Opened, Peer, RecentRooms, 
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.series import FAILS, ColdReason
 
-TICKS = 0.5  # seconds within which a thread that runs has ticked; no request's stall is shorter
+TICKS = 0.5  # seconds; a running thread ticks more often, and no request's stall limit is shorter
 
 
 class Machine:
@@ -61,7 +61,7 @@ class Machine:
 
     def open(self, opened: Opened) -> None:
         """Open a request whose metadata SGLang has sent. One Verdict follows unless `close` comes
-        first. If the request is `pending`, `forward_done` has to follow."""
+        first. If the request is `pending`, `forward_done` must follow."""
         wanted = [source.peer for source in opened.sources if source.heads]
         cold = opened.cold
         if self._recent.is_ambiguous(opened.bootstrap_room, self._clock) and wanted:
@@ -79,7 +79,7 @@ class Machine:
             self._decide(request, act.State.WARM)
 
     def forward_done(self, generation: Generation, error: str = "") -> None:
-        """The earlier forward is over, or with an `error`, unknown: then another call follows."""
+        """The earlier forward is over; with an `error`, this is unknown: another call follows."""
         request = self._requests.get(generation)
         if request is None:
             return
@@ -150,8 +150,8 @@ class Machine:
             self._go_cold(request, reason, message.detail, peer)
 
     def peer_lost(self, peer: Peer, gone: bool = False) -> None:
-        """A message could not be sent. `gone`: the peer was dropped, so it is neither read nor
-        struck."""
+        """A message to the peer could not be sent. `gone`: the peer was dropped, so nothing more is
+        read from it, and it gets no strike."""
         for request in list(self._requests.values()):
             one = request.transfers.get(peer)
             if one is None or not request.wants or (one.complete if gone else one.last):
@@ -212,7 +212,7 @@ class Machine:
     def _finish(self, request: Request) -> None:
         if request.wants and request.complete:
             for peer, transfer in request.transfers.items():
-                if transfer.announced:  # without segments it says nothing about reads
+                if transfer.announced:  # a transfer without segments says nothing about reads
                     self.breaker.forget(peer)
             self._decide(request, act.State.WARM)
 
@@ -263,12 +263,12 @@ class Machine:
     # -- time
 
     def tick(self) -> None:
-        """Act on the time: needed every 0.1 s while a request is open, otherwise every second."""
+        """Act on the time. Call it every 0.1 s while a request is open, otherwise every second."""
         for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for request in list(self._requests.values()):
             waiting = request.of_stage(Stage.WAITING)
-            # prefill uses a slot again after `slot_aside`, whether it was read or not
+            # prefill reuses a slot after `slot_aside`, whether it was read or not
             if waiting and self._clock - waiting[0].since >= request.limits.unread:
                 self._go_cold(request, ColdReason.SLOTS, "no slot was free", waiting[0].peer)
             elif request.wants and self._clock >= request.deadline(self._times):
@@ -278,7 +278,7 @@ class Machine:
                 )
 
     def on_action_failed(self, action: act.Action, error: Exception) -> None:
-        """An action raised. A message affects only its generation; the slots of an ACK expire."""
+        """Handle a failed action. A message affects only its generation; an ACK's slots expire."""
         match action:
             case Send(peer, Open(_, room, generation) | Fail(room, generation)):
                 self.failed(peer, Fail(room, generation, ColdReason.UNSENT, repr(error)[:300]))

@@ -23,7 +23,7 @@ class Segments:
         self._turns: RoundRobin[Segment] = RoundRobin()
         self._reads: dict[act.StartRead, None] = {}  # in flight
         self._copying: set[Job] = set()
-        self._jobs: list[Job] = []  # copies that are not requested yet
+        self._jobs: list[Job] = []  # copies not yet requested
         self._acks: dict[Peer, list[tuple[int, int]]] = {}
 
     def add(self, segment: Segment) -> None:
@@ -51,7 +51,7 @@ class Segments:
             acks.append((one.slot, one.stamp))
 
     def actions(self, now: float) -> list[act.Action]:
-        """Return ACKs, reads for as many waiting segments as there are slots, and copies."""
+        """Return ACKs, reads for as many waiting segments as get a slot, and copies."""
         found: list[act.Action] = []
         for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
@@ -113,7 +113,7 @@ class Segments:
         job.request.copying += 1
 
     def end_jobs(self, jobs: Sequence[Job]) -> None:
-        """Free the slots of these segments."""
+        """End these copies, and free the slots of segments."""
         for job in jobs:
             self._copying.remove(job)
             job.request.copying -= 1

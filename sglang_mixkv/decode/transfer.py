@@ -46,10 +46,9 @@ def server_of(peer: Peer) -> str:
 class Source(msgspec.Struct, frozen=True):
     """One contacted prefill rank of the drafter's stage, for one request.
 
-    `heads`: to read from it, possibly none. `readers`: how many decode ranks open it. `slots`: how
-    many it has. `segment_tokens`: how many tokens fit the smaller of its slots and this rank's.
-    `patience`: its own, after which it reuses unacknowledged slots.
-    """
+    `heads`: to read from it, possibly none. `readers`: how many decode ranks open the request on
+    it. `slots`: how many it has. `segment_tokens`: how many tokens fit the smaller of its slots and
+    this rank's. `patience`: its own, which sets when it reuses unacknowledged slots."""
 
     peer: Peer
     heads: range
@@ -87,8 +86,8 @@ class Stage(Enum):
 
 class Segment(msgspec.Struct, eq=False, gc=False):
     """`number`, `first`: its place in the transfer and its first token. `since`: when it was
-    announced. `slot`: this rank's, from READING on. Not tracked by the garbage collector, since
-    each leaves its request's `segments`."""
+    announced. `slot`: this rank's, from READING on. The garbage collector does not track segments,
+    since each leaves its request's `segments`."""
 
     request: Request
     transfer: SourceTransfer
@@ -105,9 +104,8 @@ class SourceTransfer:
     """The transfer of a request from one prefill rank.
 
     `announced`, `token`: number and first token of the next segment to be announced. `last`: all
-    have been announced. `placed`: segments whose rows are in the pool, number to the token after
-    them. `complete`: all are placed.
-    """
+    have been announced. `placed`: for each segment whose rows are in the pool, its number and the
+    token after it. `complete`: all are placed."""
 
     def __init__(self, source: Source, first_token: int) -> None:
         self.source = source
@@ -129,8 +127,8 @@ class SourceTransfer:
         return token
 
     def violation(self, ready: Ready, opened: Opened) -> str:
-        """Return why a prefill rank cannot send this READY next, "" if it can. One that ends the
-        prompt early would leave another request's rows in place."""
+        """Return why a prefill rank cannot send this READY next, "" if it can. If it ended the
+        prompt early, another request's rows would stay in place."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
             return f"segment {ready.segment} after the last one"
@@ -165,7 +163,7 @@ class Request:
     `segments`: announced and not yet in place, in order.
 
     Times on the machine's clock: `first_ready`; `arrived`, when the target came; `progress`, the
-    last one. `copying`: copies under way. `cold`: why it is cold, once it is. `decided`: its
+    latest. `copying`: copies under way. `cold`: why it is cold, once it is. `decided`: its
     Verdict is out, or no longer awaited. `limits`: times within which this rank is done with a
     prefill rank's slot, at the smaller patience of the two.
     """

@@ -109,8 +109,8 @@ class DecodeWorker(Worker):
 
         The counter has 31 bits and begins below 2^30, so it rises for at least 2^30 requests: 20
         months at 20 requests a second. Two ranks of n requests each share a generation with a
-        probability of n^2 / 2^61, 4 in 10 million for a million requests: they begin within n of
-        each other with n / 2^29, and then each of n low halves is equal with 2^-32.
+        probability of n^2 / 2^61, 4 in 10 million for a million requests: with n / 2^29 they begin
+        within n of each other, and then each of n low halves matches with 2^-32.
         """
         return (next(self._counter) & 0x7FFFFFFF) << 32 | next(self._draws) & 0xFFFFFFFF
 
@@ -195,7 +195,7 @@ class DecodeWorker(Worker):
                 if is_over(event):
                     del self._forwards[generation]
                     yield self._machine.forward_done, (generation,)
-            except Exception as error:  # asked again: rows are cleared only after it
+            except Exception as error:  # it is asked again: rows are cleared only after it
                 yield self._machine.forward_done, (generation, repr(error)[:300])
         for ended in self._links.ended():
             yield self._machine.read_ended, ended

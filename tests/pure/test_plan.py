@@ -238,7 +238,7 @@ def test_sglang_is_asked_about_a_pair() -> None:
         stage = replace(pair(1, 1, 8)[0].stage, heads=8, states=changes["target"].states)
         plan = make_plan(*pair(4, 8, 8, stage=stage, **changes))
         assert (plan.need, len(plan.findings)) == (None, 1)
-        assert "SGLang does not cut it by heads" in plan.findings[0]
+        assert "SGLang does not split it by heads" in plan.findings[0]
         assert make_plan(*pair(4, 4, 8, stage=stage, **changes)).findings == ()
     wide, narrow = (replace(MLA, met={"kv_layout": name}) for name in "ab")
     prefill, decode = pair(2, 1, 8)
