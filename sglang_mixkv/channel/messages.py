@@ -2,7 +2,7 @@
 
     decode  -> prefill    OPEN    I will read this request's draft KV from you
     prefill -> decode     READY   these segments are in my slots
-    decode  -> prefill    ACK     nobody reads these slots any more
+    decode  -> prefill    ACK     I no longer read these slots
     either  -> the other  FAIL    I will send, or read, nothing more for this request
 
 Each is one ZMQ frame: a msgpack array whose first item is the kind. Every number is bounded here,

@@ -16,8 +16,8 @@ Mooncake thread resolves them for all connections.
 Over RDMA, a read is split where the peer's registered memory ends, so its first bytes may land
 before it fails. After a failed part, Mooncake asks the peer's own address again, so a read from a
 peer that is gone may reach the next process there: the slot's stamp reveals that. tests/rdma/
-covers soft-RoCE, host memory and two hosts: not whether GPU memory is read correctly, or whether a
-failed read on a NIC may still touch local memory.
+covers soft-RoCE, host memory and two hosts: it does not show whether GPU memory is read correctly,
+or whether a failed read on a NIC may still touch local memory.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Mooncake(DataPlane):
         return ""
 
     def _drop(self, peer: Peer) -> None:
-        peer.link = None  # Mooncake keeps its entry, a few hundred bytes
+        peer.link = None  # Mooncake keeps its entry, about a hundred bytes
 
 
 def _ask(session: str) -> bytes:

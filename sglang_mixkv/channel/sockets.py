@@ -57,7 +57,7 @@ class EventQueue(Generic[T]):
         if self._wake in ready:
             _KEEPS.eventfd_read(self._wake, ctypes.byref(ctypes.c_uint64()))
         found: list[T] = []
-        while not self._events.empty():  # nobody else takes from it
+        while not self._events.empty():  # this is its only consumer
             found.append(self._events.get_nowait())
         return found
 

@@ -21,7 +21,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 class Target(msgspec.Struct, frozen=True):
     """The target's KV on one rank, as in SGLang's KV args. `heads`: over all ranks, 0 for MLA.
-    `entries`: this stage's buffers. `states`: SGLang's names for what it sends beside them."""
+    `entries`: this stage's buffers. `states`: SGLang's names for what else it sends."""
 
     heads: Count
     entries: Count

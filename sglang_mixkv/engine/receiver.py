@@ -54,7 +54,7 @@ class DraftReceiver(RoomUse):
         prefix = kwargs.get("decode_prefix_len", args[2] if len(args) > 2 else None) or 0
         try:
             self._open(self.plan, kv_indices, prefix)
-        except Exception as error:  # nobody clears its rows, which may hold another request's KV
+        except Exception as error:  # fail: uncleared rows may hold another request's KV
             logger.exception("[MIXKV-SELF-01] a room could not be opened")
             self._fail(f"[MIXKV-SELF-01] its room could not be opened: {error!r}")
 

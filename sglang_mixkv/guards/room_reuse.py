@@ -134,7 +134,7 @@ class RoomUse:
         return True
 
     def clear(self) -> None:
-        """Clear it, unless another use has the number by now: SGLang clears a receiver when it
+        """Clear this use, unless another has the number now: SGLang clears a receiver when it
         fails, and again when its pages are released (_do_release)."""
         if newest(self.bootstrap_room) in (None, self):
             super().clear()  # type: ignore[misc]

@@ -210,7 +210,7 @@ class Machine:
             del self._open[transfer.connection]
 
     def connection_lost(self, connection: bytes) -> None:
-        """End its transfers: nothing more can be sent over it. What was sent may have arrived."""
+        """End a connection's transfers: it can send no more. What was sent may have arrived."""
         for transfer in [t for t in self._transfers.values() if t.connection == connection]:
             self._over(transfer)
 

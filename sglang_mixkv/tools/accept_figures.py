@@ -68,7 +68,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> Verdict:
-        """WITHIN takes enough prompts on each rank to find it below, not to find it within: that
+        """WITHIN needs enough prompts on each rank to find a loss, not to rule one out: that
         would take as many on each rank as on all together."""
         each = (self, *self.by_dp_rank.values())
         if any(one.differs for one in each):

@@ -182,7 +182,7 @@ def _check_models(args: argparse.Namespace) -> None:
 
 
 def _not_started(role: str, server_args: Any) -> Iterator[str]:
-    """Yield what SGLang raises, or if an error has no text, the source line that raises it. A step
+    """Yield what SGLang raises or, if an error has no text, the source line that raises it. A step
     of its resolution that raises does not hide later errors."""
     from sglang.srt.arg_groups import pipeline
 

@@ -136,7 +136,7 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[s
 
 class Server(msgspec.Struct, frozen=True):
     """`ranks`: those with series of the plugin. `slots_used`: on the rank that uses most. `p50`,
-    `p99`: seconds within which 50 and 99 % of requests had their draft KV, or on prefill, of chunks
+    `p99`: seconds within which 50 and 99 % of requests had their draft KV, or, on prefill, chunks
     their READY."""
 
     name: str
