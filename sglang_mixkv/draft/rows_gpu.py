@@ -187,7 +187,6 @@ class GpuRows:
 
     @property
     def can_start(self) -> bool:
-        """True if fewer than IN_FLIGHT batches are in flight."""
         return bool(self._free)
 
     def pages(self, numbers: Any) -> memoryview:

@@ -1,4 +1,4 @@
-"""One rank in its own process: its memory, KV args and manager, driven as by SGLang's schedulers."""
+"""One rank in its own process: its memory, KV args and manager, run as SGLang's schedulers do."""
 
 from __future__ import annotations
 
