@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADER = 64  # bytes in front of the payload
-PROBE_OFFSET = 16  # of the byte into which a new peer's memory is probed
+PROBE_OFFSET = 16  # of the byte where the probe of a new peer lands
 SLOT_OVERHEAD = HEADER + 8  # bytes: the header, and padding after the payload
 GOLDEN, MIX, SEED = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0x2545F4914F6CDD1D
 """For the sum: two multipliers that turn a place into a weight, and the stamp's weight. All odd."""

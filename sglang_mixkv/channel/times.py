@@ -33,7 +33,7 @@ class Times:
         # and how long a thread may stall before it distrusts what it was sent until then.
         self.unread, self.read, self.stall = 30.0 * patience, 5.0 * patience, 5.0 * patience
 
-        # When a slot without its ACK is reused: after anything may still read it, which takes
+        # When a slot without its ACK is reused: once nothing can read it any more, which is after
         # delivery + unread + stall + read. The last three are decode's, at the smaller patience of
         # the two sides.
         self.slot_aside = 60.0 * patience

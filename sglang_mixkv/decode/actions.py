@@ -1,4 +1,4 @@
-"""Actions that a decode rank's state machine asks for, and DecodeWorker._do carries out."""
+"""Actions that a decode rank's state machine asks for and DecodeWorker._do carries out."""
 
 from __future__ import annotations
 

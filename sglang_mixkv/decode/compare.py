@@ -34,8 +34,6 @@ class Severity(StrEnum):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """`prefill`, `decode`: each side's value."""
-
     severity: Severity
     what: str
     prefill: str
@@ -146,7 +144,8 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
 
 
 def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
-    """SGLang sends metadata rows in prefill's length (Mooncake's and NIXL's `send_aux`)."""
+    """Compare metadata rows, which SGLang sends at prefill's length (`send_aux` of both
+    backends)."""
     here, there = decode.aux_item_lens, prefill.aux_item_lens
     if here == there:
         return

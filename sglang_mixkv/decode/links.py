@@ -103,7 +103,7 @@ class Links:
         return False
 
     def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
-        """Yield the messages that came over these sockets."""
+        """Yield the messages that came over these sockets, a ValueError for each unreadable one."""
         for dealer in ready:
             for _ in range(BATCH):
                 link = self._of_dealer.get(dealer)

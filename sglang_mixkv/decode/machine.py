@@ -186,7 +186,6 @@ class Machine:
             self._go_cold(request, ColdReason.READ, detail, read.peer, strikes=[read.peer])
 
     def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
-        """All these jobs of StartCopies have ended with this outcome."""
         requests: dict[Request, None] = {}
         self._segments.end_jobs(jobs)
         for job in jobs:

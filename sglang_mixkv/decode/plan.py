@@ -1,7 +1,7 @@
-"""A decode rank's transfer plan for a prefill server, from its fact rows, or why it is refused.
+"""A decode rank's transfer plan for a prefill server, from the server's facts, or its refusal.
 
-Pure. `judge` checks all rows of a server once, when GET /mixkv has answered; `make_plan` checks the
-rows of the ranks that a request contacts (`bootstrap_infos` of SGLang's receiver).
+No I/O. `judge` checks all rows of a server once, when GET /mixkv has answered; `make_plan` checks
+the rows of the ranks that a request contacts (`bootstrap_infos` of SGLang's receiver).
 """
 
 from __future__ import annotations

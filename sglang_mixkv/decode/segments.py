@@ -99,7 +99,7 @@ class Segments:
         return [peer for peer in request.missing() if peer not in here]
 
     def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
-        """Return those that no read in flight covers."""
+        """Return the announced segments that no read in flight covers."""
         reads = [read for read in self._reads if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]

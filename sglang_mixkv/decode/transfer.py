@@ -1,5 +1,5 @@
-r"""A decode rank's requests: Request, its SourceTransfer from each prefill rank, and the Segments
-of that; RecentRooms, which knows whether a room number was reused too early.
+r"""A decode rank's requests: Request, its SourceTransfer from each prefill rank, and their
+Segments; RecentRooms, which knows whether a room number was reused too early.
 
 A Request, a *room* in logs and metrics, is named by its *generation*, since SGLang reuses room
 numbers. A *peer* is a prefill rank as one server's facts name it. The same rank in another server's
@@ -209,7 +209,7 @@ class Request:
         return [segment for segment in self.segments if segment.stage is stage]
 
     def message(self, source: Source, instance: bytes, slot_bytes: int) -> Open:
-        """Make the OPEN for one prefill rank, from this instance with slots of that size."""
+        """Make the OPEN to one prefill rank. `instance`, `slot_bytes`: this rank's."""
         opened, transfer = self.opened, self.transfers.get(source.peer)
         return Open(
             opened.version, opened.bootstrap_room, opened.generation, instance_of(source.peer),
@@ -219,11 +219,11 @@ class Request:
         )  # fmt: skip
 
     def failure(self, code: str, detail: str) -> Fail:
-        """Make the FAIL that tells a prefill rank to send no more of it."""
+        """Make the FAIL that tells a prefill rank to send no more of this request."""
         return fail(self.opened.bootstrap_room, self.generation, code, detail)
 
     def deadline(self, times: Times) -> float:
-        """Return when it goes cold; never before the target is here."""
+        """Return when the request goes cold; infinity until the target is here."""
         if self.arrived is None:
             return float("inf")
         took = 0.0 if self.first_ready is None else self.arrived - self.first_ready
@@ -234,7 +234,7 @@ class Request:
 class RecentRooms:
     """Room numbers whose last request here was not warm. Its OPEN may have been lost with a
     connection: prefill would mistake the number's next OPEN for it, and send another request's KV.
-    Prefill did know a warm one. `seconds`: how long prefill keeps an unmatched half."""
+    A warm request's OPEN did arrive. `seconds`: how long prefill keeps an unmatched half."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -99,7 +99,7 @@ class DecodeWorker(Worker):
 
     def drop(self, peer: Peer) -> None:
         """Close the peer's socket and data plane connection, since its server is gone. Requests
-        that wait for its rows go cold at once."""
+        that wait for its rows go cold immediately."""
         self._call(self._drop, peer)
 
     # -- the scheduler's thread
@@ -157,7 +157,7 @@ class DecodeWorker(Worker):
     def clear_now(self, handle: ReceiveHandle) -> None:
         """Clear all rows of the request in the caller's thread, and make it cold. Nothing else
         writes to them afterwards. While an earlier forward may still write them, do nothing: the
-        caller polls again. If that forward's event stays unknown as long again, the request fails.
+        caller polls again. If that forward's end stays unknown as long again, the request fails.
         """
         opened = handle.opened
         try:

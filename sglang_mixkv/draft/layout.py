@@ -108,7 +108,6 @@ class DraftFacts(msgspec.Struct, frozen=True):
         return heads * sum(self.head_bytes)
 
     def tokens_in(self, slot_bytes: int, heads: int) -> int:
-        """Return how many tokens of so many heads fit a slot."""
         return max(0, slot_bytes - SLOT_OVERHEAD) // self.bytes_per_token(heads)
 
 

@@ -59,7 +59,7 @@ class Checks:
                 raise Finding("invariants", f"{process.name}: {wrong}")
 
     def told(self, process: Process, name: str, args: tuple) -> None:
-        """Before the machine is."""
+        """Note a call before the machine gets it."""
         match name, args:
             case "ready", (peer, message):
                 key = process.place.where, message.generation
@@ -105,7 +105,7 @@ class Checks:
                 handle.sender.over = True
 
     def handled(self, process: Process, name: str, args: tuple) -> None:
-        """Behind the machine."""
+        """Check a call after the machine has handled it."""
         if process.place.server.side == "decode":
             process.judge.handled(name, args, process.now)
         elif name == "unsent":
@@ -114,7 +114,7 @@ class Checks:
                 raise Finding("unsent", f"{process.name} keeps slots that nobody can read")
 
     def asked(self, process: Process, actions: list) -> None:
-        """Of one look."""
+        """Check the actions of one look."""
         if process.place.server.side == "decode":
             for action in actions:
                 if type(action) is dact.StartRead:
@@ -124,8 +124,8 @@ class Checks:
             self._asked_of_prefill(process, actions)
 
     def _asked_of_prefill(self, rank: PrefillRank, actions: list) -> None:
-        """Success waits for packing alone: pages are released by what has just happened, or the
-        request is given up, which is said."""
+        """Check that Success waits for packing alone: pages are released because of what has just
+        happened, or because the request is given up, which a message or note says."""
         released, given_up = [], False
         for action in actions:
             match action:
@@ -146,18 +146,19 @@ class Checks:
                 raise Finding("late release", f"{rank.name}: {took:.3f} s after its last transfer")
 
     def cleared(self, rank: DecodeRank, receiver: Receiver) -> None:
-        """By the scheduler's last resort."""
+        """Check rows that the scheduler's last resort has cleared."""
         self.last_resort(rank, receiver.target_at)
         self.rows(rank, receiver, receiver.verdict)
 
     def polled(self, rank: Process, handle: Gated, is_over: bool) -> None:
-        """By SGLang, once it waits for nothing else. A copy that hangs still touches pages."""
+        """Check a poll by SGLang, once it waits for nothing else. A hanging copy still touches
+        pages."""
         waited = self._running(rank) - handle.target_at + handle.slow_by
         if not (is_over or handle.copies) and waited > 2 * rank.place.times.whole_wait + 1.0:
             raise Finding("undecided", f"{rank.name}: {waited:.2f} s after the target")
 
     def last_resort(self, rank: Process, target_at: float) -> None:
-        """SGLang's scheduler has decided in the channel's place."""
+        """Check that SGLang's scheduler had reason to decide in the channel's place."""
         waited = self.world.clock.now - target_at
         if not rank.broken and waited < 2 * rank.place.times.whole_wait:
             raise Finding("last resort", f"{rank.name}: {waited:.2f} s after the target")
@@ -169,7 +170,7 @@ class Checks:
         return bool(liars) and self.world.place_of[instance_of(peer)].server.number in liars
 
     def part_over(self, rank: PrefillRank, generation: int) -> None:
-        """Either side has said so."""
+        """Note that either side has ended this part."""
         self._over.add((rank, generation))
 
     def decode_sends(self, rank: DecodeRank, peer: bytes, message: Message) -> None:
@@ -183,7 +184,7 @@ class Checks:
                 self._closed.add((rank, peer, message.generation))
 
     def on_action_failed(self, process: Process, action: object) -> None:
-        """It has raised: what it would have sent is lost."""
+        """Note a failed action: what it would have sent is lost."""
         if type(action) is dact.Send and type(action.message) in (Open, Fail):
             self._closed.add((process, action.peer, action.message.generation))
         elif type(action) is dact.Send and type(action.message) is Ack:
@@ -203,7 +204,8 @@ class Checks:
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
 
     def ready_sent(self, rank: PrefillRank, link: Link | None, ready: Ready) -> None:
-        """`link`: None where the reader has gone, and this rank does not know it yet."""
+        """Check a READY. `link`: None if the reader has gone, but this rank does not know that
+        yet."""
         self._progress[rank, ready.room] = self._running(rank)
         self._note_served(rank, self._reader[ready.generation])
         for one in ready.segments:
@@ -221,13 +223,13 @@ class Checks:
             self._served.setdefault(key, []).append(rank.now)
 
     def had_slots(self, here: Server, others: set[int]) -> bool:
-        """Whether ranks of these others were served by one here."""
+        """Return whether any rank here has served a rank of these other servers."""
         ranks = range(here.tp)
         return any(((here.number, rank), other) in self._done for rank in ranks for other in others)
 
     def was_heard(self, here: Server, request: Request, others: set[int]) -> bool:
-        """Whether each rank here that is in this request had a message of it when it served one of
-        these others for the last time, and for a while."""
+        """Return whether each rank here that takes part in this request had heard from it by the
+        last time it served one of these others, and for a while before."""
         unsure = Times(here.patience).unsure
         ended = self.world.lives[request.id].ended
         for receiver in self.world.groups[request.decode].handles[request.id]:
@@ -243,7 +245,7 @@ class Checks:
         return True
 
     def left(self, rank: PrefillRank, link: Link | None, message: Message) -> None:
-        """`link`: None where it goes nowhere, and nobody knows."""
+        """Note a message. `link`: None if it goes nowhere, and nobody knows that."""
 
     def fail_sent(self, rank: PrefillRank, message: Fail) -> None:
         self.part_over(rank, message.generation)
@@ -326,7 +328,7 @@ class Checks:
         return self.world.clock.now - process.stopped_for
 
     def _ran(self, process: Process) -> float:
-        """Of the channel thread."""
+        """Return how long the channel thread has run."""
         return self._running(process) - process.hung_for
 
     # -- the end

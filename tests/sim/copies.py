@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Copiers(Copier):
-    """Threads. Each copy passes the gate of its request, and is made in two pieces. Those that have
-    ended within one look are reported together, in any order."""
+    """Copying threads. Each copy passes its request's gate and is made in two pieces. Copies that
+    end within one look are reported together, in any order."""
 
     polled = False
 
@@ -83,14 +83,14 @@ class Copiers(Copier):
 
 
 class Prepared(GpuCopier):
-    """The device has to know of each job what it is a copy of."""
+    """Tells the device which copy each job is."""
 
     def _prepare(self, copy: Copy) -> Any:
         return copy, super()._prepare(copy)
 
 
 class Batch:
-    """A ticket: the jobs of a batch. `ended`: on the device; whoever asks may be told later."""
+    """A ticket: the jobs of a batch. `ended`: on the device; pollers may learn of it later."""
 
     def __init__(self, device: Device, jobs: list[Any]) -> None:
         self.device, self.jobs = device, jobs
@@ -98,16 +98,16 @@ class Batch:
         self.results: list[Any] = [SlotCheck.ERROR] * len(jobs)
 
     def over(self) -> bool:
-        """A query may fail, which is no end."""
+        """Return whether it has ended. A query may say no although it has."""
         return self.ended and self.device.rng.random() < 0.9
 
     done = over
 
 
 class Device:
-    """A stream on which batches run one after the other, also while the process is stopped. Of the
-    functions of GpuRows those that GpuCopier calls. `failed`: an error that stays: what runs ends
-    with it, wherever it is, and nothing else can be started."""
+    """A stream that runs batches one after the other, even while the process is stopped. It has
+    those functions of GpuRows that GpuCopier calls. `failed`: an error that stays: whatever is
+    running ends with it, however far it got, and nothing else can be started."""
 
     max_batch = 4
 
@@ -174,7 +174,7 @@ class Device:
         rank.later("device", 0.0, self._noticed, list(owners))
 
     def _noticed(self, owners: list[Gated]) -> None:
-        """By SGLang's scheduler, and by the channel thread, which asks again until all is over."""
+        """Notify SGLang's scheduler, and the channel thread, which polls until all is over."""
         rank = self._rank
         for owner in owners:
             rank.unblocked(owner)

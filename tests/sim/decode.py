@@ -27,12 +27,11 @@ GOOD = (act.State.WARM, act.State.COLD)
 
 
 class Receiver(Gated):
-    """SGLang's receiver of one request on one rank. `rows`: in the pool, of the request's tokens
+    """SGLang's receiver of one request on one rank. `rows`: the pool rows of the request's tokens,
     from its first one on.
 
-    `closed`: its gate is. `targets`: prefill ranks whose part of the target is still to come.
-    `cleared`: by the scheduler's last resort.
-    """
+    `closed`: its gate is closed. `targets`: prefill ranks whose part of the target has yet to come.
+    `cleared`: the scheduler's last resort has cleared its rows."""
 
     def __init__(self, request: Request, rank: DecodeRank, end: int) -> None:
         pool, first = rank.pool, request.first_token
@@ -62,7 +61,7 @@ class Receiver(Gated):
         return self.rank.pool.rows[self.rows[token - self.request.first_token]]
 
     def poll(self) -> None:
-        """As the plugin's receiver, where SGLang's own status is Success."""
+        """Poll as the plugin's receiver does while SGLang's own status is Success."""
         rank, worker, handle = self.rank, self.rank.worker, self.handle
         if not (self.has_target and rank.alive) or self.closing or rank.stopped or self.then:
             return
@@ -84,7 +83,7 @@ class Receiver(Gated):
 
 
 class Links:
-    """By peer, while the worker has them."""
+    """Links by peer, while the worker has them."""
 
     def __init__(self, rank: DecodeRank) -> None:
         self._rank = rank
@@ -111,7 +110,7 @@ class Links:
         return action.peer in self.of and self._rank.start_read(action)
 
     def ended(self) -> tuple[()]:
-        """As for `received`, they come as calls of their own."""
+        """Return nothing, as does `received`: both come as separate calls."""
         return ()
 
     def received(self, ready: object) -> tuple[()]:
@@ -160,14 +159,14 @@ class DecodeRank(Process):
                 self.worker.add(Link(self, peer))
 
     def give_up(self, peer: bytes) -> None:
-        """Its whole server, in the thread that looks after it."""
+        """Give up the peer's whole server, in the thread that looks after it."""
         for key in [key for key, peers in self.known.items() if peer in peers]:
             for one in self.known.pop(key):
                 self.dialed.discard(one)
                 self.worker.drop(one)
 
     def miss(self, server: int) -> None:
-        """It has not answered for too long, as far as it is the one that was asked."""
+        """Give up a server that has not answered for too long, if the instance asked is gone."""
         for peers in [peers for (number, _), peers in self.known.items() if number == server]:
             if not self.is_there(peers[0]):
                 self.give_up(peers[0])
@@ -187,7 +186,7 @@ class DecodeRank(Process):
     # -- SGLang's side
 
     def open(self, request: Request, sources: tuple[Source, ...], end: int) -> Receiver:
-        """SGLang's metadata is sent."""
+        """Open a request whose SGLang metadata is sent."""
         receiver = Receiver(request, self, end)
         if request.forward:
             self.clock.after(request.forward, self._earlier_forward, receiver)
@@ -200,7 +199,8 @@ class DecodeRank(Process):
         return receiver
 
     def _earlier_forward(self, receiver: Receiver) -> None:
-        """It writes to pages of its former request; SGLang gives none of them back before."""
+        """End an earlier forward, which writes to pages of its former request; until then SGLang
+        frees none of them."""
         if not self.alive:
             return
         self.pool.write(receiver.pages.tolist(), memory.EARLIER)
@@ -230,14 +230,14 @@ class DecodeRank(Process):
         self._give_back(receiver)
 
     def _give_back(self, receiver: Receiver) -> None:
-        """Once SGLang is done with the request, and with the forward that began before it."""
+        """Free the pages once SGLang is done with the request and the forward before it."""
         forward = receiver.handle.event
         if receiver.closed and (forward is None or forward.over) and not receiver.given_back:
             receiver.given_back = True
             self.pool.give_back(receiver.pages)
 
     def clear_at_once(self, rows: list[int]) -> None:
-        """By SGLang's scheduler."""
+        """Clear rows, in SGLang's scheduler."""
         for row in rows:
             self.pool.rows[row][:] = [memory.EMPTY] * len(self.place.layout.heads)
 
@@ -281,7 +281,7 @@ class DecodeRank(Process):
         return copy.job.request.opened.handle.request
 
     def refusal(self, copy: Copy) -> Any:
-        """Why nothing is written."""
+        """Return why nothing is written, None if it is."""
         if self.errors.get(copy.kind.value):
             self.errors[copy.kind.value] -= 1
             return RuntimeError("injected")

@@ -1,4 +1,4 @@
-"""A schedule from a seed. A scene makes likely what chance alone would hardly bring together."""
+"""A schedule from a seed. A scene makes likely what chance alone would rarely bring together."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class Draw:
         return former.name if former else self.rng.choice(NAMES)
 
     def _server_of(self, side: str, number: int) -> int:
-        """In some scenes the first request, or the first two, are on a server of their own, which
-        a fault hits."""
+        """Pick a server. In some scenes the first one or two requests have a server of their own,
+        which a fault hits."""
         of_side = [server for server in self.servers if server.side == side]
         server = self.rng.choice(of_side)
         if self.scene == "stopped" and side == "decode":
@@ -183,7 +183,7 @@ class Draw:
         return rng.choice(("prefill", "decode")), when, rng.random() < (0.4 if reuse else 0.8)
 
     def _add_late(self, drawn: list[Fault]) -> None:
-        """The last request again, long after all of it."""
+        """Repeat the last request long after everything else."""
         end = max([f.time + f.seconds for f in drawn] + [r.arrival for r in self.requests])
         end += 170 * max(PATIENCE)
         late = replace(
@@ -262,7 +262,7 @@ class Draw:
         return server, self.rng.randrange(self.servers[server].tp)
 
     def _fault(self) -> Fault:
-        """At any time, or just after a request has come."""
+        """Draw a fault, at any time or just after a request's arrival."""
         rng = self.rng
         request = rng.choice(self.requests)
         time = rng.random() * (self.requests[-1].arrival + 0.1)

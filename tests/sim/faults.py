@@ -1,7 +1,7 @@
-"""What goes wrong, a class for each kind. No other file knows a kind but by its name in a scene.
+"""What goes wrong, one class per kind. Other files know a kind only by its name in a scene.
 
-A new kind is a class here that is drawn `often`, and says when it begins, what it is in the small
-world of every.py, and whom it spares. That it is drawn, tried and judged follows.
+A new kind is a class here: it is drawn `often`, and says when it begins, what it is in the small
+world of every.py, and which requests it spares. Drawing, trying and judging it then follow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STOPS = "", "", "sampled", "emitted"  # what a stop comes into: "", wherever the
 
 class Occasion(NamedTuple):
     """What a fault is drawn from: a time, and the ranks of a request, of which `one` is either.
-    `name`: by which decode addresses its prefill server."""
+    `name`: the name under which decode addresses its prefill server."""
 
     rng: random.Random
     time: float
@@ -41,13 +41,13 @@ class Occasion(NamedTuple):
 
 
 KINDS: dict[type[Fault], int] = {}
-"""All of them, and of how many draws each is one."""
+"""All kinds of faults, with the weight of each in a draw."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """It begins at a `time`, on the rank `where`, and lasts some `seconds`. `peer`: the rank at the
-    other end, where there is one. `mode`: its variant."""
+    """A fault begins at a `time`, on the rank `where`, and lasts for `seconds`. `peer`: the rank at
+    the other end, if any. `mode`: its variant."""
 
     time: float
     where: Where
@@ -69,15 +69,15 @@ class Fault:
 
     @classmethod
     def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
-        """Those that every.py tries, between these two ranks."""
+        """Yield the faults that every.py tries between these two ranks."""
         return ()
 
     def begin(self, world: World) -> None:
         raise NotImplementedError
 
     def spares(self, request: Request) -> bool:
-        """Whether the request comes when all is over; of others only those on other servers are
-        spared (spared.py)."""
+        """Return whether the request comes after all is over. Other requests are spared only if
+        they are on other servers (spared.py)."""
         return request.late
 
     def rank(self, world: World) -> Process:
@@ -85,7 +85,7 @@ class Fault:
 
 
 class Stop(Fault, often=5):
-    """All threads of a process. `mode`: what it comes into."""
+    """Stops all threads of a process. `mode`: what it interrupts."""
 
     halts = holds_slots = True
 
@@ -104,8 +104,8 @@ class Stop(Fault, often=5):
 
 
 class Kill(Fault, often=4):
-    """The whole server: SGLang's watchdog ends the other ranks. `seconds`: until the restart, or 0
-    for none. `mode`: of "power" nobody hears."""
+    """Kills the whole server: SGLang's watchdog ends the other ranks. `seconds`: until the restart,
+    0 for none. `mode`: with "power", nobody is told."""
 
     holds_slots = True
 
@@ -157,10 +157,10 @@ class Kill(Fault, often=4):
 
 
 class OfLinks(Fault):
-    """Of a reader's connections to a prefill rank."""
+    """Affects a reader's connections to a prefill rank."""
 
     def links(self, world: World) -> list[Link]:
-        """Those to former instances at this address, too."""
+        """Return the links, including those to former instances at this address."""
         reader, place = self.rank(world), world.places[self.peer]
         peer = place.process.instance
         if reader.alive and place.process.alive and peer not in reader.dialed:
@@ -170,7 +170,7 @@ class OfLinks(Fault):
 
 
 class Break(OfLinks, often=3):
-    """They are lost. `mode`: a "silent" end is noticed late."""
+    """Breaks them. `mode`: "silent" if this is noticed late."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -186,7 +186,7 @@ class Break(OfLinks, often=3):
 
 
 class Reads(Fault, often=4):
-    """The next `count` reads of a rank, from one peer or from all; `mode`: how they end."""
+    """Affects the next `count` reads of a rank, from one peer or from all; `mode`: how they end."""
 
     holds_slots = True
 
@@ -209,7 +209,7 @@ class Reads(Fault, often=4):
 
 
 class Cut(OfLinks, often=2):
-    """Nothing passes for a while."""
+    """Lets nothing pass for a while."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -226,7 +226,7 @@ class Cut(OfLinks, often=2):
 
 
 class Slow(OfLinks, often=2):
-    """Messages take longer for a while."""
+    """Delays messages for a while."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -240,7 +240,7 @@ class Slow(OfLinks, often=2):
 
 
 class Double(OfLinks, often=2):
-    """Messages come twice, `count` of them."""
+    """Delivers `count` messages twice."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -257,8 +257,8 @@ class Double(OfLinks, often=2):
 
 
 class Error(Fault, often=1):
-    """The next `count` copies or actions of a rank raise. `mode`: of which kind. A room whose rows
-    are to be cleared is cold, so that "clear" breaks what is unpacked, too."""
+    """Makes the next `count` copies or actions of a rank raise. `mode`: of which kind. Only a cold
+    room's rows are cleared, so "clear" also breaks unpacking."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -288,7 +288,8 @@ class Error(Fault, often=1):
 
 
 class Hang(Fault, often=2):
-    """The channel thread alone, in the next action of one type; `mode`: its name, or "" for any."""
+    """Hangs only the channel thread, in the next action of one type; `mode`: its name, "" for
+    any."""
 
     halts = holds_slots = True
 
@@ -303,7 +304,7 @@ class Hang(Fault, often=2):
 
 
 class Lasting(Fault):
-    """It is not over when late requests come."""
+    """A fault that is not over when late requests come."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -314,7 +315,7 @@ class Lasting(Fault):
 
 
 class Broken(Lasting, often=1):
-    """The channel thread ends by an exception."""
+    """Ends the channel thread by an exception."""
 
     halts = True
 
@@ -323,7 +324,7 @@ class Broken(Lasting, often=1):
 
 
 class Drop(Fault, often=1):
-    """A prefill server is given up though it is there. `mode`: by which of its names."""
+    """Gives up a prefill server that is there. `mode`: under which of its names."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -340,7 +341,7 @@ class Drop(Fault, often=1):
 
 
 class Relink(Drop, often=1):
-    """A peer's link is replaced by another one."""
+    """Replaces a peer's link."""
 
     def befall(self, world: World, reader: DecodeRank, peer: bytes) -> None:
         if world.places[self.peer].process.alive:
@@ -348,7 +349,7 @@ class Relink(Drop, often=1):
 
 
 class Device(Lasting, often=1):
-    """A rank's GPU fails, where it has one."""
+    """Makes a rank's GPU fail, if it has one."""
 
     keeps_rows = True
 
@@ -358,8 +359,8 @@ class Device(Lasting, often=1):
 
 
 class Lies(Fault, often=1):
-    """A prefill rank sends a reader what it likes, `count` times: READYs that are doubled, out of
-    order, of other generations and with other stamps, in between its own."""
+    """Makes a prefill rank lie to a reader `count` times: among its own READYs it sends some that
+    are doubled, out of order, of other generations or with other stamps."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -404,7 +405,7 @@ class Lies(Fault, often=1):
 
 
 class Abort(Fault):
-    """All requests of a server. `mode`: the other side is "told"."""
+    """Aborts all requests of a server. `mode`: "told" if the other side hears of it."""
 
     @classmethod
     def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:

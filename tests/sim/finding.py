@@ -1,4 +1,4 @@
-"""What is raised where something does not hold."""
+"""The exception raised when something does not hold."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A second opinion on a decode rank: of the same calls it keeps what it needs to say how long each
-room may wait, whose fault a cold one is, and which rooms a breaker holds back. It has no slots, no
-reads and no copies of its own, and compares after each call."""
+"""A second opinion on a decode rank: from the same calls it derives how long each room may wait,
+whose fault a cold one is, and which rooms a breaker holds back. It has no slots, reads or copies
+of its own, and compares with the machine after each call.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ EPS = 1e-6
 
 @dataclass(slots=True)
 class Transfer:
-    """How many segments were announced, and are in place."""
+    """How many segments were announced, and how many are in place."""
 
     announced: int = 0
     placed: int = 0
@@ -40,7 +41,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class Request:
-    """`own`: the machine's."""
+    """`own`: the machine's request."""
 
     opened: Opened
     own: Any
@@ -52,13 +53,13 @@ class Request:
     warm: bool = False
 
     def wait(self, patience: float) -> float:
-        """From the last progress on."""
+        """Return how long it may wait after its last progress."""
         assert self.arrived is not None
         took = 0.0 if self.first is None else self.arrived - self.first
         return min(max(3 * took, 0.3 * patience), 1.0 * patience)
 
     def due(self, patience: float) -> float:
-        """When it is to be cold."""
+        """Return when it must be cold."""
         if self.arrived is None:
             return NONE
         calm = max(self.arrived, self.progress) + self.wait(patience)
@@ -74,7 +75,8 @@ class Reading(NamedTuple):
 
 @dataclass(slots=True)
 class Blame:
-    """Of a peer. `until`: no room is let through before then; `probes`: those that were."""
+    """A peer's strikes. `until`: no room is let through before then; `probes`: rooms let
+    through."""
 
     strikes: int = 0
     pause: float = 0.0
@@ -150,7 +152,7 @@ class Judge:
             self.restarted.add(peer)
 
     def asked(self, actions: list[act.Action]) -> None:
-        """Of one look."""
+        """Check the actions of one look."""
         for action in actions:
             match action:
                 case act.StartRead():
@@ -177,7 +179,7 @@ class Judge:
         request.first = now if request.first is None else request.first
 
     def _begun(self, action: act.StartRead) -> None:
-        """A read, of segments of one room."""
+        """Note a read, of segments of one room."""
         segments = action.segments
         request = self.requests.get(segments[0].request.generation)
         self.reads[action] = Reading(request, action.peer, self.rank.now, len(segments))
@@ -189,12 +191,12 @@ class Judge:
             request.progress = now
 
     def server_of(self, read: act.StartRead) -> int:
-        """Whose slots it reads."""
+        """Return the server whose slots it reads."""
         peer = self.reads[read].peer
         return self.rank.world.place_of[instance_of(peer)].server.number
 
     def _limit(self, request: Request) -> float:
-        """Of a read."""
+        """Return how long a read may take."""
         own = self.rank.place.times.patience
         return 5.0 * min([own, *(source.patience for source in request.opened.sources)])
 
@@ -215,7 +217,7 @@ class Judge:
                         self._came(source.peer)
 
     def _came(self, peer: bytes) -> None:
-        """The first segment of a room: others are let through, until the next strike."""
+        """Note a room's first segment: others are let through until the next strike."""
         if (blame := self.blames.get(peer)) is not None and blame.is_open:
             blame.strikes = STRIKES - 1
 
@@ -242,7 +244,7 @@ class Judge:
             raise self.wrong("deadline", f"cold {still:.3f} s after progress, {request.arrived}")
 
     def _guilty(self, name: str, args: tuple, request: Request, now: float) -> list[bytes]:
-        """Peers that the room's end counts against."""
+        """Return the peers against which the room's end counts."""
         if request.cold == "deadline":
             late = [peer for peer, transfer in request.transfers.items() if not transfer.complete]
             return [peer for peer in late if not self._waits(request, peer, now)]
@@ -259,7 +261,8 @@ class Judge:
         return []
 
     def _waits(self, request: Request, peer: bytes, now: float) -> bool:
-        """For this rank, with no read that runs for long: for a slot, a forward or a copy."""
+        """Return whether segments wait on this rank for a slot, a forward or a copy, while no read
+        from the peer has run for long."""
         transfer, since = request.transfers[peer], now - 0.3 * self.rank.place.times.patience
         reads = [read for read in self.reads.values() if read.peer == peer]
         reading = sum(read.segments for read in reads if read.request is request)
@@ -317,7 +320,7 @@ class Judge:
             blame.probes.discard(generation)
 
     def _compare(self) -> None:
-        """Which breakers are open."""
+        """Compare which breakers are open."""
         own = {peer for peer, blame in self.blames.items() if blame.is_open}
         if own != (found := set(self.rank.machine.breaker.open_peers())):
             raise self.wrong("breaker", f"open {sorted(found)}, in the place of {sorted(own)}")

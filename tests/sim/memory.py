@@ -1,6 +1,6 @@
-"""What memory holds here: a number for a row, which names its prompt, token and heads.
+"""What memory holds here: one number per row, which names its prompt, token and heads.
 
-A row of a prefill pool is `row(prompt, token)`. In a slot the heads that were packed join it. A
+A row of a prefill pool is `row(prompt, token)`. In a slot, the packed heads are added to it. A
 decode pool has one cell per token and head. A slot is stamp, rows, sum.
 """
 
@@ -19,8 +19,8 @@ TOKENS = 64  # a prompt is shorter
 
 
 class Pool:
-    """Rows of one rank in pages, which belong to one request at a time. `owners`: by page; None
-    where nobody has it. A row has `width` cells."""
+    """Rows of one rank in pages, each of which belongs to one request at a time. `owners`: by page,
+    None for free ones. A row has `width` cells."""
 
     def __init__(self, page: int, width: int) -> None:
         self.page, self._width = page, width
@@ -29,7 +29,7 @@ class Pool:
         self._free: deque[int] = deque()
 
     def take(self, owner: Any, count: int) -> Any:
-        """Pages in no order, and those first that were given back last."""
+        """Take pages in no order, the most recently freed ones first."""
         while len(self._free) < count:
             first = len(self.owners)
             self.owners += [None] * 8
@@ -42,7 +42,7 @@ class Pool:
         return np.array(found, dtype=np.int64)
 
     def give_back(self, pages: Any) -> None:
-        """Another request writes to them at once."""
+        """Free pages. Another request immediately writes to them."""
         found = pages.tolist()
         self.write(found, REUSED)
         for page in found:
@@ -55,7 +55,7 @@ class Pool:
                 self.rows[number][:] = [value] * self._width
 
     def numbers(self, pages: Any) -> list[int]:
-        """The rows of these pages."""
+        """Return the rows of these pages."""
         size = self.page
         return [page * size + n for page in pages.tolist() for n in range(size)]
 
@@ -69,7 +69,7 @@ def packed(row_: int, heads: range) -> int:
 
 
 def unpacked(piece: int, heads: range) -> int:
-    """What lands in the cells of these heads."""
+    """Return what lands in the cells of these heads."""
     same = (piece >> 5) & 31 == heads.start and piece & 31 == heads.stop
     return piece >> 10 if same else SPOILED
 
@@ -83,5 +83,5 @@ def new_slots(count: int) -> list[list[int]]:
 
 
 def carries(slot: list[int], tokens: int, stamp: int) -> bool:
-    """Whether the slot holds what a READY has announced, as far as a reader can see."""
+    """Return whether the slot holds what a READY announced, as far as a reader can tell."""
     return slot[0] == stamp and slot[tokens + 1] == checksum(slot[1 : tokens + 1], stamp)

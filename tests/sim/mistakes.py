@@ -1,4 +1,4 @@
-"""Mistakes in the code that the simulator finds: what each is, where it shows, and as what."""
+"""Mistakes in the code that the simulator must find: each with the scene and the finding."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Patch = pytest.MonkeyPatch
 
 
 class Mistake(NamedTuple):
-    """It is put in by `make`, and found in at most so many schedules of a scene, from seed `first`
-    on."""
+    """A mistake that `make` puts in, to be found within `most` schedules of a scene, starting at
+    seed `first`."""
 
     make: Callable[[Patch], None]
     found: str

@@ -1,8 +1,8 @@
-"""What is between processes: connections for messages, and the data plane.
+"""What connects processes: connections for messages, and the data plane.
 
-A connection keeps its messages in order, and one is lost only with its connection. A read is of
-several slots, and ends as a whole. Bytes may land until it has ended, however long that takes, and
-none afterwards.
+A connection keeps its messages in order, and loses one only by breaking. A read covers several
+slots, and ends as a whole. Bytes may land until it has ended, however long that takes, but not
+afterwards.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 class Link:
     """A decode rank's socket for one peer, an instance; it is connected to the peer's address.
 
-    `connection`: how prefill names it; another one after each break. `blocked`: until then nothing
-    passes, and what waits longer than TCP's time-out is lost. `silent`: its end is noticed late.
-    `closed`: the decode rank has dropped it.
-    """
+    `connection`: prefill's name for it, a new one after each break. `blocked`: until then nothing
+    passes, and what waits longer than TCP's time-out is lost. `closed`: the decode rank has dropped
+    it."""
 
     def __init__(self, reader: DecodeRank, peer: bytes) -> None:
         self.reader, self.peer = reader, peer
@@ -54,7 +53,7 @@ class Link:
     # -- messages
 
     def to_prefill(self, frame: bytes) -> bool:
-        """Whether it left."""
+        """Return whether it left."""
         if self.place.process.alive and self.connection:
             self._carry("prefill", frame)
             return True
@@ -101,7 +100,8 @@ class Link:
     # -- trouble
 
     def end(self, silent: bool = False) -> None:
-        """The connection is lost, and what is on its way with it; the next one is another."""
+        """Lose the connection, and everything on its way; the next one is a new connection.
+        `silent`: this is noticed late."""
         if not self.connection:
             return
         former, self.epoch = self.connection, self.epoch + 1
@@ -123,18 +123,19 @@ class Link:
             self.reader.post(self._lost())
 
     def close(self) -> None:
-        """By the decode rank, which has another one, or none."""
+        """Close the link, which the decode rank has replaced or dropped."""
         self.closed = True
         self.end(silent=self.rng.random() < 0.3)
 
     def cut(self, seconds: float) -> None:
-        """Nothing passes for so long; TCP gives up within the time of delivery."""
+        """Let nothing pass for so long; TCP gives up within the time of delivery."""
         self.blocked = self.clock.now + seconds
         if seconds > self.place.times.delivery:
             self.clock.after(self.place.times.delivery, self.end)
 
     def _leaves(self) -> bool:
-        """The reader notices at once, after a while, or never."""
+        """Return whether a message seems to leave: the reader notices immediately, later, or
+        never."""
         chance, reader = self.rng.random(), self.reader
         if reader.alive and 0.4 <= chance < 0.7:
             reader.later("lost", self.rng.random() * 8, reader.handle, self._lost())
@@ -148,8 +149,8 @@ READ_FAULTS = ("fail", "hang", "late", "slow")
 
 
 class Read:
-    """`valid`: the remote slot was the reader's all the time, by range. `fate`: "" where nothing
-    goes wrong."""
+    """`valid`: for each segment, whether the remote slot was the reader's all the time. `fate`: ""
+    if nothing goes wrong."""
 
     def __init__(self, rank: DecodeRank, action: dact.StartRead) -> None:
         self.rank, self.action, self.segments = rank, action, action.segments
@@ -184,7 +185,7 @@ class Read:
         self.clock.after(seconds, self._step, self._rest)
 
     def _step(self, call: object) -> None:
-        """Over TCP both processes have a part in each copy; RDMA needs neither."""
+        """Make a step. Over TCP both processes take part in each copy; over RDMA neither does."""
         if not self.rank.alive:
             return
         if self.remote is None or not self.remote.alive:
@@ -216,14 +217,15 @@ class Read:
             self._end()
 
     def _peer_is_dead(self) -> None:
-        """The read fails, sooner or later."""
+        """Let the read fail, sooner or later."""
         if self.fate != "dead":
             self.fate = "dead"
             seconds = (1 - self.rng.random()) * self.rng.choice((1, 30))
             self.clock.after(seconds, self._peer_was_dead)
 
     def _peer_was_dead(self) -> None:
-        """Another instance may be at its address, with the same memory registered."""
+        """End the read. A new instance may be at the peer's address, with the same memory
+        registered."""
         self.remote = self.place.process
         if self.remote.alive and self.rng.random() < 0.3:
             self._rest()

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 
 class Sender(Gated):
-    """SGLang's sender of one request on one rank. `rows`: of its tokens, in the pool.
+    """SGLang's sender of one request on one rank. `rows`: the pool rows of its tokens.
 
-    `pages_released`: the machine said so. `succeeded`: SGLang's Success was reported; `at_last`: by
-    the scheduler's last resort. `given_back`: the pages may be another's. `over`: the machine
-    knows that the request has ended, or lost its number to another.
-    """
+    `pages_released`: the machine released them. `succeeded`: SGLang's Success was reported;
+    `at_last`: by the scheduler's last resort. `given_back`: the pages may be another request's.
+    `over`: the machine knows that the request has ended or lost its number to another."""
 
     def __init__(self, request: Request, number: int, rank: PrefillRank) -> None:
         self.handle = rank.worker.begin(request.number)
@@ -49,7 +48,7 @@ class Sender(Gated):
         return self.ended or self.succeeded or not self.has_target
 
     def poll(self) -> bool:
-        """Whether Success is reported, as in the plugin's sender."""
+        """Return whether Success is reported, as in the plugin's sender."""
         rank = self.rank
         if not rank.alive or rank.stopped:
             return self.succeeded
@@ -66,7 +65,7 @@ class Sender(Gated):
 
 
 class Socket:
-    """A ROUTER: it raises where it knows that the connection is gone."""
+    """A ROUTER: it raises if it knows that the connection is gone."""
 
     def __init__(self, rank: PrefillRank) -> None:
         self._rank, self._to = rank, b""
@@ -103,13 +102,13 @@ class PrefillRank(Process):
         self.packed: dict[int, Sender] = {}  # whose rows, by stamp
 
     def used(self, socket: object) -> None:
-        """As a poller."""
+        """Do nothing: the rank stands in for the worker's poller."""
 
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)
 
     def publishes(self, slot: int, stamp: int) -> bool:
-        """Whether the slot is a reader's, under this stamp."""
+        """Return whether the slot is published to a reader under this stamp."""
         return self.alive and self.slots._published.get(slot, (0, None))[1] == stamp
 
     # -- SGLang's side
@@ -126,12 +125,12 @@ class PrefillRank(Process):
         self.worker.add_chunk(sender.handle, first, count, last, pages)
 
     def write(self, sender: Sender, first: int, count: int) -> None:
-        """The forward does, whatever the process's threads do."""
+        """Write as the forward does, whatever the process's threads are doing."""
         for token in range(first, first + count):
             self.pool.rows[sender.rows[token]][0] = memory.row(sender.request.id, token)
 
     def written(self, sender: Sender) -> None:
-        """The event behind the forward, which the channel thread asks."""
+        """End the event behind the forward, which the channel thread polls."""
         sender.events.popleft().over = True
         self.later("queue", self.rng.random() * 0.0002, self.on_thread, self.look)
 
@@ -141,8 +140,8 @@ class PrefillRank(Process):
         self.group.poll_on(sender.request, self.worker._slowest)
 
     def end(self, sender: Sender, reason: str) -> None:
-        """In the scheduler's thread. A request that failed is ended first; one that succeeded gives
-        its pages back first."""
+        """End a request in the scheduler's thread. One that failed is ended first; one that
+        succeeded frees its pages first."""
         sender.ended = True
         self.awaiting.discard(sender.number)
         delay = self.rng.random() * (0.0005 if reason else 0.001)
@@ -216,6 +215,6 @@ class PrefillRank(Process):
         return SlotCheck.OK
 
     def left_gate(self, sender: Sender) -> None:
-        """SGLang's next poll finds it idle."""
+        """Poll: SGLang's next poll finds it idle."""
         if sender.handle.pages_released and sender.has_target and not sender.ended:
             self.group.poll(sender.request)

@@ -1,7 +1,7 @@
 """A process: the channel thread with its machine, and what stops it or all of its threads.
 
-Calls from inside the process come over one queue, in the order in which they were put there. So
-`end` is called before the `packed` of a copy that ran after it.
+Calls from inside the process come over one queue, in the order in which they were queued. So `end`
+is called before the `packed` of a copy that ran after it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where non
 MEDIUM = 0.4  # where a rank has little patience, so that a second is a long time
 REFUSED = OverflowError, ValueError  # what raises where a message cannot be encoded
 UNDONE = {decode.StartRead, decode.StartCopies, Open, Ready, Fail}
-"""Actions, and messages of a Send, whose failure a machine makes something of."""
+"""Actions, and messages of a Send, whose failure a machine handles."""
 TOLD = {
     name: (None,) * (method.__code__.co_argcount - 1 - len(method.__defaults__ or ()))
     + (method.__defaults__ or ())
@@ -39,17 +39,17 @@ TOLD = {
     for name, method in vars(machine).items()
     if name[0] != "_" and name not in ("advance", "actions", "on_action_failed")
 }
-"""The machines' methods that tell them something, and defaults of their arguments."""
+"""The machines' methods that tell them something, with defaults for their arguments."""
 
 
 class Injected(Exception): ...
 
 
 class Process:
-    """`time`: what a thread reads that asks for it. `awaiting`: requests that wait for the drafter
-    alone: on prefill those that were sent and not released, on decode those whose target is
-    there. `stopped_for`, `hung_for`: seconds in all, of the process and of its channel thread
-    alone. `worker`: its code."""
+    """`time`: the time that a thread reads. `awaiting`: requests that wait only for the drafter: on
+    prefill those sent and not released, on decode those whose target is there. `stopped_for`,
+    `hung_for`: total seconds of the process, and of its channel thread alone. `worker`: its
+    code."""
 
     judge: Any = None
     device: Any = None
@@ -105,7 +105,8 @@ class Process:
     # -- threads
 
     def later(self, thread: object, delay: float, call: Callable, *args: object) -> None:
-        """A step of a thread, behind its earlier ones; never while the process is stopped."""
+        """Schedule a step of a thread, after its earlier ones and never while the process is
+        stopped."""
         when = max(self._last.get(thread, 0.0), self.clock.now + delay)
         self._last[thread] = when
         self.clock.at(when, self.step, thread, call, args)
@@ -119,7 +120,8 @@ class Process:
             call(*args)
 
     def park(self, thread: object, call: Callable, args: tuple) -> None:
-        """For when the process goes on, or has died: the data plane's calls are made then too."""
+        """Keep a call until the process continues or has died: then too, the data plane's calls are
+        made."""
         self._parked.append((thread, call, args))
 
     def post(self, call: Call, delay: float = 0.0002) -> None:
@@ -129,7 +131,7 @@ class Process:
     # -- SGLang's scheduler
 
     def blocking(self, owner: Gated, call: Callable, *args: object) -> None:
-        """A call that may wait for the end of the owner's copies."""
+        """Make a call that may wait for the owner's copies to end."""
         try:
             owner.then = None
             call(*args)
@@ -139,7 +141,7 @@ class Process:
                 self.later("scheduler", 0.001, self.unblocked, owner)
 
     def unblocked(self, owner: Gated) -> None:
-        """A copy of it has ended."""
+        """Repeat the waiting call: a copy of the owner's has ended."""
         if owner.then is not None:
             call, args = owner.then
             self.blocking(owner, call, *args)
@@ -150,7 +152,7 @@ class Process:
         self.on_thread(self._take, call)
 
     def on_thread(self, call: Callable, *args: object) -> None:
-        """A step of the channel thread, or what it does first once it goes on."""
+        """Make a step of the channel thread, or queue it if the thread hangs."""
         if self._hung is not None:
             self._hung.append((call, args))
         elif not self.broken:
@@ -188,7 +190,7 @@ class Process:
             self._act()
 
     def listen(self) -> None:
-        """To what the machine is told, whoever calls it."""
+        """Listen to what the machine is told, whoever calls it."""
         for name, defaults in TOLD.items():
             if (method := getattr(self.machine, name, None)) is not None:
                 setattr(self.machine, name, partial(self._tell, name, method, defaults))
@@ -210,12 +212,12 @@ class Process:
             self.world.note(self.name, f"{name}{args!r}")
 
     def look(self) -> None:
-        """For what makes no call of its own: CUDA events, and copies that have ended."""
+        """Look for what makes no call of its own: CUDA events, and copies that have ended."""
         for call in [*self.worker._poll(()), *self.worker._copied()]:
             self.on_thread(self._take, call)
 
     def _act(self) -> None:
-        """At the end of a look, which may have taken several calls."""
+        """Act at the end of a look, which may have taken several calls."""
         self._acts = False
         actions = self.machine.actions()
         if not actions:
@@ -238,7 +240,7 @@ class Process:
             self.later("queue", 0.0, self.on_thread, self.look)
 
     def perform(self, action: object) -> None:
-        """Some raise in place of being done."""
+        """Carry out an action, or raise in its place."""
         self.before(action)
         try:
             if self.errors.get("action") and type(getattr(action, "message", action)) in UNDONE:
@@ -256,7 +258,7 @@ class Process:
     def after(self, action: Any) -> None: ...
 
     def asked(self, method: Callable, args: tuple) -> Any:
-        """The event of a forward that this call has the thread ask from now on."""
+        """Return the event of a forward that the thread polls from this call on."""
 
     # -- the channel thread alone hangs in an action, or ends
 
@@ -289,7 +291,7 @@ class Process:
             self.later("queue", 0.0, self.on_thread, self.look)
 
     def break_(self) -> None:
-        """The channel thread ends by an exception."""
+        """End the channel thread by an exception."""
         self.broken = self.worker.broken = True
         self.group.poll_all()
 
@@ -305,7 +307,7 @@ class Process:
             self.clock.after(1.0, self._no_stop, stop)
 
     def _no_stop(self, stop: tuple[str, float]) -> None:
-        """Nothing happened that it could have come into."""
+        """Give up a stop: nothing happened that it could interrupt."""
         if self._stop is stop:
             self._stop = None
 
@@ -316,7 +318,7 @@ class Process:
         self._stop = None
 
     def _go_on(self) -> None:
-        """All that waited happens now, each thread's steps in their order."""
+        """Do all that waited, each thread's steps in order."""
         if not self.alive:
             return
         self.stopped = False
@@ -350,11 +352,11 @@ class Process:
     # -- ticks
 
     def is_urgent(self) -> bool:
-        """Whether a deadline of some tenths of a second may run."""
+        """Return whether a deadline of a few tenths of a second may be running."""
         return bool(self.awaiting)
 
     def _want_tick(self) -> None:
-        """Where nothing is under way a tick would do nothing, and is left out."""
+        """Schedule a tick. One that would do nothing, since nothing is under way, is left out."""
         if self._tick_time is not None and not self.is_urgent():
             return
         interval = (FINE if self.is_urgent() else self._coarse) * (0.9 + 0.1 * self.rng.random())
@@ -373,8 +375,8 @@ class Process:
 
 class Gated:
     """A request on one rank. `copies`: those in flight, by job. `then`: SGLang's call that waits in
-    `Gate.close`. `has_target`: stock's own Success is there, from `target_at` on; its rank was
-    stopped for `slow_by` seconds before."""
+    `Gate.close`. `has_target`: stock's own Success is there, since `target_at`; before that its
+    rank was stopped for `slow_by` seconds in all."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate

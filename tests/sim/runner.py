@@ -1,4 +1,4 @@
-"""Many schedules, and one again, cut down to the smallest that fails like it, with its log."""
+"""Runs many schedules; replays one, cut down to the smallest that fails like it, with its log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sim.world import Life, World
 
 @dataclass
 class Outcome:
-    """Of one schedule. `invariant`: the one that was broken, or ""."""
+    """The outcome of a schedule. `invariant`: the one that was broken, or ""."""
 
     spec: Spec
     invariant: str = ""
@@ -44,9 +44,9 @@ def run_spec(spec: Spec, logged: bool = False) -> Outcome:
 
 
 def _compare(world: World) -> None:
-    """Requests with which no fault has to do take at most twice their time without faults, and
-    0.1 s; more where looks take theirs, or where they have a slot at a time because ranks that are
-    gone hold the others. SGLang alone takes less, so most need no second run."""
+    """Check that requests that no fault affects take at most twice their time without faults, plus
+    0.1 s; more if looks take time, or if they get one slot at a time because dead ranks hold the
+    others. If SGLang alone takes that long, no second run is needed."""
     spec = world.spec
     slack = {life: 0.1 * (1 + spec.gathers) + _one_by_one(spec, life) for life in world.untouched}
     suspects = [life for life, more in slack.items() if life.took > more + 2 * _least(life.request)]
@@ -62,7 +62,7 @@ def _compare(world: World) -> None:
 
 
 def _one_by_one(spec: Spec, life: Life) -> float:
-    """How long its segments take where each waits for the one before."""
+    """Return how long its segments take if each waits for the one before."""
     request = life.request
     own = [spec.servers[number] for number in (request.prefill, request.decode)]
     segments = request.prompt // min(server.tokens for server in own) + len(request.chunks)
@@ -83,7 +83,7 @@ class Result:
 
 
 def run_many(seeds: Iterable[int], seconds: float = 1e9) -> Result:
-    """Until the seeds or the seconds are over, or a schedule has failed."""
+    """Run schedules until the seeds or seconds run out, or one fails."""
     result, began = Result(), time.process_time()
     deadline = time.monotonic() + seconds
     for seed in seeds:
@@ -104,7 +104,7 @@ LINES = 1000  # of the log, the last ones
 
 
 def shrink(outcome: Outcome) -> Outcome:
-    """The smallest that was found of those that break the same invariant."""
+    """Return the smallest schedule found that breaks the same invariant."""
     runs, smaller = 0, iter(_smaller(outcome.spec))
     while (candidate := next(smaller, None)) is not None and runs < MOST:
         for shift in range(TRIES):
@@ -131,7 +131,7 @@ def summary(result: Result) -> str:
 
 
 def describe(outcome: Outcome) -> str:
-    """The smallest schedule that fails like this one, and its log."""
+    """Describe the smallest schedule that fails like this one, with its log."""
     least = run_spec(shrink(outcome).spec, logged=True)
     return "\n".join(
         [

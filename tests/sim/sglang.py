@@ -1,5 +1,6 @@
-"""SGLang: whom a decode rank contacts for a request, what the real facts make of it, and the life
-of a request on each side, whose ranks go in lockstep."""
+"""SGLang: which ranks a decode rank contacts, what the real plan makes of the facts, and the life
+of a request on each side, whose ranks go in lockstep.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def slot_bytes(heads: int, tp: int, tokens: int) -> int:
 
 @lru_cache(1 << 12)
 def sources_of(heads: int, prefill: Server, decode: Server, rank: int) -> tuple[Source, ...]:
-    """Those of the real plan."""
+    """Return the sources of the real plan."""
     rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
     infos = [{"rank_ip": "p", "rank_port": i} for i in contacted(prefill.tp, decode.tp, rank)]
     return plans.make_plan(infos, rows, _row(heads, decode, rank)).sources
@@ -59,7 +60,8 @@ WAITING = 90.0  # SGLang's own time-out for the target, on both sides; 300 s by 
 
 class Group:
     """The ranks of a server. `handles`: SGLang's sender or receiver on each rank, by request.
-    `epoch`: steps of a group that was killed do not go on in its successor."""
+    `epoch`: changes when the group is killed, so that its steps do not continue in its
+    successor."""
 
     def __init__(self, world: World, server: Server) -> None:
         self.world, self.clock, self.rng = world, world.clock, world.clock.rng
@@ -77,7 +79,8 @@ class Group:
         return all(rank.alive for rank in self.ranks)
 
     def step(self, delay: float, call: Callable, *args: object) -> None:
-        """Once all ranks of the group run: each of SGLang's steps begins with an all-reduce."""
+        """Make a step once all ranks of the group run: each of SGLang's steps begins with an
+        all-reduce."""
         self.clock.after(delay, self._step, self.epoch, call, args)
 
     def _step(self, epoch: int, call: Callable, args: tuple) -> None:
@@ -93,20 +96,20 @@ class Group:
         return self.rng.random() * 0.001
 
     def waited(self, request: Request, what: str = "time-out") -> None:
-        """For too long, or for a server that is dead, as SGLang notices where it still needs it."""
+        """Fail a request that waited too long, or for a dead server, if SGLang still needs it."""
         handles = self.handles.get(request.id)
         if not (handles and all(one.has_target for one in handles)):
             self.fail(request, what)
 
     def poll_on(self, request: Request, slowest: float) -> None:
-        """Where nothing happens it is polled all the same; at a time before the last resort, and
-        from that on."""
+        """Poll a request even if nothing happens: at some time before the last resort, and from the
+        last resort on."""
         if self.world.hangs:
             self.clock.after(slowest * self.rng.random(), self.step, 0.0, self.poll, request)
         self.clock.after(slowest + 0.05, self.poll_again, request)
 
     def poll_again(self, request: Request) -> None:
-        """Until all ranks are done with it."""
+        """Poll again until all ranks are done with it."""
         if request.id in self.handles:
             self.step(0.0, self._poll_again, request)
 
@@ -116,7 +119,7 @@ class Group:
             self.clock.after(0.25, self.poll_again, request)
 
     def poll_all(self) -> None:
-        """The channel of a rank has ended."""
+        """Poll all requests: a rank's channel has ended."""
         for number in list(self.handles):
             self.poll_again(self.world.lives[number].request)
 
@@ -125,7 +128,7 @@ class Group:
 
 
 class PrefillGroup(Group):
-    """`_stream`: until then forwards run, one after the other."""
+    """`_stream`: when the forwards, one after the other, will have ended."""
 
     _stream = 0.0
 
@@ -139,12 +142,12 @@ class PrefillGroup(Group):
             self._first_chunk(request)
 
     def _first_chunk(self, request: Request) -> None:
-        """It begins with a whole page of this side's."""
+        """Begin the first chunk, at the start of one of this side's pages."""
         page = self.server.page
         self._chunk(request, 0, min(request.first_token // page * page, request.prompt))
 
     def metadata(self, request: Request) -> None:
-        """A decode rank's metadata is here."""
+        """Handle a decode rank's metadata."""
         life = self.world.lives[request.id]
         assert life.metadata
         life.metadata -= 1
@@ -204,7 +207,7 @@ class PrefillGroup(Group):
             self.poll(request)
 
     def poll(self, request: Request) -> None:
-        """SGLang acts on the least of the ranks' states."""
+        """Poll all ranks: SGLang acts on the lowest of their states."""
         polled = [sender.poll() for sender in self.handles[request.id]]
         if all(polled):
             self.step(self._skew(), self._end, request, "")
@@ -229,12 +232,13 @@ class DecodeGroup(Group):
             self._open(request, found)
 
     def _contacted(self, request: Request, rank: DecodeRank) -> range:
-        """Ranks of the prefill server."""
+        """Return the ranks of the prefill server that this rank contacts."""
         prefill = self.world.spec.servers[request.prefill]
         return contacted(prefill.tp, self.server.tp, rank.place.rank)
 
     def _sources(self, request: Request, rank: DecodeRank) -> list[Source] | None:
-        """With the instances that the rank knows; None where a dead prefill gives no facts."""
+        """Return the sources with the instances that the rank knows; None if a dead prefill server
+        gives no facts."""
         group = self.world.groups[request.prefill]
         known, name = rank.known, request.name
         if (request.prefill, name) not in known:
@@ -262,7 +266,7 @@ class DecodeGroup(Group):
             group.step(0.0002 + self.rng.random() ** 2 * 0.003, group.metadata, request)
 
     def target_part(self, request: Request, index: int) -> None:
-        """One prefill rank's part of the target is there."""
+        """Handle one prefill rank's part of the target."""
         for receiver in self.handles.get(request.id, ()):
             if index in receiver.targets:
                 receiver.targets.discard(index)

@@ -1,4 +1,4 @@
-"""Which requests are warm whatever goes wrong."""
+"""Which requests must be warm whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 def is_spared(world: World, request: Request) -> bool:
-    """Whether it has to be warm: its number can be sent, no fault is on a server of its own, both
-    have the usual patience, and at both there are slots for it, whatever ranks of servers with a
+    """Return whether it must be warm: its number can be sent, neither of its servers has a fault,
+    both have the usual patience, and both have slots for it, whatever the ranks of servers with a
     fault hold.
 
-    A late request comes when all is over. Left out besides (SlotPool.available_for):
+    A late request comes when all is over. Also left out (SlotPool.available_for):
 
-    * a server of fewer than eight slots, or with more living ranks that may want one than there
-      are, or than the last quarter of them where ranks have a fault;
-    * as many ranks with a fault as there are slots, which were served before: each may have been
-      when the others held slots already, and is not told from the living then;
+    * a server with fewer than eight slots, or with more living ranks that may want one than it has
+      slots, or than a quarter of these if ranks have a fault;
+    * as many ranks with a fault as there are slots, if they were served before: each may have been
+      served while the others held slots, and then cannot be told from the living;
     * a request whose last message is older than the last slot that a rank with a fault got, or
-      newer by less than `Times.unsure`. What is kept from those that are gone and say nothing is
-      kept from its ranks, until they say something, or for `slot_aside`.
+      newer by less than `Times.unsure`. Its ranks are refused what silent, dead ranks are refused,
+      until they send something, or for `slot_aside`.
     """
     own = (request.prefill, request.decode)
     if not 0 <= request.number < 1 << 64:

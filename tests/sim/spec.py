@@ -1,4 +1,4 @@
-"""What a schedule is, as plain values: a world can be built from it again, and cut down."""
+"""A schedule as plain values: a world can be rebuilt from it, and it can be cut down."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Where = tuple[int, int]  # server, and a rank of it
 
 @dataclass(frozen=True)
 class Server:
-    """`tokens`: how many fit a slot, of all heads of a rank.
-    `patience`: a factor on its times. `device`: its pools are on GPUs."""
+    """`tokens`: how many fit a slot, with all heads of a rank. `patience`: multiplies its times.
+    `device`: its pools are on GPUs."""
 
     number: int
     side: str
@@ -39,11 +39,10 @@ class Chunk:
 class Request:
     """`number`: SGLang's. `after`: the request that had this number before; -1 for none.
 
-    `optimistic`: the forward does not wait for decode. `forward`: how long an earlier one still
-    writes to decode's pages. `abort`: which side, when, and whether the other one hears of it.
-    `late`: it comes long after all faults. `name`: of several that the prefill server has, the one
-    by which it is addressed.
-    """
+    `optimistic`: the forward does not wait for decode. `forward`: for how long an earlier one still
+    writes to decode's pages. `abort`: which side, when, and whether the other is told. `late`: it
+    comes long after all faults. `name`: the one of its prefill server's names by which it is
+    addressed."""
 
     id: int
     number: int
@@ -66,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Spec:
-    """`copying`: how long a copy takes at most. `copiers`: how many a rank makes at once.
+    """`copying`: the longest time of a copy. `copiers`: how many copies a rank makes in parallel.
     `gathers`: how often a look takes more than one event before it asks for actions."""
 
     seed: int
@@ -80,7 +79,7 @@ class Spec:
     gathers: float = 0.0
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Describe it for people."""
         head = f"seed {self.seed}, {self.heads} heads, {'TCP' if self.over_tcp else 'RDMA'}"
         items = [*self.servers, *self.requests, *self.faults]
         return [head, *map(str, items)]

@@ -1,6 +1,7 @@
 """Every schedule of a request with two readers that differs a little from the plainest one.
 
-By default one deviation in full, and a part of those with two. `--full` takes more of them.
+By default, all schedules with one deviation and some of those with two. `--full` tries more of
+them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def test_a_fault_and_a_late_step() -> None:
 
 
 def test_a_restart_and_a_connection_that_breaks() -> None:
-    """What a read brings of the new instance's slots is refused, and the room cold."""
+    """What is read from the new instance's slots is refused, and the room goes cold."""
     kinds = Kill(0, PREFILL, 0.1), Break(0, READER, 0.0, PREFILL)
     explore(MORE, 0, 2, 30, kinds=kinds)
 
@@ -65,7 +66,7 @@ def small_ones(kind: type[Fault]) -> tuple[Fault, ...]:
 
 
 def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both copies of a READY are acknowledged, though the first one's read may still run."""
+    """Both copies of a READY are acknowledged, though the first one's read may still be running."""
     whole = Decode.ready
 
     def acknowledge(self: Any, peer: Any, ready: Any) -> None:

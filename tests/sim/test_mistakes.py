@@ -1,5 +1,6 @@
-"""The simulator finds mistakes: each of a table is put into the code, and shows within a few
-schedules of a scene, as what it does wrong."""
+"""The simulator finds mistakes: each one in a table is put into the code, and must show within a
+few schedules of its scene, with the expected finding.
+"""
 
 from __future__ import annotations
 

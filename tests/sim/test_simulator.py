@@ -1,6 +1,6 @@
-"""The machines hold what they promise, in whole clusters on a virtual clock.
+"""The machines keep their promises, in whole clusters on a virtual clock.
 
-By default about a minute, with other seeds each time. --full is the long run.
+By default this takes about a minute, with different seeds each time. --full is the long run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_a_seed_gives_the_same_run_again() -> None:
 
 
 def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cold rooms are decided, and their rows are not cleared."""
+    """Cold rooms are decided without clearing their rows."""
 
     def decide(self: Any, room: Any) -> None:
         if room.cold and not room.decided:

@@ -1,5 +1,6 @@
-"""The code of both workers on the virtual clock: what they do between SGLang, a machine and the
-rest, without their threads, sockets and data planes."""
+"""Both workers' code on the virtual clock: what they do between SGLang, a machine and the rest,
+without their threads, sockets and data planes.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Blocked(BaseException):
-    """The caller, SGLang's scheduler, waits in `Gate.close` for copies in flight. Its call is made
-    again from the beginning when they have ended."""
+    """SGLang's scheduler, the caller, waits in `Gate.close` for copies in flight. Its call is
+    repeated from the beginning when they have ended."""
 
 
 class VirtualGate(Gate):
-    """What a handle's own gate is made into, since a gate takes long to make."""
+    """What a handle's own gate is turned into, since making a gate takes long."""
 
     def close(self) -> None:
         if not self.try_close():
@@ -29,7 +30,7 @@ class VirtualGate(Gate):
 
 
 class Sending(SendHandle):
-    """`sender`: SGLang's."""
+    """`sender`: SGLang's sender."""
 
     sender: Any
 
@@ -53,7 +54,7 @@ class Receiving(ReceiveHandle):
 
 
 class Event:
-    """Behind a forward. `query` may say "not yet" when it is over."""
+    """The event behind a forward. `query` may say "not yet" after it is over."""
 
     def __init__(self) -> None:
         self.over = False
@@ -63,7 +64,7 @@ class Event:
 
 
 class Store:
-    """What a worker, and a copier, knows of its rank's memory."""
+    """What a worker and a copier know of their rank's memory."""
 
     def __init__(self, rank: Process) -> None:
         self._rank = rank
@@ -72,12 +73,12 @@ class Store:
         self.heads = rank.place.layout.heads
 
     def clear(self, rows: Any) -> None:
-        """By SGLang's scheduler."""
+        """Clear rows, in SGLang's scheduler."""
         self._rank.clear_at_once(rows.tolist())
 
 
 class _Quiet:
-    """A logger."""
+    """A silent logger."""
 
     def error(self, *_: Any) -> None: ...
 
@@ -85,8 +86,8 @@ class _Quiet:
 
 
 class Borrowed:
-    """A worker of the class `of`. Whatever is not set here is that class's own code, in which the
-    names in `other` stand for something else, and `time` for the rank's."""
+    """A worker of the class `of`. Whatever is not set here is that class's own code, run with the
+    names in `other` replaced, and `time` replaced by the rank's."""
 
     def __init__(self, of: type, rank: Process, other: dict[str, Any], **more: Any) -> None:
         self._of, self._rank, self._code = of, rank, {}

@@ -1,4 +1,4 @@
-"""A cluster on a virtual clock: built from a schedule, run to its end, checked."""
+"""A cluster on a virtual clock: built from a schedule, run to its end, and checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Calls in the order of their time, and of their making where that is equal."""
+    """Makes calls in the order of their times; calls at the same time, in the order they were
+    added."""
 
     def __init__(self, rng: random.Random) -> None:
         self.now, self.rng = 0.0, rng
@@ -39,7 +40,7 @@ class Clock:
         self.at(self.now + delay, call, *args)
 
     def run(self, limit: float, most: int = 1 << 60) -> bool:
-        """Make `most` calls. True where nothing is left to do before `limit`."""
+        """Make up to `most` calls. Return whether none is left."""
         heap = self._heap
         while heap and most and heap[0][0] <= limit:
             self.now, _, call, args = heappop(heap)
@@ -50,7 +51,7 @@ class Clock:
 
 
 class Life:
-    """What became of a request. `reason`: why it failed; `by`: who failed it. `queued`: seconds in
+    """The outcome of a request. `reason`: why it failed; `by`: who failed it. `queued`: seconds for
     which its forwards waited for those of others, whose order another fault may change."""
 
     def __init__(self, request: Request) -> None:
@@ -72,7 +73,7 @@ class Life:
 
 
 def _short(line: str) -> str:
-    """Without addresses, which no other run has."""
+    """Remove addresses, which differ between runs."""
     return re.sub(r"<[\w.]*?(\w+) object at 0x\w+>", r"\1", line)
 
 
@@ -80,7 +81,7 @@ LIMIT = 5000.0  # seconds; a world that is not at rest by then never will be
 
 
 class Place:
-    """An address. `process`: the instance that is there now."""
+    """An address. `process`: the instance that is now there."""
 
     def __init__(self, server: Server, rank: int, heads: int) -> None:
         self.server, self.rank, self.where = server, rank, (server.number, rank)
@@ -91,7 +92,7 @@ class Place:
 
 
 class World:
-    """`rng`: what decides, in the place of the schedule's seed."""
+    """`rng`: decides in place of the schedule's seed."""
 
     def __init__(
         self, spec: Spec, log: list[str] | None = None, rng: random.Random | None = None
@@ -147,7 +148,7 @@ class World:
     # -- requests
 
     def _arrive(self, request: Request) -> None:
-        """The router sends it to both sides, where both are alive."""
+        """Send it to both sides, as the router does, if both are alive."""
         life = self.lives[request.id]
         prefill, decode = self.groups[request.prefill], self.groups[request.decode]
         if not (prefill.is_alive and decode.is_alive):
@@ -161,10 +162,9 @@ class World:
             self.clock.after(seconds, self.abort, request, side, told)
 
     def _follow(self, request: Request) -> None:
-        """It has the number of an earlier one, which SGLang has to be done with (the guard of
-        guards/room_reuse.py): decode has closed it, and prefill has ended it, or sent all of its
-        target to readers that still live, as before decode has it computed again (true
-        retraction)."""
+        """Send a request with the number of an earlier one once SGLang is done with that (the guard
+        of guards/room_reuse.py): decode has closed it, and prefill has ended it, or sent all of its
+        target to readers that still live, as before decode has it recomputed (true retraction)."""
         former = self.lives[request.after]
         receivers = self.groups[request.decode].handles.get(request.after, ())
         senders = self.groups[request.prefill].handles.get(request.after, ())
@@ -178,7 +178,7 @@ class World:
             self.clock.after(again, self._follow, request)
 
     def abort(self, request: Request, side: str, told: bool) -> None:
-        """`told`: the other side hears of it."""
+        """Abort it on one side. `told`: the other side hears of it."""
         other = "decode" if side == "prefill" else "prefill"
         self.groups[getattr(request, side)].fail(request, "aborted")
         if told:
@@ -198,7 +198,7 @@ class World:
             self.log.append(f"{self.clock.now:10.4f} ***    {text}")
 
     def run(self) -> None:
-        """Raises Finding where an invariant is broken."""
+        """Run it. Raises Finding if an invariant is broken."""
         try:
             self.clock.run(LIMIT)
             self.checks.at_the_end()
@@ -206,7 +206,8 @@ class World:
             self._forget_jobs()
 
     def _forget_jobs(self) -> None:
-        """The garbage collector does not look at jobs, and would keep all that they refer to."""
+        """Drop all jobs, which the garbage collector does not look at: it would keep all that they
+        refer to."""
         self.clock._heap.clear()
         for process in self.processes:
             process.copiers_end()

@@ -38,12 +38,12 @@ class _Side:
         self.details: list[tuple[str, str]] = []
 
     def tell(self, method: Callable[..., None], *args: Any, **more: Any) -> None:
-        """Call the machine, and leave for later what it asks for."""
+        """Call the machine, and leave its actions for later."""
         self.machine.advance(self.now)
         method(*args, **more)
 
     def do(self, method: Callable[..., None], *args: Any, **more: Any) -> None:
-        """Call the machine, and do what it asks for."""
+        """Call the machine, and carry out its actions."""
         self.tell(method, *args, **more)
         self.act()
 
@@ -56,7 +56,7 @@ class _Side:
         raise NotImplementedError
 
     def until(self, when: float, step: float = 0.1) -> None:
-        """Tick up to then, and at it."""
+        """Tick until `when` inclusive."""
         step *= self.times.patience
         while self.now + step < when:
             self.now += step
@@ -73,9 +73,9 @@ class _Side:
 
 
 class Prefill(_Side):
-    """`gone`: connections that READYs leave for, to be read by nobody. `unreachable`: those that
-    take no message. `slow`: readers that acknowledge what `acknowledge` says; others do at once.
-    `sent`: tokens that readers were sent, by generation; `pages`: of the chunks they came from.
+    """`gone`: connections whose READYs nobody reads. `unreachable`: those that take no message.
+    `slow`: readers that acknowledge only when `acknowledge` says so; others do it immediately.
+    `sent`: tokens sent to readers, by generation; `pages`: the pages of the chunks they came from.
     `most`: tokens that fit a slot."""
 
     def __init__(self, slots: int = SLOTS, patience: float = 1.0, most: int = TOKENS) -> None:
@@ -133,13 +133,13 @@ class Prefill(_Side):
     def message(
         self, room: int, reader: bytes = READER, generation: int = 0, readers: int = 1
     ) -> Open:
-        """`generation`: the room's number unless given."""
+        """Make an OPEN. `generation`: by default the room's number."""
         return Open(3, room, generation or room, PREFILL, reader, readers, (0, 4), 0, 1 << 20)
 
     def open(
         self, room: int, reader: bytes = READER, generation: int = 0, readers: int = 1
     ) -> None:
-        """The reader is its own connection."""
+        """Open a room; the reader's name is also its connection."""
         message = self.message(room, reader, generation, readers)
         self.do(self.machine.received, reader, message)
 
@@ -152,14 +152,15 @@ class Prefill(_Side):
         self.do(self.machine.add_chunk, handle, 0, tokens, True, pages)
 
     def request(self, room: int, tokens: int) -> None:
-        """One whose target is sent."""
+        """Begin a request whose target is already sent."""
         self.begin(room, room, tokens)
         self.do(self.machine.target_sent, room)
 
 
 class Decode(_Side):
-    """`hung`: peers whose reads do not end; `broken`: those whose reads fail. `held_copies`: a list
-    where copies do not end. `verdicts`: of rooms, by generation, and when."""
+    """`hung`: peers whose reads do not end; `broken`: those whose reads fail. `held_copies`: copies
+    that do not end, if it is a list. `verdicts`, `when`: each room's outcome and its time, by
+    generation."""
 
     def __init__(self, slots: int = SLOTS, patience: float = 1.0) -> None:
         super().__init__(slots, patience)
@@ -206,7 +207,7 @@ class Decode(_Side):
     def open(
         self, generation: int, *peers: bytes, segments: int = 4, patience: float = 99, **more: Any
     ) -> None:
-        """`segments`: of the prompt, from each of these peers."""
+        """Open a request. `segments`: how many each of these peers sends for the prompt."""
         sources = tuple(
             Source(peer, range(4), 1, 1 << 20, TOKENS, patience) for peer in peers or (PREFILL,)
         )
@@ -217,7 +218,7 @@ class Decode(_Side):
     def ready(
         self, generation: int, segments: int = 1, peer: bytes = PREFILL, last: bool = False
     ) -> None:
-        """The next ones."""
+        """Announce the next segments."""
         first = self._announced.get((generation, peer), 0)
         self._announced[generation, peer] = first + segments
         announced = tuple(

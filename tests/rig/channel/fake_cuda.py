@@ -1,10 +1,10 @@
-"""A CUDA driver on host memory, for cuda.py, whose kernels run in Triton's interpreter, and late.
+"""A CUDA driver on host memory, for cuda.py. Kernels run in Triton's interpreter, and late.
 
 Arguments pass through the prototypes of cuda.py, as they would on their way into libcuda. Copies
-and launches run when an event behind them is asked for the `late + 1`st time, or the stream is.
+and launches run when an event behind them is queried for the `late + 1`st time, or the stream is.
 
-Now and then another thread seems to capture a graph: calls that ask then fail with a code from 900
-to 908, and nothing has run. A thread has to make the device its own before its first call.
+Now and then another thread seems to capture a graph: queries then fail with a code from 900 to 908,
+and nothing has run. A thread must make the device its own before its first call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNBOUND = {
     "cuInit", "cuGetErrorName", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain",
     "cuCtxSetCurrent", "cuEventQuery", "cuThreadExchangeStreamCaptureMode",
 }  # fmt: skip
-"""Functions that need no current context, by their lists of errors in CUDA's manual."""
+"""Functions that need no current context, according to CUDA's manual."""
 ORDERED = {cuda.RDMA_SUPPORTED: 1, cuda.RDMA_FLUSH_OPTIONS: 1, cuda.RDMA_ORDERING: 100}
 INTERPRETING = threading.Lock()  # Triton's interpreter has one grid for all threads
 H100 = {cuda.MAJOR: 9, cuda.MINOR: 0, **ORDERED}
@@ -50,10 +50,10 @@ H100 = {cuda.MAJOR: 9, cuda.MINOR: 0, **ORDERED}
 
 class FakeCuda:
     """`attributes`: of the device. `log`: all calls with their arguments; `calls`: how often each
-    function was called. `captures`: the share of calls that ask which a capture is in the way
-    of. `answers`: codes of the next such calls, which say nothing of what runs. `fails`: a
-    function of which each call fails. `broken`: the device has failed, and runs nothing any more;
-    each call returns the error, as it does where the context is lost."""
+    function was called. `captures`: the share of queries that a graph capture makes fail.
+    `answers`: codes that the next queries return whatever is running. `fails`: a function whose
+    every call fails. `broken`: the device has failed and runs nothing more; every call returns the
+    error, as when the context is lost."""
 
     def __init__(
         self, late: int = 1, attributes: dict[int, int] | None = None, captures: float = 0.2
@@ -77,7 +77,7 @@ class FakeCuda:
         return cuda.Driver(0, self)
 
     def compiling(self) -> Any:
-        """In it Triton compiles for this driver."""
+        """Return a context in which Triton compiles for this driver."""
         return mock.patch.object(kernels.triton, "compile", self._compile)
 
     def _compile(self, source: Any, target: Any, options: Any) -> Any:
@@ -115,7 +115,8 @@ class FakeCuda:
             return UNKNOWN
 
     def _run_to(self, event: int | None) -> int:
-        """By one thread at a time: another one would find an event whose kernel still runs."""
+        """Run the queue up to an event. One thread at a time, or another would find an event whose
+        kernel is still running."""
         with self._running:
             while not self.broken and self._queue and (event is None or event in self._queue):
                 work = self._queue.popleft()

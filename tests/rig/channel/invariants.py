@@ -1,5 +1,6 @@
-"""What is violated of a state machine's and its slots' invariants, at any time; and what is left on
-an idle rank."""
+"""Violations of a state machine's and its slots' invariants, which hold at any time; and what is
+left on an idle rank.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def violations(machine: Any) -> list[str]:
 
 
 def slot_violations(pool: SlotPool) -> Iterator[str]:
-    """Each slot is free or held, once."""
+    """Yield violations: each slot must be either free or held, and counted once."""
     held, free = set(pool._owner), set(pool._free)
     if len(pool._free) != len(free) or held & free or held | free != set(range(pool.count)):
         yield f"slots: {len(pool._free)} free and {len(held)} held of {pool.count}"
@@ -33,7 +34,7 @@ def slot_violations(pool: SlotPool) -> Iterator[str]:
 
 
 def outstanding(machine: Any) -> dict[str, int]:
-    """How many of each kind requests still hold; empty on an idle rank."""
+    """Count what requests still hold, by kind; empty on an idle rank."""
     found = {"rooms": len(machine._requests)}
     if isinstance(machine, Decode):
         segments = machine._segments
@@ -48,14 +49,15 @@ def outstanding(machine: Any) -> dict[str, int]:
 
 
 def left(worker: Any) -> list[str]:
-    """What is wrong with an idle rank's channel. A slot may be published, if its reader died."""
+    """Return what is wrong with an idle rank's channel. A dead reader's slots may stay
+    published."""
     found = ["a thread of the draft channel has ended"] if worker.broken else []
     held = outstanding(worker._machine).items()
     return found + [f"{count} {name} left" for name, count in held if name != "published"]
 
 
 def left_by(manager: Any) -> list[str]:
-    """The same of SGLang's manager, which has none without the plugin."""
+    """Return the same for SGLang's manager, which has no channel without the plugin."""
     channels = (getattr(manager, f"{side}_channel", None) for side in ("prefill", "decode"))
     return [line for channel in channels if channel is not None for line in left(channel)]
 
@@ -88,7 +90,7 @@ def _decode(machine: Any) -> Iterator[str]:
 
 
 def strikes(machine: Decode) -> dict[bytes, int]:
-    """How many count against a peer, of those that have any."""
+    """Return the number of strikes of each peer that has any."""
     return {peer: state.strikes for peer, state in machine.breaker._states.items()}
 
 

@@ -28,7 +28,7 @@ class Ticket:
 
 
 class OnDevice:
-    """numpy copies at once. Each batch has ended `took` seconds later, behind the one before."""
+    """numpy copies immediately. Each batch ends `took` seconds later, after the one before it."""
 
     max_batch, can_start, took = 2, True, 0.0
 
@@ -53,6 +53,6 @@ class OnDevice:
 
 
 class Quick(OnDevice):
-    """As long as the kernels are expected to take."""
+    """Takes as long as the kernels are expected to take."""
 
     max_batch, took = 64, 15e-6

@@ -1,6 +1,6 @@
 """Processes that read each other's memory over a data plane of the draft channel.
 
-Each test's body runs in a process of its own, the reader, which forks its peers before either has
+Each test's body runs in its own process, the reader, which forks its peers before any of them has
 an engine.
 """
 
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A data plane, what the environment has besides ENV, and where a reader and its peers are."""
+    """A data plane, its environment in addition to ENV, and where a reader and its peers are."""
 
     plane: str
     env: Mapping[str, str] = {}
@@ -73,13 +73,12 @@ def new_plane(address: int, way: Way, place: Place) -> DataPlane:
 
 @cache
 def pattern(seed: int) -> np.ndarray:
-    """A peer's memory."""
     return np.frombuffer(np.random.default_rng(seed).bytes(SIZE), np.uint8)
 
 
 @dataclass
 class Served:
-    """A peer's process, from the reader's side."""
+    """A peer's process, as the reader sees it."""
 
     process: Any
     pipe: Any
@@ -105,8 +104,8 @@ class Served:
 
 class Reader:
     """A plane over memory that holds CANARY, and peers whose memory is random. Reads are numbered;
-    extents are offsets into both memories, and lengths. `ends`: the errors of those that have
-    ended. `then`: their bytes at that time. `later`: peers which the test begins."""
+    an extent is an offset into each memory, and a length. `ends`: the errors of ended reads.
+    `then`: the bytes at that time. `later`: how many peers the test itself begins."""
 
     def __init__(self, way: str, peers: int, later: int = 0) -> None:
         self.way, of = way, WAYS[way]
@@ -124,7 +123,7 @@ class Reader:
         return self.plane.connect(self.peers[of].endpoint, seconds)
 
     def start(self, peer: Peer, *extents: tuple[int, int, int], of: int = 0) -> int:
-        """It waits for no peer, which would take a stopped one's 30 s."""
+        """Start a read. This must not wait for the peer: a stopped one would take 30 s."""
         here, there, tag = self.address, self.peers[of].address, len(self.started)
         self.started.append((of, extents))
         began = time.monotonic()
@@ -133,14 +132,14 @@ class Reader:
         return tag
 
     def look(self) -> None:
-        """Each read ends once. All its bytes are there then, if it says so."""
+        """Note the reads that have ended, each once. Without an error, all bytes must be there."""
         for tag, error in self.plane.ended():
             assert tag not in self.ends
             self.ends[tag], self.then[tag] = error, self.bytes_of(tag)
             assert error or all(self.landed(tag)), "it has not ended"
 
     def wait(self, *tags: int, seconds: float = PATIENCE_S) -> list[str | None]:
-        """Their errors, "" of those that were right, None of those that run."""
+        """Wait for reads. Return their errors: "" if correct, None if still running."""
         until = time.monotonic() + seconds
         self.look()
         while not self.ends.keys() >= set(tags) and time.monotonic() < until:
@@ -149,13 +148,13 @@ class Reader:
         return [self.ends.get(tag) for tag in tags]
 
     def check_read(self, peer: Peer, of: int = 0) -> None:
-        """A read that is right."""
+        """Check that a read is correct."""
         self.memory[GUARD : GUARD + 2 * MIB] = 0
         tag = self.start(peer, (GUARD, 5, MIB), (GUARD + MIB, 99, MIB), of=of)
         assert self.wait(tag) == [""]
 
     def check_nothing_lands(self, *tags: int) -> None:
-        """Of reads that have ended."""
+        """Check that nothing more lands after these reads have ended."""
         time.sleep(QUIET_S)
         for tag in tags:
             assert all(map(np.array_equal, self.then[tag], self.bytes_of(tag))), "it had not ended"
@@ -164,13 +163,13 @@ class Reader:
         return [self.memory[to : to + length].copy() for to, _, length in self.started[tag][1]]
 
     def landed(self, tag: int) -> list[bool]:
-        """Of each extent, whether it is there."""
+        """Return for each extent whether it has arrived."""
         of, extents = self.started[tag]
         there = [pattern(self.peers[of].seed)[at : at + length] for _, at, length in extents]
         return list(map(np.array_equal, self.bytes_of(tag), there))
 
     def stop_midway(self, peer: Peer) -> int:
-        """Stop the first peer when a part of a list has landed, and not all."""
+        """Stop the first peer when a list has landed in part."""
         begins = np.array([to + byte for to, _, _ in LIST for byte in range(8)])
         for _ in range(100):
             self.memory[:] = CANARY
@@ -196,7 +195,7 @@ def fork_peer(seed: int, way: Way) -> Served:
 
 
 def serve(pipe: Any, other: Any, seed: int, way: Way) -> None:
-    """A peer's life: what it is asked to do besides is a function of its own memory."""
+    """Run a peer. It does what it is asked to: functions of its own memory."""
     die_with_parent()
     other.close()
     os.environ.update(pipe.recv())
@@ -211,7 +210,7 @@ def serve(pipe: Any, other: Any, seed: int, way: Way) -> None:
 
 
 def over(*ways: Any, peers: int = 1, later: int = 0) -> Callable[..., Any]:
-    """A test whose body runs in the reader's process, over each way."""
+    """Make a test whose body runs in the reader's process, once for each way."""
 
     def test_of(body: Callable[[Reader], None]) -> Any:
         @pytest.mark.parametrize("way", ways)
@@ -231,7 +230,7 @@ def go(way: str) -> Way:
 
 
 def enter(way: Way) -> Way:
-    """From now on this process's environment is that of the way."""
+    """Give this process the environment of the way."""
     for name in ("MC_TCP_ENABLE_CONNECTION_POOL", "MC_FORCE_TCP", "MOONCAKE_PROTOCOL", "UCX_TLS"):
         os.environ.pop(name, None)
     os.environ.update({**ENV, **way.env})
@@ -249,7 +248,7 @@ def read(way: str, body: Callable[[Reader], None], peers: int, later: int = 0) -
 
 
 def check_bytes(reader: Reader) -> None:
-    """Of many lists at once, of mixed lengths, from two peers, at any offset, side by side."""
+    """Read many lists together: mixed lengths, from two peers, at any offset, side by side."""
     peers = [reader.connect(0), reader.connect(1)]
     random = np.random.default_rng(0)
     sizes = (1, 2, 7, 64, 4095, 4096, 65_537, MIB, MIB + 13) * 4
@@ -273,8 +272,8 @@ def check_bytes(reader: Reader) -> None:
 
 
 def check_endpoints(reader: Reader) -> None:
-    """Two servers may name the same rank, and a rank is reconnected while it is in use: who
-    forgets it takes it from nobody else."""
+    """Two servers may name the same rank, and a rank may be reconnected while in use: forgetting it
+    must not take it away from anybody else."""
     one, two = reader.connect(), reader.connect()
     reader.check_read(one)
     reader.plane.forget(one)
@@ -295,7 +294,7 @@ def check_endpoints(reader: Reader) -> None:
 
 
 def mooncake_names_each_instance(reader: Reader, first: Peer) -> None:
-    """What Mooncake knows of a name it never asks for again."""
+    """Mooncake never asks again about a name it knows."""
     other = msgspec.structs.replace(first.endpoint, instance=b"another one")
     second = reader.plane.connect(msgspec.msgpack.encode(other))
     assert len({first.link, second.link, reader.connect().link}) == 2

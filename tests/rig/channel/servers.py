@@ -1,5 +1,6 @@
-"""A decode rank and the prefill servers that it knows: HTTP, threads and sockets are real ones, and
-so are the ranks of both sides. SGLang's own table is stood in for."""
+"""A decode rank and the prefill servers that it knows: HTTP, threads, sockets and the ranks of both
+sides are real. Only SGLang's own table is faked.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +38,13 @@ def row(instance: bytes, address: str, staging: StagingFacts) -> Row:
 
 
 def row_of(prefill: Prefill, **changes: Any) -> Row:
-    """What this rank publishes, or something else in part of it."""
+    """Return what this rank publishes, with these fields changed."""
     own = row(prefill.instance, prefill.channel.address, prefill.row.staging)
     return msgspec.structs.replace(own, **changes)
 
 
 class Site:
-    """`facts`: the row of the one rank of each server, by its address. `reasons`: why requests
-    were refused."""
+    """`reasons`: why requests were refused."""
 
     def __init__(self) -> None:
         self.times = Times(PATIENCE)
@@ -73,13 +73,13 @@ class Site:
         return wait_for(lambda: self.servers.ensure(address)) and bool(self.table.get(address))
 
     def peer(self, address: str) -> bytes:
-        """The one rank of a server that is ready."""
+        """Return the only rank of a server that is ready."""
         infos = [{"rank_ip": HOST, "rank_port": PORT}]
         (source,) = self.servers.plan(address, infos, None).sources
         return source.peer
 
     def request(self, address: str, prefill: Prefill) -> str:
-        """What becomes of one: warm, or why it is cold."""
+        """Return the outcome of a request: warm, or why it is cold."""
         self._rooms += 1
         use = prefill.send(self._rooms, TOKENS)
         found = self.ended(self.decode.open(self._rooms, TOKENS, self.peer(address)))
@@ -87,14 +87,14 @@ class Site:
         return found
 
     def ended(self, entry: ReceiveHandle) -> str:
-        """What becomes of one that was opened."""
+        """Return the outcome of a request that is already open."""
         self.decode.channel.target_arrived(entry)
         assert wait_for(lambda: entry.state is not None)
         self.decode.channel.close(entry)
         return entry.reason or "warm"
 
     def held(self) -> dict[str, int]:
-        """How much is held for prefill servers."""
+        """Count what is held for prefill servers."""
         channel: Any = self.decode.channel
         return {
             "servers": len(self.servers._servers), "sockets": len(channel._links._links),
@@ -112,13 +112,13 @@ class Site:
 
 
 def answer_of(*rows: Row) -> bytes:
-    """To GET /mixkv."""
+    """Return the answer to GET /mixkv."""
     return b'{"protocol":%d,"rows":%b}' % (PROTOCOL[1], msgspec.json.encode(rows))
 
 
 @contextmanager
 def publishing(*rows: Row, host: str = HOST, port: int = 0) -> Iterator[str]:
-    """A prefill server's address, and these rows are its answer to GET /mixkv."""
+    """Yield the address of a prefill server that answers GET /mixkv with these rows."""
     body = answer_of(*rows)
     with serving(lambda _: (200, body), host, port) as address:
         yield address

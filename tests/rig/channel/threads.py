@@ -1,5 +1,5 @@
 """Both sides of the draft channel in one process, without SGLang: their threads, sockets, slots and
-copies are the real ones. Reads alone are stood in for, by copies that a test holds back or breaks.
+copies are real. Only reads are faked, by copies that a test can hold back or break.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Event:
 
 
 class Reads(DataPlane):
-    """`held`: reads do not end. `broken`: so many of the next ones fail. `damage`: bytes of what
-    is read that come out wrong, counted from either end. `_peers`: those that are not released."""
+    """`held`: reads do not end. `broken`: how many of the next reads fail. `damage`: offsets of the
+    bytes that are read wrong, counted from either end. `_peers`: those not yet released."""
 
     name = "copies"
 
@@ -97,9 +97,9 @@ class Reads(DataPlane):
 
 
 class Reporter:
-    """`seen`, `details`: of all notes. `bytes`, `copying`: of all copies, and seconds.
-    `announcing`: seconds from chunks to their READYs. `ticks`: how often the channel's thread
-    looked at its clock."""
+    """`seen`, `details`: of all notes. `bytes`, `copying`: the bytes and seconds of all copies.
+    `announcing`: seconds from each chunk to its READY. `ticks`: how often the channel's thread has
+    ticked."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -124,8 +124,8 @@ class Reporter:
 
 
 def stop(worker: Any) -> None:
-    """End the threads of a channel, which in a server end with the process, and close what they
-    have. Copies that are in flight end before; nothing is read by a copy any more."""
+    """End a channel's threads, which in a server end with the process, and close what they hold.
+    Copies in flight end first; no copy reads anything after this."""
     worker._stopping = True
     worker._queue.wake()
     worker._thread.join(SOON_S)
@@ -144,10 +144,10 @@ def stop(worker: Any) -> None:
 
 
 class _Side:
-    """What both have. `memory`: the pool's rows, K and V beside each other, on pages of their own
-    that `take_away` unmaps, as SGLang's memory saver does. `device`: makes GpuRows of a pool and
-    its staging; None: threads copy. `rows`, `staging`, `plane` and `on_device`, GpuRows of both,
-    can be given, on a GPU for example; then `memory` is not what is transferred."""
+    """What both sides have. `memory`: the pool's rows, K and V beside each other, on pages of their
+    own that `take_away` unmaps, as SGLang's memory saver does. `device`: makes GpuRows of a pool
+    and its staging; None if threads copy. `rows`, `staging`, `plane` and `on_device` (GpuRows for
+    both) can be passed in, for example on a GPU; then `memory` is not what is transferred."""
 
     device: Callable[[DraftRows, Staging], Any] | None = None
 
@@ -170,12 +170,12 @@ class _Side:
         self.store = Store(self.rows, self.staging, self.plane, on_device)
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
-        """Of a segment that fits a slot of either side."""
+        """Return the tokens of a segment that fits a slot on either side."""
         size = min(self.staging.slot_bytes, slot_bytes) - SLOT_OVERHEAD
         return size // (self.rows.bytes_per_head * heads)
 
     def take_away(self) -> None:
-        """From now on the process dies of a byte that is read or written there."""
+        """Make any further access to the pool kill the process."""
         address, size = self.memory.ctypes.data, self.memory.nbytes
         no_access = 0  # PROT_NONE
         found = ctypes.CDLL(None).mprotect(
@@ -207,14 +207,14 @@ class Prefill(_Side):
             stop(self.channel)
 
     def pages(self, tokens: int, events: Sequence[Event] = ()) -> Pages:
-        """The last ones of its pool, the last one first."""
+        """Return the last pages of the pool, in reverse."""
         return Pages(np.arange(PAGES)[::-1][: -(-tokens // PAGE)], PAGE, events)
 
     def send(
         self, room: int, tokens: int, first: int = 0, events: Sequence[Event] = (),
         pages: Pages | None = None,
     ) -> SendHandle:  # fmt: skip
-        """A request of one chunk."""
+        """Send a request of one chunk."""
         handle = self.channel.begin(room)
         self.channel.add_chunk(handle, first, tokens, True, pages or self.pages(tokens, events))
         return handle
@@ -230,7 +230,7 @@ class Decode(_Side):
         self.channel = DecodeWorker(machine, self.store, times, self.notes, restarted, lost)
 
     def reach(self, row: Any, server: str = "") -> bytes:
-        """The peer, to which this rank is connected then."""
+        """Connect to this rank, and return its peer."""
         link = self.channel.dial(row, server)
         self.channel.add(link)
         return link.peer
@@ -244,8 +244,7 @@ class Decode(_Side):
         self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None,
         source: Source | None = None, pages: Any = None, page: int = PAGE,
     ) -> ReceiveHandle:  # fmt: skip
-        """Of tokens [first, first + tokens), in every second page of its pool unless `pages` has
-        other ones."""
+        """Open a request for tokens [first, first + tokens), by default in every second page."""
         source = source or Source(peer, HEADS, 1, SLOTS, SEGMENT)
         if pages is None:
             pages = np.arange(0, PAGES, 2)[: -(-tokens // PAGE)]
@@ -263,8 +262,8 @@ class Decode(_Side):
 
 
 class Channel:
-    """A prefill rank and a decode rank that is connected to it. `close` also looks for what they
-    leave behind."""
+    """A prefill rank and a decode rank connected to it. Leaving the context also checks for leaked
+    threads."""
 
     def __init__(self, times: Times | None = None) -> None:
         self.times, self._before = times or Times(), set(threading.enumerate())
@@ -279,7 +278,7 @@ class Channel:
         return self.decode.open(room, tokens, self.prefill.instance, **more)
 
     def state(self, handle: ReceiveHandle) -> tuple[str, str]:
-        """What became of a room, and why."""
+        """Wait for a room's outcome; return it and its reason."""
         assert wait_for(lambda: handle.state is not None), "the room is not decided"
         assert handle.state is not None
         return handle.state.value, handle.reason
@@ -287,8 +286,8 @@ class Channel:
     def request(
         self, room: int, tokens: int = 20, arrived: bool = False, **more: Any
     ) -> tuple[str, str]:
-        """One from its beginning to its end, with every byte compared. `arrived`: its target is
-        there, so that it waits for draft KV no longer than it may."""
+        """Run a whole request, and compare every byte. `arrived`: its target is there, so its wait
+        for draft KV is limited."""
         sent, handle = self.prefill.send(room, tokens), self.open(room, tokens, **more)
         if arrived:
             self.decode.channel.target_arrived(handle)
@@ -299,7 +298,7 @@ class Channel:
         return found
 
     def same(self, handle: ReceiveHandle) -> bool:
-        """Whether its rows are those that prefill has for them."""
+        """Return whether its rows equal prefill's."""
         tokens = handle.opened.end - handle.opened.first_token
         there = self.prefill.memory[:, self.prefill.pages(tokens).rows(0, tokens)]
         return bool(np.array_equal(self.decode.rows_of(handle), there))
@@ -309,8 +308,8 @@ class Channel:
         self.decode.channel.close(handle)
 
     def check_three_at_once(self) -> None:
-        """Rooms of one segment and of several, the last one behind a prefix: all are right, and
-        each byte is counted once on either side."""
+        """Run rooms of one segment and of several, the last after a prefix: all must be right, and
+        each byte counted once on either side."""
         rooms = [(1, 1, 0), (2, 20, 0), (3, 64, 8)]
         handles = [self.open(number, tokens, first=first) for number, tokens, first in rooms]
         sent = [self.prefill.send(number, tokens, first) for number, tokens, first in rooms]
@@ -331,7 +330,7 @@ class Channel:
         assert not [t.name for t in here if t.name.startswith("mixkv-")]
 
     def at_rest(self) -> bool:
-        """Whether nothing is left of any room, and every slot is free."""
+        """Return whether soon nothing is left of any room, and every slot is free."""
         sides = self.prefill, self.decode
         return wait_for(
             lambda: (

@@ -1,4 +1,4 @@
-"""HTTP servers of a test's own, in a thread: one that answers, and some that do not."""
+"""HTTP servers for a test, each in a thread: one that answers, and some that do not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STEP_S = 0.05
 def serving(
     answer: Callable[..., tuple[int, bytes]], host: str = "127.0.0.1", port: int = 0
 ) -> Iterator[str]:
-    """Its address. `answer`: of a path with its query, a status and a body; may block. A POST's
-    JSON, and its Authorization, are further arguments. `host`: "" for all addresses of this
-    machine."""
+    """Yield a server's address. `answer`: takes a path with its query, and returns a status and a
+    body; it may block. For a POST it also gets the JSON and the Authorization header. `host`: ""
+    for all addresses of this machine."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -50,14 +50,14 @@ def serving(
 
 
 def many(address: str, count: int) -> list[str]:
-    """As many addresses of a server that listens at all addresses of this machine."""
+    """Return so many addresses of a server that listens on all addresses of this machine."""
     return [f"127.0.1.{number}:{address.rpartition(':')[2]}" for number in range(1, count + 1)]
 
 
 @contextmanager
 def silent(begin: bytes = b"", drip: bytes = b"") -> Iterator[str]:
-    """A server that takes each connection and its question, and sends `begin`, and `drip` again and
-    again, but no answer that ends. At all addresses of this machine."""
+    """A server that accepts each connection and sends `begin`, then `drip` repeatedly, but never a
+    complete answer. It listens on all addresses of this machine."""
     stop, listener = threading.Event(), socket.create_server(("", 0), backlog=256)
 
     def run() -> None:

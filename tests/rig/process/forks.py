@@ -1,4 +1,4 @@
-"""Work in a process of its own, which may publish arguments, keep hooks and start threads."""
+"""Work in a forked process, which may publish arguments, keep hooks and start threads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 STRETCH = float(os.environ.get("MIXKV_STRETCH", "1"))
-"""By which a slow machine's limits of time are longer."""
+"""A slow machine multiplies its time limits by this."""
 LIMIT_S = 120 * STRETCH
 PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """This process ends with the one that started it, however that ends."""
+    """End this process when its parent ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def in_fork(what: Callable[[], Any], on_error: Callable[[BaseException], Any] = repr) -> Any:
-    """What it returns in a fork, or what `on_error` makes there of its exception."""
+    """Call it in a fork; return its result, or what `on_error` there makes of its exception."""
     context = mp.get_context("fork")
     here, there = context.Pipe()
 

@@ -1,4 +1,4 @@
-"""What a process holds, and what of it has grown."""
+"""What a process holds, and which of it has grown."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 Held = Mapping[str, int]
 
 SLACK = {"threads": 6, "fds": 24, "sockets": 24, "rss_mib": 64}
-"""What is made when it is first needed: Mooncake has up to four sockets to each peer."""
+"""For what is created on first use: Mooncake has up to four sockets to each peer."""
 
 
 def resources() -> dict[str, int]:
-    """What this process holds."""
+    """Count what this process holds."""
     fds = list(_existing_fds())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
@@ -27,14 +27,14 @@ def resources() -> dict[str, int]:
 
 
 def _existing_fds() -> Iterable[str]:
-    """What the open descriptors are; one may be closed while they are listed."""
+    """Yield what the open descriptors refer to; one may be closed during the listing."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(f"/proc/self/fd/{fd}")
 
 
 def grown(warm: Held, end: Held, slack: Held) -> list[str]:
-    """What has, by more than its slack, as text."""
+    """Describe what has grown by more than its slack."""
     return [
         f"{name} grew from {warm[name]} to {end[name]}"
         for name in warm
@@ -43,7 +43,7 @@ def grown(warm: Held, end: Held, slack: Held) -> list[str]:
 
 
 def leaks(warm: Held, now: Callable[[], Held], slack: Held, seconds: float = 5) -> list[str]:
-    """What has grown and stays so: what is being closed gets some time."""
+    """Describe what has grown and stays so for `seconds`: closing takes time."""
     deadline = time.monotonic() + seconds
     while (found := grown(warm, now(), slack)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A store of Mooncake's: a master, and a node whose memory outlives the servers that use it."""
+"""A Mooncake store: a master, and a node whose memory outlives the servers that use it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MIB = 1024 * 1024
 
 
 def store(fleet: Fleet, **more: Any) -> dict[str, Any]:
-    """What SGLang's `--hicache-storage-backend-extra-config` says of it, and more, once it serves.
-    Servers give it no memory of their own."""
+    """Start a store, and return SGLang's `--hicache-storage-backend-extra-config` for it, plus
+    `more`. Servers contribute no memory to it."""
     ports = [free_port() for _ in range(3)]
     rpc, metrics, node = map(str, ports)
     master = f"{HOST}:{rpc}"
@@ -45,7 +45,7 @@ def store(fleet: Fleet, **more: Any) -> dict[str, Any]:
 
 
 def stored(config: dict[str, Any]) -> int:
-    """How many objects it has, once no more are written."""
+    """Return how many objects it holds, once no more are being written."""
     url, last = f"http://{HOST}:{config['master_metrics_port']}/metrics", -1
     while True:
         found = re.findall(r"^master_key_count (\d+)", request("GET", url).text, re.MULTILINE)

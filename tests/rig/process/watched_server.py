@@ -1,10 +1,10 @@
-"""`sglang.launch_server` whose ranks write what they hold, twice a second, into a file each.
+"""`sglang.launch_server` whose ranks each write what they hold to a file, twice a second.
 
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
     left     what is wrong with the plugin's channel; nothing without the plugin
 
-SGLang's child processes import this file as well, before they apply hooks.
+SGLang's child processes also import this file before they apply hooks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def state(scheduler: Any) -> dict[str, Any]:
 
 
 def tables(manager: Any) -> list[str]:
-    """What SGLang's tables of rooms hold in an idle manager, with the plugin or without."""
+    """Return what SGLang's tables of rooms hold in an idle manager, with or without the plugin."""
     left = {name: getattr(manager, name, None) for name in TABLES}
     return [
         f"{n} holds {sorted(t, key=str)[:5]}" for n, t in left.items() if isinstance(t, dict) and t
@@ -49,7 +49,7 @@ def tables(manager: Any) -> list[str]:
 
 
 def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of Scheduler.__init__."""
+    """Replace Scheduler.__init__."""
     original(scheduler, *args, **kwargs)
     path = Path(os.environ[STATE_DIR_ENV], f"{os.getpid()}.json")
 

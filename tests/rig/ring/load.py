@@ -19,14 +19,14 @@ for folder in reversed(os.environ["PYTHONPATH"].split(os.pathsep)):
 
 
 def import_sglang() -> None:
-    """Import what the ranks need, but for Mooncake's engine, which starts threads."""
+    """Import what the ranks need, except Mooncake's engine, which starts threads."""
     for module in ("mooncake", "decode", "nixl"):
         importlib.import_module(f"sglang.srt.disaggregation.{module}")
     importlib.import_module("sglang.srt.managers.scheduler")
 
 
 def load_sglang() -> None:
-    """Import it, and load its plugins."""
+    """Import SGLang, and load its plugins."""
     import_sglang()
     from sglang.srt.plugins import load_plugins
 

@@ -20,7 +20,7 @@ class _Kept(logging.Handler):
 
 
 def keep_lines(words: str) -> Callable[[Rank], None]:
-    """For `Special.before`: the plugin's lines with these words are among the rank's reasons."""
+    """For `Special.before`: add the plugin's log lines with these words to the rank's reasons."""
 
     def keep(rank: Rank) -> None:
         log = logging.getLogger("sglang.sglang_mixkv")

@@ -1,5 +1,6 @@
-"""What one rank holds: SGLang's own pools, filled with the truth on prefill and with a canary on
-decode, and every byte of them compared at the end."""
+"""One rank's memory: SGLang's own pools, filled with the truth on prefill and with a canary on
+decode, and every byte compared at the end.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ SERVED_COLD = "success", "cold"
 
 @dataclass
 class Ended:
-    """One request, as a rank saw it. `state`: of its draft KV on decode, warm or cold; `reason`:
-    why it is, or why the request failed."""
+    """One request, as a rank saw it. `state`: warm or cold, on decode; `reason`: why, or why it
+    failed."""
 
     number: int
     began: float
@@ -31,8 +32,8 @@ class Ended:
 
 @dataclass
 class RankReport:
-    """What one rank says at the end. `wrong`: byte differences, as text. `counted`: the plugin's
-    series. `warm`: what a rank that serves traffic held once it had made all that it needs."""
+    """One rank's final report. `wrong`: byte differences, as text. `counted`: the plugin's series.
+    `warm`: what a rank that serves traffic held once it had created everything it needs."""
 
     side: str
     rank: int
@@ -45,17 +46,17 @@ class RankReport:
 
     @property
     def status(self) -> list[str]:
-        """Of this rank's requests, by their numbers."""
+        """Return the status of each of this rank's requests, by number."""
         return [one.status for one in sorted(self.ended, key=lambda one: one.number)]
 
     @property
     def cold(self) -> set[int]:
-        """Requests that were served without their draft KV, or a part of it."""
+        """Return the requests that were served without all of their draft KV."""
         return {one.number for one in self.ended if (one.status, one.state) == SERVED_COLD}
 
 
 class Memory:
-    """Pools, model state and metadata rows of one rank of a case. `report.wrong`: what differs."""
+    """Pools, model state and metadata of one rank of a case. `report.wrong`: the differences."""
 
     def __init__(self, case: Case, side: str, rank: int) -> None:
         self.case, self.side, self.rank = case, side, rank
@@ -73,7 +74,7 @@ class Memory:
         self.report = RankReport(side, rank)
 
     def allocate(self) -> None:
-        """Once SGLang has this rank's arguments and numbers."""
+        """Call this once SGLang has this rank's arguments and numbers."""
         self.sglang_pools: dict[str, Any] = {}
         self.pools = self._pools()
         self.state = self._state()
@@ -89,20 +90,21 @@ class Memory:
         ]
 
     def draft_args(self, side: str = "") -> str:
-        """How this side's (or that) KV args have the drafter: `channel`, in lists of its own;
-        `appended`, as SGLang does it; `hidden`: its pool is not seen."""
+        """Return how this side's (or the given side's) KV args have the drafter: `channel`, in
+        separate lists; `appended`, as in SGLang; `hidden`, its pool left out."""
         side = side or self.side
         opted_in = getattr(self.case, f"{side}_mixkv")
         way = "channel" if opted_in else "appended"
         return self.case.special.draft_args.get(side, way)
 
     def _aux_number(self, rank: int) -> int:
-        """Which aux rows a prefill rank has: as SGLang's, equal on all that may send a request."""
+        """Return which aux rows a prefill rank has: as in SGLang, those of all possible senders
+        agree."""
         tp, pp, dp = (getattr(self.case, f"prefill_{name}") for name in ("tp", "pp", "dp"))
         return rank // (tp * dp * pp) * dp + rank // tp % dp
 
     def _stage_layers(self) -> range:
-        """Stages are equal, where a case does not say how many layers each of them has."""
+        """Stages have equally many layers unless a case says otherwise."""
         sizes = [self.case.target.layers // self.pp_size] * self.pp_size
         if self.pp_size > 1:
             sizes = [*self.case.special.stage_layers] or sizes
@@ -118,7 +120,7 @@ class Memory:
         return drafts and self.stage == self.pp_size - 1
 
     def _pools(self) -> dict[str, list[np.ndarray]]:
-        """Views of SGLang's own pools: canary everywhere, on prefill also every request's rows."""
+        """Return views of SGLang's own pools: a canary, and on prefill every request's rows."""
         caches = {"target": self.case.target, "draft": self.case.draft}
         views = {}
         for name, cache in caches.items():
@@ -155,11 +157,11 @@ class Memory:
         return cache
 
     def _tables(self, name: str) -> list[np.ndarray]:
-        """For each request, its pages in the pool of that name."""
+        """Return each request's pages in the pool of that name."""
         return self._page_tables[name == "window"]
 
     def _rows(self, name: str, number: int) -> list[np.ndarray]:
-        """What this rank holds of a request once it has all of it, per entry."""
+        """Return what this rank holds of a complete request, per entry."""
         cache = self._cache(name)
         rows = model.cut(
             cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
@@ -170,7 +172,7 @@ class Memory:
         return [model.on_dcp_rank(row, self.dcp, rank) for row in rows]
 
     def _sent(self, name: str, number: int, entry: int) -> np.ndarray:
-        """Which rows of a request are written here, [pages, rows of a page]."""
+        """Return which rows of a request are written here, [pages, rows of a page]."""
         case, first = self.case, self._first_page(name, number)
         pages = case.pages(case.requests[number])
         sent = np.ones((pages, case.page_size), bool)
@@ -185,7 +187,7 @@ class Memory:
         return model.on_dcp_rank(sent, self.dcp, None if name == "draft" else self.dcp_rank)
 
     def _on_stage(self, name: str, cache: Cache, rows: list[np.ndarray]) -> list[np.ndarray]:
-        """Of the whole model's entries, those of this pipeline stage."""
+        """Return those of the whole model's entries that are on this pipeline stage."""
         if not name.startswith("target") or self.pp_size == 1:
             return rows
         if name == "target index":
@@ -201,7 +203,7 @@ class Memory:
                 entry[pages] = row
 
     def _state(self) -> dict[tuple[int, int], np.ndarray]:
-        """Views of a hybrid pool's state: canary, on prefill every request's rows."""
+        """Return views of a hybrid pool's state: a canary, and on prefill every request's rows."""
         if not self.case.hybrid:
             return {}
         state = model.state_of(self.case, self.sglang_pools["target"])
@@ -215,18 +217,17 @@ class Memory:
         return model.state_rows(self.case, number, key, slots.shape[2], self.tp, self.attn_rank)
 
     def mine(self, number: int) -> bool:
-        """Whether this rank takes part in the request."""
         if self.side == "prefill" and self.case.prefill_of(number) != self.server:
             return False
         return self.case.turn(number) % self.dp_size == self.dp_rank
 
     def watch(self) -> None:
-        """From now on it is known what every byte should be: what no request gets stays."""
+        """Remember every byte as it is: what belongs to no request must stay."""
         self.shadow = {name: [one.copy() for one in of] for name, of in self.memory.items()}
 
     def expect(self, number: int, is_cold: bool) -> None:
-        """A request has succeeded: each of its bytes is the truth, now and at the end. Of a cold
-        one each token's row of the drafter is that, or zeros."""
+        """A request has succeeded: each of its bytes must be the truth, now and at the end. If it
+        is cold, each of its tokens' draft rows may be zeros instead."""
         ways = {self.draft_args(side) for side in ("prefill", "decode")}
         moved = ways <= {"appended", "channel"} and not self.case.special.draft_stays
         for name, shadow in self.shadow.items():
@@ -244,8 +245,8 @@ class Memory:
                 self._differ(f"{name} entry {index}", rows, got, f" of request {number}")
 
     def compare(self) -> None:
-        """Every byte of every buffer: requests that succeeded hold the truth, all else its canary.
-        Memory of failed requests may hold anything, unless the case says otherwise."""
+        """Compare every byte of every buffer: successful requests must hold the truth, all else its
+        canary. Failed requests' memory may hold anything, unless the case says otherwise."""
         failed = [one.number for one in self.report.ended if one.status != "success"]
         for name, shadow in self.shadow.items():
             for index, (want, got) in enumerate(zip(shadow, self.memory[name], strict=True)):
@@ -255,7 +256,7 @@ class Memory:
                 self._differ(f"{name} entry {index}", want, got)
 
     def _places(self, name: str, number: int) -> np.ndarray:
-        """Where a request of decode's lies in memory of that name."""
+        """Return where a request's data lies in decode's memory of that name."""
         return self._tables(name)[number] if name in self.pools else np.array([number + 1])
 
     def _truth(self, name: str, number: int) -> list[np.ndarray]:
@@ -267,13 +268,13 @@ class Memory:
         return self._rows(name, number)
 
     def _first_page(self, name: str, number: int) -> int:
-        """The request's first page that is sent: with a window those in its reach."""
+        """Return the first page of the request that is sent: with a window, the first in reach."""
         if name == "window":
             return model.window_start(self.case, number)
         return model.draft_start(self.case, number) if name == "draft" else 0
 
     def _aux_sender(self, number: int) -> int:
-        """The prefill process whose aux rows this rank must get: stock's target_tp_ranks[0]."""
+        """Return the prefill process whose aux rows belong here: stock's target_tp_ranks[0]."""
         case = self.case
         tp = case.prefill_tp
         rank = (

@@ -13,15 +13,15 @@ import numpy as np
 from rig.ring.special import Shared, Special
 
 BACKEND = "mooncake"
-"""SGLang's transfer backend of cases that do not name one."""
+"""The SGLang transfer backend of cases that do not name one."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One model's KV cache. `kind` mla: one latent row of `k_bytes` a token and layer.
-    mha: K and V rows of `heads` heads, `k_bytes` and `v_bytes` each. `dtype`: bf16 or fp8, or as
-    torch names it. `index_k`: for DSA (mla, pages of 64), whether each layer has index keys: one
-    that shares the top-k of an earlier layer has none."""
+    """One model's KV cache. `kind` mla: one latent row of `k_bytes` per token and layer. mha: K and
+    V rows of `heads` heads, `k_bytes` and `v_bytes` each. `dtype`: bf16 or fp8, or torch's name.
+    `index_k`: for DSA (mla, pages of 64), whether each layer has index keys: one that shares an
+    earlier layer's top-k has none."""
 
     kind: str
     layers: int = 1
@@ -36,7 +36,8 @@ class Cache:
         return self.kind == "mla"
 
     def widths(self) -> list[int]:
-        """Bytes a token and head, per entry: K of every layer, then V of every layer."""
+        """Return the bytes per token and head, per entry: K of every layer, then V of every
+        layer."""
         if self.is_mla:
             return [self.k_bytes] * self.layers
         return [self.k_bytes] * self.layers + [self.v_bytes] * self.layers
@@ -54,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """Equal prefill servers, one decode server, some requests, sent to them in turns."""
+    """Equal prefill servers, one decode server, and requests, which take the former in turn."""
 
     prefill_tp: int
     decode_tp: int
@@ -82,8 +83,8 @@ class Case:
     shared: Shared = field(default_factory=Shared, hash=False, compare=False)
 
     def cache(self, name: str) -> Cache | None:
-        """The cache of that name. SGLang sends the target's layer with a `window`, and the index
-        keys (`... index`), page by page too, but as state."""
+        """Return the cache of that name. SGLang sends the target's layers with a `window`, and its
+        index keys (`... index`), page by page too, but as state."""
         if name == "window":
             return replace(self.target, layers=1)
         cache = self.target if name.startswith("target") else self.draft
@@ -96,7 +97,7 @@ class Case:
         return number % self.prefills
 
     def turn(self, number: int) -> int:
-        """The number among the requests of one prefill server: it picks the DP ranks."""
+        """Return a request's number among those of its prefill server, which picks the DP ranks."""
         return number // self.prefills
 
     def all_rounds(self) -> tuple[tuple[int, ...], ...]:
@@ -106,13 +107,14 @@ class Case:
         return self.prefill_dcp if side == "prefill" else self.dcp
 
     def pages(self, request: Request, dcp: int = 1) -> int:
-        """Of a request, as a side with so many DCP ranks numbers them."""
+        """Count a request's pages, as a side with so many DCP ranks numbers them."""
         return -(-request.tokens // (self.page_size * dcp))
 
     @property
     def by_token(self) -> bool:
-        """Whether senders hear how many tokens a chunk has, as from SGLang's schedulers; else
-        whole pages are sent. SGLang's own transfer asks for it between unlike DCP ranks alone."""
+        """Return whether senders are told a chunk's number of tokens, as by SGLang's schedulers;
+        otherwise whole pages are sent. SGLang's own transfer needs it only between different DCP
+        sizes."""
         return self.prefill_dcp != self.dcp or (self.prefill_mixkv and self.decode_mixkv)
 
     @property
@@ -122,8 +124,8 @@ class Case:
 
 
 def heads_of_rank(heads: int, tp: int, rank: int) -> slice:
-    """QKVParallelLinear's rule, restated (sglang/srt/layers/linear.py); checked against
-    SGLang itself in test_loading_rule.py."""
+    """Restate QKVParallelLinear's rule (sglang/srt/layers/linear.py); test_loading_rule.py checks
+    it."""
     if tp >= heads:
         first = rank // (tp // heads)
         return slice(first, first + 1)
@@ -135,7 +137,7 @@ INDEX_K_BYTES = 132  # a token: 128 in fp8, and a scale
 
 
 def whole(case: Case, name: str, cache: Cache, request: int) -> list[np.ndarray]:
-    """Unsharded rows of one request: per entry [pages, page_size, heads, bytes]."""
+    """Return one request's unsharded rows: per entry [pages, page_size, heads, bytes]."""
     rng = np.random.default_rng([case.seed, request, NAMES.index(name)])
     pages = case.pages(case.requests[request])
     heads = 1 if cache.is_mla else cache.heads
@@ -146,16 +148,16 @@ def whole(case: Case, name: str, cache: Cache, request: int) -> list[np.ndarray]
 
 
 def cut(cache: Cache, entries: list[np.ndarray], tp: int, rank: int) -> list[np.ndarray]:
-    """The rows as a rank of this TP size holds them."""
+    """Return the rows as a rank of this TP size holds them."""
     if cache.is_mla:
         return entries
     return [entry[:, :, heads_of_rank(cache.heads, tp, rank)] for entry in entries]
 
 
 def on_dcp_rank(entry: np.ndarray, dcp: int, rank: int | None) -> np.ndarray:
-    """Rows [pages, page_size, ...] of a request in the pages of a server with so many DCP ranks,
-    zeros behind them: of the target each rank has every so-many-th token (layers/dcp/layout.py),
-    of the drafter, `rank` None, all of them."""
+    """Return a request's rows [pages, page_size, ...] in the pages of a server with `dcp` ranks,
+    followed by zeros: of the target, each rank has every dcp-th token (layers/dcp/layout.py); of
+    the drafter (`rank` None), all."""
     pages, page_size, *rest = entry.shape
     there = -(-pages // dcp)
     tokens = np.zeros((there * dcp * page_size, *rest), entry.dtype)
@@ -167,9 +169,9 @@ def on_dcp_rank(entry: np.ndarray, dcp: int, rank: int | None) -> np.ndarray:
 def sglang_pool(
     case: Case, cache: Cache, tp: int, rank: int, layers: int, first_layer: int = 0, dcp: int = 1
 ) -> Any:
-    """The KV pool that SGLang's model runner builds for these layers of a cache on one rank.
+    """Return the KV pool that SGLang's model runner builds for these layers of a cache on one rank.
 
-    `dcp`: of a drafter beside DCP ranks, so many; its pages are as much larger
+    `dcp`: for a drafter, the number of DCP ranks it is beside; its pages are larger by that factor
     (mem_cache/kv_cache_configurator.py, pool_page_size)."""
     import torch
     from sglang.srt.mem_cache.memory_pool import (
@@ -211,8 +213,8 @@ def sglang_pool(
 
 
 def hybrid_pool(case: Case, full: Any, tp: int, layers: range) -> Any:
-    """The pool around `full` that SGLang builds for a model of full and linear-attention layers,
-    a slot of state a request. Odd layers are full, even ones linear."""
+    """Return the pool around `full` that SGLang builds for a model of full and linear-attention
+    layers, with one state slot per request. Odd layers are full, even ones linear."""
     import torch
     from sglang.srt.configs.mamba_utils import (
         Mamba2CacheParams,
@@ -241,7 +243,7 @@ def hybrid_pool(case: Case, full: Any, tp: int, layers: range) -> Any:
 
 
 def state_of(case: Case, pool: Any) -> dict[tuple[int, int], np.ndarray]:
-    """A hybrid pool's state, by (tensor, layer): [slots, heads on rank, bytes]."""
+    """Return a hybrid pool's state, by (tensor, layer): [slots, heads on rank, bytes]."""
     ids, dims = pool.get_state_layer_ids(), pool.get_state_dim_per_tensor()
     found = {}
     for index, (ptr, length) in enumerate(zip(*pool.get_state_buf_infos()[:2], strict=True)):
@@ -254,7 +256,7 @@ def state_of(case: Case, pool: Any) -> dict[tuple[int, int], np.ndarray]:
 def entries_of(
     case: Case, pool: Any, cache: Cache, tp: int, rank: int, dcp: int = 1
 ) -> list[np.ndarray]:
-    """The pool's buffers as bytes, per entry [pages, page_size, heads, bytes]."""
+    """Return the pool's buffers as bytes, per entry [pages, page_size, heads, bytes]."""
     import torch
 
     buffers = pool.kv_buffer if cache.is_mla else [*pool.k_buffer, *pool.v_buffer]
@@ -264,27 +266,27 @@ def entries_of(
 
 
 def index_entries_of(case: Case, pool: Any) -> list[np.ndarray]:
-    """The index keys of the layers that have them, in the shape of `entries_of`."""
+    """Return the index keys of the layers that have them, in the shape of `entries_of`."""
     shape = (case.pool_pages, case.page_size, 1, INDEX_K_BYTES)
     return [b.numpy().reshape(shape) for b in pool.index_k_with_scale_buffer if len(b)]
 
 
 def canary(seed: list[int], shape: tuple[int, ...]) -> np.ndarray:
-    """Random bytes that no transfer may touch."""
+    """Return random bytes that no transfer may touch."""
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
 def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:
-    """For each request, the pages it has on that side (all ranks of a side agree).
+    """Return each request's pages on that side (all ranks of a side agree).
 
-    `pool` 1: in the pool of the target's layers with a window, which has numbers of its own."""
+    `pool` 1: in the pool of the target's layers with a window, which has its own numbering."""
     sizes = [case.pages(r, case.dcp_of(side)) for r in case.requests]
     order, ends = _page_order(case, side, pool), np.cumsum(sizes)
     return [order[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def surplus_pages(case: Case, side: str, number: int) -> np.ndarray:
-    """Pages beyond its prompt that a request has on that side: `Special.surplus`, 0 to 2."""
+    """Count a request's pages beyond its prompt on that side: `Special.surplus`, 0 to 2."""
     first = sum(case.pages(r, case.dcp_of(side)) for r in case.requests) + 2 * number
     count = case.special.surplus.get(side, 0)
     return _page_order(case, side)[first : first + count]
@@ -298,7 +300,7 @@ def _page_order(case: Case, side: str, pool: int = 0) -> np.ndarray:
 
 
 def draft_bytes(case: Case) -> int:
-    """What all decode ranks together need of the drafter: each head that a rank holds, once."""
+    """Count the bytes of the drafter that all decode ranks need: each head on a rank, once."""
     if case.draft is None or case.draft.is_mla:
         return 0  # SGLang moves the rows of an MLA drafter
     per_rank = len(range(case.draft.heads)[heads_of_rank(case.draft.heads, case.decode_tp, 0)])
@@ -310,13 +312,13 @@ def draft_bytes(case: Case) -> int:
 
 
 def window_start(case: Case, request: int) -> int:
-    """First page that the target's window reaches (prefill.py, _swa_payload)."""
+    """Return the first page that the target's window reaches (prefill.py, _swa_payload)."""
     return max(0, case.requests[request].tokens - case.target_window) // case.page_size
 
 
 def draft_start(case: Case, request: int) -> int:
-    """First page of the drafter's that decode asks for: its last page may hold one token, before
-    which the window begins, on a page."""
+    """Return the first draft page that decode asks for: the last page may hold one token, the
+    window lies before that token, and begins on a page."""
     if not case.draft_window:
         return 0
     size = case.page_size * case.dcp
@@ -327,9 +329,9 @@ def draft_start(case: Case, request: int) -> int:
 def state_rows(
     case: Case, request: int, key: tuple[int, int], width: int, tp: int, rank: int
 ) -> np.ndarray:
-    """One state tensor of one request on one rank: [heads on rank, width].
+    """Return one state tensor of one request on one rank: [heads on rank, width].
 
-    Cut by TP rank like SGLang's mamba states (dim 0 of the per-slot tensor)."""
+    It is cut by TP rank like SGLang's mamba states (dim 0 of the per-slot tensor)."""
     rng = np.random.default_rng([case.seed, request, 77, *key])
     rows = rng.integers(0, 256, (STATE_HEADS, width), np.uint8)
     per_rank = STATE_HEADS // tp

@@ -1,5 +1,4 @@
-"""One rank in its own process: its memory, its KV args and its manager, driven as SGLang's
-schedulers drive them."""
+"""One rank in its own process: its memory, KV args and manager, run as SGLang's schedulers do."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ PAUSE_S = {"prefill": 5e-4, "decode": 1e-3}
 
 @dataclass
 class OpenRequest:
-    """One that a rank works on, by SGLang's sender or receiver. `chunks`: what prefill has not sent
-    yet; `published`: decode's metadata went out."""
+    """A request in progress on a rank, with SGLang's sender or receiver. `chunks`: what prefill has
+    yet to send; `published`: decode's metadata went out."""
 
     handle: Any
     chunks: list[np.ndarray] = field(default_factory=list)
@@ -105,7 +104,7 @@ class Rank(Memory):
         return self.case.shared.pp_groups.get(key)
 
     def _queue(self) -> SimpleNamespace:
-        """What `_init_kv_manager` of SGLang's queues reads of them."""
+        """Return what `_init_kv_manager` reads of SGLang's queues."""
         from sglang.srt.disaggregation.utils import TransferBackend
         from sglang.srt.runtime_context import get_server_args
 
@@ -136,8 +135,8 @@ class Rank(Memory):
         )  # fmt: skip
 
     def start_manager(self) -> None:
-        """SGLang's queue makes it, with the plugin's hook around. The drafter's configuration and
-        window are the case's."""
+        """Have SGLang's queue make it, within the plugin's hook. The case sets the drafter's
+        configuration and window."""
         from sglang.srt.disaggregation.decode import DecodePreallocQueue
         from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
@@ -168,12 +167,12 @@ class Rank(Memory):
 
     @property
     def plugin(self) -> Any:
-        """The plugin's reporter of this rank; None where SGLang runs alone."""
+        """Return the plugin's reporter on this rank; None if SGLang runs alone."""
         local = getattr(self.manager, "local", None)
         return local.reporter if local is not None else None
 
     def counted(self) -> Counter[tuple[str, ...]]:
-        """The plugin's series of this process; nothing where SGLang runs alone."""
+        """Return the plugin's series in this process; nothing if SGLang runs alone."""
         from prometheus_client import REGISTRY, generate_latest
 
         if self.plugin is None:
@@ -189,12 +188,12 @@ class Rank(Memory):
         return [*self.case.special.rooms] or [100 + i for i in range(len(self.case.requests))]
 
     def address(self, number: int) -> str:
-        """The bootstrap server of the request's prefill server."""
+        """Return the bootstrap address of the request's prefill server."""
         host = self.case.special.hosts.get("prefill", Rank.host)
         return f"{host}:{self.ports[self.case.prefill_of(number)]}"
 
     def run(self) -> None:
-        """All requests, round by round; on decode every byte is compared. None begins before every
+        """Run all requests, round by round; on decode compare every byte. None begins before every
         rank has its fault."""
         if faults := self.case.special.faults:
             faults.get((self.side, self.rank), lambda _: None)(self)
@@ -229,7 +228,8 @@ class Rank(Memory):
             )  # fmt: skip
 
     def is_known(self, number: int) -> bool:
-        """Whether a request's prefill server is: SGLang's scheduler asks again later as well."""
+        """Return whether a request's prefill server is known; if not, the caller asks again
+        later."""
         return bool(self.manager.try_ensure_parallel_info(self.address(number)))
 
     def _receiver(self, number: int, deadline: float) -> Any:
@@ -243,7 +243,7 @@ class Rank(Memory):
         return receiver
 
     def step(self, limit_s: float) -> None:
-        """Go on with all requests, in turns, as a scheduler does; none may take longer."""
+        """Advance all requests in turn, as a scheduler does; none may take longer."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         names = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
@@ -298,8 +298,8 @@ class Rank(Memory):
         return [pages[i : i + step] for i in range(0, len(pages), step)] or [pages]
 
     def state_indices(self, number: int) -> list[np.ndarray] | None:
-        """What names a request's state on this side, kind by kind: pages of its window, a slot,
-        pages of its index keys."""
+        """Return what names a request's state on this side, kind by kind: pages of its window, a
+        slot, pages of its index keys."""
         found = []
         if self.case.target_window:
             found.append(self._tables("window")[number][model.window_start(self.case, number) :])
@@ -310,12 +310,12 @@ class Rank(Memory):
         return found or None
 
     def left_behind(self) -> list[str]:
-        """What this idle rank should not have."""
+        """Return what this idle rank should not have."""
         return left_behind(self.manager, self.slack_s)
 
 
 def start_mooncake(host: str, devices: str | None = None) -> None:
-    """SGLang makes the engine before the managers."""
+    """Make the engine before the managers, as SGLang does."""
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
         init_mooncake_transfer_engine,
     )
@@ -324,7 +324,7 @@ def start_mooncake(host: str, devices: str | None = None) -> None:
 
 
 def stock_class(rank: Rank, kind: str) -> Any:
-    """SGLang's class of a backend that one of the plugin's is made of."""
+    """Return the SGLang class of a backend from which one of the plugin's is made."""
     return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
 
 
@@ -334,7 +334,7 @@ def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
 
 
 def tokens_in(rank: Rank, sender: Any, chunk: np.ndarray) -> int | None:
-    """Of the prompt, in a chunk that is sent next; None where a case does not say."""
+    """Return the prompt's tokens in the chunk that is sent next; None if the case does not say."""
     if not rank.case.by_token:
         return None
     size = rank.case.page_size * rank.case.prefill_dcp
@@ -343,7 +343,7 @@ def tokens_in(rank: Rank, sender: Any, chunk: np.ndarray) -> int | None:
 
 
 def reason_of(handle: Any) -> str:
-    """Why a sender or receiver failed; ends it, as SGLang's schedulers do."""
+    """Return why a sender or receiver failed, and end it, as SGLang's schedulers do."""
     try:
         handle.failure_exception()
     except Exception as error:
@@ -367,7 +367,7 @@ def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
 
 
 def left_behind(manager: Any, seconds: float) -> list[str]:
-    """What an idle manager should not have, once its workers have had time to tidy up."""
+    """Return what an idle manager should not have, once its workers have had time to tidy up."""
     threads = getattr(manager, "_worker_threads", ())  # NIXL's keeps none
     ended = [f"thread {t.name} has ended" for t in threads if not t.is_alive()]
     deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""SGLang's deferred release of what failed requests hold, without a scheduler around it."""
+"""SGLang's deferred release of what failed requests hold, without the scheduler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ class Releases:
     """What failed requests of a decode rank hold until no write to it can be in flight.
 
     SGLang's own deferred release decides: DecodeTransferQueue._defer_release and
-    resolve_deferred_releases (disaggregation/decode.py), here without a scheduler around them.
-    """
+    resolve_deferred_releases (disaggregation/decode.py)."""
 
     def __init__(self) -> None:
         from sglang.srt.disaggregation import decode
@@ -38,7 +37,7 @@ class Releases:
         return len(self.queue._deferred_releases)
 
     def hold(self, receiver: Any, free: Callable[[], None] = lambda: None) -> None:
-        """As pop_transferred does with a failed request. `free`: its pages may be used again."""
+        """Hold a failed request's pages, as pop_transferred does. `free`: they may be reused."""
         if not receiver.abort_notified:
             receiver.ensure_abort_notified(force_arm=True)
         req = SimpleNamespace(bootstrap_room=receiver.bootstrap_room)
@@ -51,7 +50,7 @@ class Releases:
         self.queue.resolve_deferred_releases()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until all is released; with `seconds`, so long in any case."""
+        """Wait until all is released, and in any case for `seconds` if given."""
         end = time.monotonic() + (seconds or 0)
         while time.monotonic() < end or (seconds is None and len(self)):
             self.resolve()

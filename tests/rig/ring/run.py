@@ -29,8 +29,8 @@ from rig.ring.unserved import skip_unserved
 from sglang_mixkv.engine.releases import sglang_version
 
 REPORT_S = 3 * LIMIT_S
-"""The longest time without a report. It is longer than a rank waits for others, so that the rank
-can say what did not come."""
+"""The longest time without a report. It exceeds a rank's wait for others, so that the rank can say
+what did not come."""
 LOOK_S = 0.05
 SIDES = "prefill", "decode"
 
@@ -57,7 +57,7 @@ class Outcome:
         return "\n".join(reason for r in self.prefill + self.decode for reason in r.reasons)
 
     def total(self, *key: str) -> float:
-        """Of the series with this name and these first labels, over all ranks."""
+        """Sum the series with this name and these first labels over all ranks."""
         found = [one for r in self.prefill + self.decode for one in r.counted.items()]
         return sum(value for at, value in found if at[: len(key)] == key)
 
@@ -97,14 +97,14 @@ def _rank_main(
 
 
 def ranks_of(case: Case) -> list[Key]:
-    """The ranks of both sides."""
+    """Return the ranks of both sides."""
     prefill = case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
     decode = case.decode_tp * case.decode_dp
     return [*(("prefill", r) for r in range(prefill)), *(("decode", r) for r in range(decode))]
 
 
 def _skip_what_0_5_21_does_not_move(case: Case) -> None:
-    """Of targets, with the plugin and without (docs/compatibility.md)."""
+    """Skip targets that 0.5.21 does not move with or without the plugin (docs/compatibility.md)."""
     if sglang_version() != "0.5.21":
         return
     if not all(case.target.index_k):
@@ -114,7 +114,7 @@ def _skip_what_0_5_21_does_not_move(case: Case) -> None:
 
 
 def run(case: Case) -> Outcome:
-    """Run one case; every rank's process has ended when this returns."""
+    """Run one case; when this returns, every rank's process has ended."""
     _skip_what_0_5_21_does_not_move(case)
     skip_unserved(case.algorithm, dcp_size=case.dcp, disaggregation_decode_enable_radix_cache=False)
     servers = start(case, [free_port() for _ in range(case.prefills)])
@@ -158,8 +158,8 @@ def check_right(case: Case, outcome: Outcome) -> Outcome:
 
 
 class Servers:
-    """All ranks of a case: their processes, and the pipes on which they report. `away`: those that
-    a test has killed."""
+    """All ranks of a case: their processes, and the pipes on which they report. `away`: those
+    killed by a test."""
 
     def __init__(
         self, case: Case, context: Any, ports: list[int], make: type[Rank] = Rank,
@@ -182,8 +182,8 @@ class Servers:
         self._pipes[key] = here
 
     def reports(self, limit_s: float = REPORT_S) -> dict[Key, RankReport]:
-        """All reports but those of ranks that were killed for good. `limit_s`: the longest time
-        without one."""
+        """Return all reports except those of ranks that were killed for good. `limit_s`: the
+        longest time without one."""
         found: dict[Key, RankReport] = {}
         until = time.monotonic() + limit_s
         while missing := [k for k in self._keys if k not in found and k not in self.away]:
@@ -209,7 +209,7 @@ class Servers:
 
     @staticmethod
     def _take(pipe: Any) -> RankReport | None:
-        """A rank's report; None when it ended without one."""
+        """Return a rank's report, None if it ended without one."""
         try:
             found: RankReport = pipe.recv()
         except (EOFError, OSError):

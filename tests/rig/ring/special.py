@@ -1,4 +1,4 @@
-"""What few cases of the ring set, and what the processes of a running case share."""
+"""Settings that few cases of the ring use, and what the processes of a running case share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Inject = Callable[[Any], None]
 
 @dataclass
 class Special:
-    """`faults`, `before`: called in a rank's process with the Rank, once its manager runs, and
+    """`faults`, `before`: called in a rank's process with the Rank, after its manager runs and
     before it is made."""
 
     faults: Mapping[Key, Inject] = field(default_factory=dict)

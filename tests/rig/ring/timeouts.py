@@ -1,4 +1,4 @@
-"""SGLang's timeouts, short enough to wait for, and what a fault leaves for a while."""
+"""SGLang's timeouts, shortened for tests, and what a fault leaves for a while."""
 
 from __future__ import annotations
 

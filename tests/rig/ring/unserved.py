@@ -1,4 +1,4 @@
-"""What the installed SGLang is refused with (engine/releases.py) cannot be tested on it."""
+"""Skips what the installed SGLang is refused with (engine/releases.py): it cannot be tested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_mixkv.engine import releases
 
 
 def skip_unserved(algorithm: str, **flags: Any) -> None:
-    """`flags`: other server arguments of the test's servers, of either side."""
+    """`flags`: further server arguments of the test's servers, on either side."""
     args = SimpleNamespace(speculative_algorithm=algorithm, **flags)
     for rule in releases.rules()[len(releases.ARGUMENT_RULES) :]:
         if rule.applies(args):
