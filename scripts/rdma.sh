@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # tests/rdma/ over RDMA verbs on any Debian machine: Debian's kernel, which has soft-RoCE, boots in
 # QEMU with this machine's file system as its root, under an overlay in memory. The kernel is
-# unpacked into .rdma/ once, and not installed. Options go to pytest, whose exit status this has; with
-# --full there is a second guest, another host.
+# unpacked into .rdma/ once, and not installed. Options go to pytest, whose exit status this has. It
+# runs test_smoke.py; with --full all of them, and there is a second guest, another host.
 # --here: no guest, but this machine's own RDMA devices, and nothing is changed on it. QEMU: another
 # one. RDMA_LIMIT_S: ends the guest (124). 77: QEMU or the kernel cannot be had.
 set -euo pipefail
@@ -10,7 +10,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$MIXKV_ROOT"
 MADE="$MIXKV_ROOT/.rdma/made" QEMU="${QEMU:-qemu-system-x86_64}" LIMIT_S="${RDMA_LIMIT_S:-7200}"
-TESTS=(-m pytest -p no:cacheprovider tests/rdma)
+FULL="$(printf '%s\n' "$@" | grep -x -e --full || true)" TESTS=(-m pytest -p no:cacheprovider tests/rdma)
+[ -n "$FULL" ] || TESTS[-1]=tests/rdma/test_smoke.py
 # An emulated guest reads this machine's time stamp counter, whose rate it would measure wrong on a
 # busy one: its clock went 2.6 times too fast.
 KHZ="$(awk '/bogomips/ {print int($3 * 500); exit}' /proc/cpuinfo)"
@@ -85,7 +86,6 @@ if [ "${1:-}" = --here ]; then
     exec python "${TESTS[@]}" "${@:2}"
 fi
 mkdir -p .rdma && GUESTS=() WORK="$(mktemp -d "$MIXKV_ROOT/.rdma/run.XXXXXX")"
-FULL="$(printf '%s\n' "$@" | grep -x -e --full || true)"
 trap 'end; rm -rf "$WORK"' EXIT
 tail -n +2 "$MADE/root/init" 2>/dev/null | cmp -s - tests/rdma/guest.sh || make_guest
 command -v "$QEMU" >/dev/null || cannot "there is no $QEMU"

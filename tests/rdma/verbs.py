@@ -75,6 +75,13 @@ def lose(percent: int, network: str = "wire1") -> None:
     subprocess.run(command.split(), check=True)
 
 
+def set_rate(rate: str) -> None:
+    """Of the guest's wire, both ways."""
+    for wire in "wire0", "wire1":
+        change = f"tc qdisc change dev {wire} root handle 1: tbf rate {rate} burst 100kb"
+        subprocess.run([*change.split(), "limit", "100mb"], check=True)
+
+
 def set_link(state: str) -> None:
     """Of the second device."""
     subprocess.run(["ip", "link", "set", "wire1", state], check=True)

@@ -264,7 +264,8 @@ def check_bytes(reader: Reader) -> None:
             tags.append(reader.start(peers[of], *extents[:count], of=of))
             del extents[:count]
         assert reader.plane.busy
-        assert reader.wait(*tags) == [""] * len(tags)
+        ends = reader.wait(*tags)
+        assert ends == [""] * len(tags), ends
         assert not reader.plane.busy
         for start, end in [*gaps, (local, SIZE)]:
             assert (reader.memory[start:end] == CANARY).all()
