@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sglang_mixkv.tools import as_json, parser, point
+from sglang_mixkv.channel.slots import share_of, slots_of
+from sglang_mixkv.draft.layout import readers_of
+from sglang_mixkv.tools import as_json, bounded, parser, point
 from sglang_mixkv.tools.plan_pair import Plan, make_plan
 from sglang_mixkv.tools.plan_server import GPUS, Server, read
 
@@ -31,6 +33,9 @@ def main(argv: list[str]) -> int:
     both = "GPU to resolve both lines for (default: the first on which SGLang starts them)"
     add("--gpu", choices=GPUS, help=both)
     add("--json", action="store_true", help="print JSON")
+    for role in ROLES:
+        of = f"number of {role} servers, to size each rank's slots (default: 1)"
+        add(f"--{role}-servers", metavar="N", type=bounded(1, 1000), default=1, help=of)
     args = vars(made.parse_args(argv))
     servers, errors = [], dict[str, str]()
     stdin = sys.stdin.read() if "-" in (args["prefill"], args["decode"]) else ""
@@ -49,7 +54,7 @@ def main(argv: list[str]) -> int:
         again = [read(one.role, args[one.role], gpu=[*GPUS][-1]) for one in servers]
         servers = servers if any(one.stock for one in again) else again
     plan = make_plan(*servers)
-    print(as_json(plan) if args["json"] else text(plan))
+    print(as_json(plan) if args["json"] else text(plan, *(args[f"{r}_servers"] for r in ROLES)))
     return 1 if plan.findings else 0
 
 
@@ -60,10 +65,11 @@ def _text(given: str, stdin: str) -> str:
     return Path(given).read_text(encoding="utf-8-sig", errors="replace")
 
 
-def text(plan: Plan) -> str:
+def text(plan: Plan, prefills: int = 1, decodes: int = 1) -> str:
+    """Return the answer for so many servers of each role."""
     lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
     if plan.need and (plan.need.needed or plan.prefill.enabled or plan.decode.enabled):
-        lines += _transfer(plan)
+        lines += _transfer(plan, prefills, decodes)
     lines += ["", "findings:" if plan.findings else "findings: none", *_list(plan.findings)]
     return "\n".join([*lines, *["notes:"] * bool(plan.notes), *_list(plan.notes)])
 
@@ -101,8 +107,9 @@ def _models(plan: Plan) -> Iterator[str]:
         yield f"drafter  {draft}, {draft.facts.algorithm}, {draft.facts.dtype}{bytes_of}"
 
 
-def _transfer(plan: Plan) -> Iterator[str]:
-    """Say what the plugin would move, and how much memory it takes."""
+def _transfer(plan: Plan, prefills: int, decodes: int) -> Iterator[str]:
+    """Say what the plugin would move, how much memory it takes, and how ranks share that at worst:
+    when every decode rank reads from every server."""
     facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
     if facts is None or facts != plan.prefill.facts:
         return
@@ -113,6 +120,19 @@ def _transfer(plan: Plan) -> Iterator[str]:
     yield f"reads    {heads} of the drafter's heads, {size:,} bytes per token, {where}"
     each = (f"{side.config.staging_mb:,} MiB on each {side.role} rank" for side in sides)
     yield f"staging  {', '.join(each)}, outside --mem-fraction-static"
+    groups = [side.attn_dp_size * side.dp_size for side in sides]
+    readers = decodes * groups[1] * readers_of(*(side.attention_tp for side in sides))
+    sources = prefills * groups[0] * ranks
+    counts, sizes = zip(*(slots_of(side.config.staging_mb) for side in sides), strict=True)
+    if slots := min(map(share_of, counts, (readers, sources))):
+        tokens = slots * facts.tokens_in(min(sizes), heads)
+        share = f"two ranks then share {slots} slots, which hold {tokens:,} tokens"
+    else:  # three quarters of the slots are shared, of 4 MiB each
+        enough = -(-16 * max(readers, sources) // 3)
+        share = f"then some have no slot; with --mixkv-staging-mb {enough} each has one"
+    busy = f"{readers:,} decode ranks read a prefill rank, and a decode rank reads {sources:,}"
+    busy += f" (--prefill-servers {prefills}, --decode-servers {decodes}): {share}"
+    yield from point(busy, "busy     ")
 
 
 def _list(points: Iterable[str]) -> list[str]:

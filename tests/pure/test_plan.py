@@ -184,6 +184,23 @@ def test_what_is_not_moved_has_no_figures() -> None:
     assert "\nstaging " in tool.text(make_plan(*pair(2, 1, 8, enabled=False)))
 
 
+@pytest.mark.parametrize(
+    ("readers", "staging_mb", "share"),
+    [(1, 256, "share 24 slots, which hold 49,176 tokens"), (48, 256, "share 1 slots, which hold"),
+     (49, 256, "--mixkv-staging-mb 262 each"), (128, 256, "--mixkv-staging-mb 683 each"),
+     (128, 679, "--mixkv-staging-mb 683 each"), (128, 683, "share 1 slots, which hold 2,049 t")],
+)  # fmt: skip
+def test_a_plan_says_how_servers_share_slots(readers: int, staging_mb: int, share: str) -> None:
+    """2 -> 1: a decode rank reads two prefill ranks of each server; a slot holds 2,049 tokens."""
+    prefill, decode = pair(2, 1, 8)
+    prefill = replace(prefill, config=Config(staging_mb=staging_mb))
+    said = " ".join(tool.text(make_plan(prefill, decode), 1, readers).split())
+    assert f"{readers} decode ranks read a prefill rank, and a decode rank reads 2 (" in said
+    assert share in said
+    groups = replace(decode, attn_dp_size=8)
+    assert "busy     24 decode ranks" in tool.text(make_plan(prefill, groups), 1, 3)
+
+
 # ---------------------------------------------------------------- findings
 
 
@@ -440,10 +457,11 @@ def test_exit_statuses(
     monkeypatch.setattr(sys, "stdin", io.StringIO(both.read_text()))
     assert tool.main(["--prefill", "-", "--decode", "-", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["need"]["needed"]
-    ray = ["--decode", flags(f"--use-ray {ROLE} decode")]
+    ray = ["--decode", flags(f"--use-ray {ROLE} decode"), "--decode-servers", "3"]
     assert tool.main([*prefill, *ray]) == 1
     found = capsys.readouterr().out
     assert "[MIXKV-START-03] decode: --use-ray is not" in found
+    assert "busy     3 decode ranks read a prefill rank" in found
     assert tool.main([*prefill, *ray, "--json"]) == 1
     plan = json.loads(capsys.readouterr().out)
     assert (plan["schema"], plan["need"]["wrong_share"], len(plan["findings"])) == (SCHEMA, 1, 1)
