@@ -22,6 +22,7 @@ from typing import Any
 
 VALIDATION = "handle_other_validations"
 _hook = functools.cache(pkgutil.resolve_name)
+_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}  # for these ServerArgs
 
 
 def register() -> None:
@@ -88,6 +89,9 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
     """Return SGLang's class with the plugin's mixin. Schedulers call this for each request."""
     server_args = _published()
+    checked, known = _handed_out.get((transfer_backend, class_type), (None, None))
+    if known is not None and checked is server_args:
+        return known
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     from sglang_mixkv import refusals
@@ -100,7 +104,10 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
     from sglang_mixkv.engine.manager import mixed
 
     stock = original(transfer_backend, class_type)
-    return mixed(stock, transfer_backend.value, class_type.value)
+    found = mixed(stock, transfer_backend.value, class_type.value)
+    if server_args is not None:
+        _handed_out[transfer_backend, class_type] = server_args, found
+    return found
 
 
 def _published() -> Any:

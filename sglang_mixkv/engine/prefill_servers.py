@@ -64,6 +64,8 @@ class _Server:
         self.cold: Cold = ""  # why all its requests are cold, if they are
         self.peers: list[Peer] = []
         self.ready = self.doubted = self.gone = False
+        # by the identities of SGLang's entries, which it keeps alive: SGLang frees them on its own
+        self.plans: dict[tuple[int, ...], tuple[Sequence[Any], Plan]] = {}
 
 
 class _Refusal(NamedTuple):
@@ -133,8 +135,13 @@ class PrefillServers:
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")
+        key = tuple(map(id, infos))
+        if key in server.plans:
+            return server.plans[key][1]
         try:
-            return make_plan(infos, server.rows, self._own, server.cold, address)
+            plan = make_plan(infos, server.rows, self._own, server.cold, address)
+            server.plans[key] = tuple(infos), plan
+            return plan
         except MixKVError as error:
             self._manager.local.reporter.refused(error)
             self._aborts.add(list(infos), receiver)

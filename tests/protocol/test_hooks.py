@@ -97,6 +97,7 @@ SENDER, RECEIVER = Named(value="sender"), Named(value="receiver")
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    monkeypatch.setattr(plugin, "_handed_out", {})
     return lambda args: monkeypatch.setattr(plugin, "_published", lambda: args)
 
 
@@ -114,6 +115,8 @@ def test_a_class_is_of_its_backend_and_kind_behind_a_check_of_these_arguments(
                     call.check_once(args), call.original(backend, kind), call.mixed(*of)
                 ]  # fmt: skip
                 steps.reset_mock(side_effect=False)
+                assert plugin.kv_class(steps.original, backend, kind).of == of  # type: ignore[attr-defined]
+                assert steps.mock_calls == [], "a request waits for this"
 
 
 def test_a_class_is_handed_out_behind_the_check_and_of_a_served_backend(

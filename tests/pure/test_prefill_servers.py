@@ -830,16 +830,21 @@ def test_the_end_of_a_refusals_minute_ends_nothing_later(
 
 
 def test_plans_are_those_of_the_ranks_that_a_request_has(site: Site, prefill: Prefill) -> None:
+    """They are made once. SGLang frees its entries when its pool is cleared, and new ones have
+    their identities."""
     rows = [row_of(prefill)] + [
         row_of(prefill, rank_port=PORT + rank, instance=draw_instance(), address="")
         for rank in range(1, 8)
     ]
     with publishing(*rows) as address:
         assert site.is_ready(address)
-        for rank in (*range(8), *range(8)):
-            infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT + rank}]
-            (source,) = site.servers.plan(address, infos, None).sources
+        for number in range(400):
+            infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT + (rank := number % 7)}]
+            plan = site.servers.plan(address, infos, None)
+            assert site.servers.plan(address, infos, None) is plan
+            (source,) = plan.sources
             assert source.peer[: len(rows[0].instance)] == rows[rank].instance
+            del infos
 
 
 # ---------------------------------------------------------------- refused requests
