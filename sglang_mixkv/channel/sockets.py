@@ -11,6 +11,7 @@ import queue
 import select
 import struct
 import time
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import zmq
@@ -21,8 +22,9 @@ from sglang_mixkv.channel.times import Times
 T = TypeVar("T")
 EAGER = 0.008  # seconds
 EAGER_MS, IDLE_MS = 0.2, 1
-# pyzmq makes enums of both at each use, which takes as long as querying a socket
-IN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
+# pyzmq makes enums of these at each use, which takes as long as querying a socket
+IN, EVENTS, NOBLOCK = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
+BATCH, FEW = 64, 4  # messages received from one socket per poll
 KEEPALIVE = 2  # seconds without a message, after which the kernel probes the peer
 _SLEEPS, _KEEPS = ctypes.CDLL(None), ctypes.PyDLL(None)
 _COUNT = ctypes.c_uint64(1)  # what an event adds to an eventfd
@@ -67,7 +69,7 @@ class Poller:
 
     The kernel reports a socket by its `zmq.FD`, which is readable from a change of the socket until
     the socket is next used, by any call. So a call may hide messages that came before it: a socket
-    that is new, had messages at the last poll, or was `used` since is also queried."""
+    that is new, may have more messages, or was `used` since the last poll is also queried."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -93,6 +95,21 @@ class Poller:
     def used(self, socket: zmq.Socket[bytes]) -> None:
         """Have the next poll query the socket. Call this before each send over it."""
         self._used.add(socket)
+
+    def received(self, socket: zmq.Socket[bytes]) -> Iterator[bytes]:
+        """Yield the first frame of each message of a ready socket, up to BATCH of them. The caller
+        takes the other frames. After a few messages it receives until there is none, since that
+        takes less time than to query the socket after each."""
+        for count in range(1, BATCH + 1):
+            try:
+                yield socket.recv(NOBLOCK)
+            except zmq.Again:  # none is left, or the connection has broken since
+                break
+            if count < FEW and not has_message(socket):
+                break
+        else:
+            return
+        self._used.discard(socket)
 
     def wait(self, tick: float, outstanding: bool) -> list[Any]:
         """Sleep up to `tick` seconds, and return what is ready. No file becomes readable when a

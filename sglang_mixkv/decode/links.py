@@ -14,7 +14,7 @@ import zmq
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import Message
-from sglang_mixkv.channel.sockets import Poller, has_message, new_context, new_socket
+from sglang_mixkv.channel.sockets import NOBLOCK, Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Peer, peer_of
@@ -23,9 +23,7 @@ from sglang_mixkv.draft.handshake import Row
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BATCH = 64  # messages taken from one peer per iteration
 CONNECT_S = 5.0
-NOBLOCK = int(zmq.NOBLOCK)  # pyzmq makes an enum of it at each use
 
 Dealer = zmq.Socket[bytes]
 
@@ -105,16 +103,12 @@ class Links:
     def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
         """Yield the messages that came over these sockets, a ValueError for each unreadable one."""
         for dealer in ready:
-            for _ in range(BATCH):
-                link = self._of_dealer.get(dealer)
-                if link is None or not has_message(dealer):
-                    break
-                try:
-                    yield link.peer, messages.decode(dealer.recv(NOBLOCK))
-                except zmq.Again:  # the connection has broken since
-                    break
-                except ValueError as error:
-                    yield link.peer, error
+            if (link := self._of_dealer.get(dealer)) is not None:
+                for frame in self._poller.received(dealer):
+                    try:
+                        yield link.peer, messages.decode(frame)
+                    except ValueError as error:
+                        yield link.peer, error
 
     # -- reads
 

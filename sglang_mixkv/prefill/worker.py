@@ -18,7 +18,7 @@ from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Reporter, Worker
-from sglang_mixkv.channel.sockets import endpoint, has_message, new_context, new_socket
+from sglang_mixkv.channel.sockets import NOBLOCK, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, Kind, Store
 from sglang_mixkv.draft.cuda import is_over
@@ -28,9 +28,7 @@ from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-BATCH = 64  # messages taken in one iteration
-NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # `|` of enums makes a new one each time
-RCVMORE = int(zmq.RCVMORE)
+SNDMORE, RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)  # pyzmq makes enums at each use
 
 
 class SendHandle:
@@ -132,10 +130,8 @@ class PrefillWorker(Worker):
             return True
 
     def _received(self) -> Iterator[Call]:
-        for _ in range(BATCH):
-            if not has_message(self._socket):
-                return
-            connection, frame = self._socket.recv(NOBLOCK), self._socket.recv(NOBLOCK)
+        for connection in self._poller.received(self._socket):
+            frame = self._socket.recv(NOBLOCK)
             while self._socket.getsockopt(RCVMORE):
                 frame = self._socket.recv(NOBLOCK) and b""  # the plugin's messages have one
             try:

@@ -21,7 +21,7 @@ import torch
 from rig.channel.invariants import outstanding
 from rig.channel.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
-from sglang_mixkv.channel import data_plane, loop
+from sglang_mixkv.channel import data_plane, loop, sockets
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.sockets import EventQueue
 from sglang_mixkv.channel.times import Times
@@ -29,7 +29,6 @@ from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill import worker as prefill_worker
 
 LOST_S = 8.0  # far from a tick, and from what takes milliseconds
 AT_ONCE_S = 0.03  # the best of some tries, on a machine that is busy
@@ -52,7 +51,7 @@ def channel(slow_tick: None) -> Iterator[Channel]:
 def test_looks_are_as_often_and_as_long_as_was_measured() -> None:
     """The machines need the first ten times a second."""
     assert (loop.TICK, loop.ASKED, copier.AT_ONCE) == (0.1, 30e-6, 256 << 10)
-    assert (prefill_worker.BATCH, links.BATCH, links.CONNECT_S) == (64, 64, 5.0)
+    assert (sockets.BATCH, links.CONNECT_S) == (64, 5.0)
     assert (data_plane.CONNECT_S, data_plane.POLL_S, data_plane.RETRY_S) == (10.0, 1e-3, 1e-2)
 
 

@@ -16,11 +16,11 @@ from rig.process.answers import silent
 from rig.process.resources import resources
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
-from sglang_mixkv.channel.sockets import Poller, new_context, new_socket
+from sglang_mixkv.channel.sockets import BATCH, Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode import links
-from sglang_mixkv.decode.links import BATCH, Link, Links
+from sglang_mixkv.decode.links import Link, Links
 
 PEER, HOST, SOON_MS, MANY = b"%08d" % 0, "127.0.0.1", 10_000, 100
 PATIENT = Times(100)  # nothing here is late
