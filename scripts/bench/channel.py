@@ -61,7 +61,7 @@ class AtOnce(Copier):
     done: Sequence[Ended] = ()
 
     def start(self, copies: Sequence[Copy]) -> None:
-        self.done = [*self.done, *((copy, SlotCheck.OK, 0.0) for copy in copies)]
+        self.done = [*self.done, *[(copy, SlotCheck.OK, 0.0) for copy in copies]]
 
     def _take(self) -> list[Ended]:
         found, self.done = list(self.done), ()

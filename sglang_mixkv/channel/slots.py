@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 from sglang_mixkv.channel.times import Times
 
 FEWEST, LARGEST, PAGE, LIST = 64, 4 << 20, 4096, 8
+NONE = float("inf"), 0  # what is published of a slot that is not: stamps begin at 1
 
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ class SlotPool:
         """Record that an owner is alive. `served`: it has read a slot; otherwise a message came,
         whose sender may have died since then, with others that hold slots."""
         signs, when = self._signs[served], now if served else now - self._times.unsure
-        oldest = next((since for since, _ in self._published.values()), float("inf"))
+        oldest, _ = next(iter(self._published.values()), NONE)
         while signs and signs[first := next(iter(signs))] < oldest:
             del signs[first]
         if when >= oldest:
@@ -118,22 +119,23 @@ class SlotPool:
         when the owner said that it had read them, None if it cannot have."""
         owner, wrong = None, []
         for slot, stamp in slots:
-            if self._published.get(slot, (None, None))[1] == stamp:
-                owner = self._owner[slot]
-                self.free(slot)
+            if self._published.get(slot, NONE)[1] == stamp:
+                owner = self.free(slot)
             else:
                 wrong.append(slot)
         if read is not None and owner is not None:
             self.sign(owner, read, served=True)
         return wrong
 
-    def free(self, slot: int) -> None:
+    def free(self, slot: int) -> Hashable:
+        """Free a slot; return its owner."""
         owner = self._owner.pop(slot)
         self._published.pop(slot, None)
         self.held[owner] -= 1
         if not self.held[owner]:
             del self.held[owner]
         self._free.append(slot)
+        return owner
 
     def expire(self, now: float) -> list[int]:
         """Free and return the slots whose ACK did not come within `slot_aside`."""

@@ -24,7 +24,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.segments import Job, Segments
-from sglang_mixkv.decode.transfer import Generation, Opened, Peer, RecentRooms, Request, Stage
+from sglang_mixkv.decode.transfer import Generation, Opened, Peer, RecentRooms, Request
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.series import FAILS, ColdReason
 
@@ -88,8 +88,7 @@ class Machine:
                 self._go_cold(request, ColdReason.UNPACK, error)
             return
         request.pending = False
-        for segment in request.of_stage(Stage.HELD):
-            self._segments.copy(segment)
+        self._segments.copy(request, request.of_stage("held"))
         if request.cold:
             self._clear(request)
 
@@ -168,16 +167,17 @@ class Machine:
         self._segments.end_read(read, self._clock, error)
         if error or self._clock > read.until:
             self._read_failed(read, error or "it took too long")
-        for segment in read.segments:
-            request = segment.request
-            if read.failed or not request.wants:
+        request = read.segments[0].request
+        if read.failed or not request.wants:
+            for segment in read.segments:
                 self._segments.remove(segment)
-                continue
-            request.progress = self._clock
-            if request.pending:
-                segment.stage = Stage.HELD
-            else:
-                self._segments.copy(segment)
+            return
+        request.progress = self._clock
+        if not request.pending:
+            self._segments.copy(request, read.segments)
+            return
+        for segment in read.segments:
+            segment.stage = "held"
 
     def _read_failed(self, read: act.StartRead, detail: str) -> None:
         read.failed = True
@@ -188,12 +188,14 @@ class Machine:
     def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
         requests: dict[Request, None] = {}
         self._segments.end_jobs(jobs)
+        is_placed = outcome is SlotCheck.OK
         for job in jobs:
             if isinstance(job, act.Clear):
                 self._cleared(job.request, outcome)
                 continue
+            self._segments.remove(job)
             requests[job.request] = None
-            if outcome is SlotCheck.OK:
+            if is_placed:
                 job.transfer.place(job)
                 if len(job.transfer.placed) == 1:
                     self.breaker.came(job.peer)
@@ -202,7 +204,7 @@ class Machine:
                 reason = ColdReason.STALE if is_stale else ColdReason.UNPACK
                 self._go_cold(job.request, reason, repr(outcome)[:300], job.peer)
         for request in requests:
-            if outcome is SlotCheck.OK:
+            if is_placed:
                 request.progress = self._clock
                 self._finish(request)
             if request.cold:
@@ -242,7 +244,7 @@ class Machine:
         if (first := request.placed_to) >= request.opened.end:
             self._decide(request, act.State.COLD)
         else:
-            self._segments.copy(act.Clear(request, first, request.opened.end))
+            self._segments.clear(request, first, request.opened.end)
 
     def _cleared(self, request: Request, outcome: Outcome) -> None:
         if request.decided or outcome is None:
@@ -266,7 +268,7 @@ class Machine:
         for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for request in list(self._requests.values()):
-            waiting = request.of_stage(Stage.WAITING)
+            waiting = request.of_stage("waiting")
             # prefill reuses a slot after `slot_aside`, whether it was read or not
             if waiting and self._clock - waiting[0].since >= request.limits.unread:
                 self._go_cold(request, ColdReason.SLOTS, "no slot was free", waiting[0].peer)

@@ -12,7 +12,7 @@ from sglang_mixkv.channel.actions import Send, StartCopies
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.decode import actions as act
-from sglang_mixkv.decode.transfer import Peer, Request, Segment, SourceTransfer, Stage
+from sglang_mixkv.decode.transfer import Peer, Request, Segment, SourceTransfer
 
 Job = Segment | act.Clear
 
@@ -34,7 +34,7 @@ class Segments:
         """Forget a segment that is in place, or never will be. Free its slot, and acknowledge it if
         it was not read yet."""
         del segment.request.segments[segment]
-        if segment.stage is Stage.WAITING:
+        if segment.stage == "waiting":
             self._turns.remove(segment.peer, segment)
             self.acknowledge(segment.peer, [segment.announced])
         else:
@@ -42,7 +42,7 @@ class Segments:
 
     def drop(self, request: Request) -> None:
         """Remove the waiting and held segments of a request that no longer needs them."""
-        for segment in request.of_stage(Stage.WAITING) + request.of_stage(Stage.HELD):
+        for segment in request.of_stage("waiting") + request.of_stage("held"):
             self.remove(segment)
 
     def acknowledge(self, peer: Peer, announced: Iterable[Announced]) -> None:
@@ -60,7 +60,7 @@ class Segments:
         if self._turns.owners:
             transfers: dict[SourceTransfer, list[Segment]] = {}
             for segment, slot in self._turns.take(self._slots, self._slots.count):
-                segment.slot, segment.stage = slot, Stage.READING
+                segment.slot, segment.stage = slot, "reading"
                 transfers.setdefault(segment.transfer, []).append(segment)
             for segments in transfers.values():
                 for first in range(0, len(segments), self._list):
@@ -94,7 +94,7 @@ class Segments:
     def late(self, request: Request, since: float) -> list[Peer]:
         """Return the peers to blame for missing rows: those with no segment waiting on this rank
         for a slot, a forward or a copy, and those with a read that began before `since`."""
-        here = {one.peer for one in request.segments if one.stage is not Stage.READING}
+        here = {one.peer for one in request.segments if one.stage != "reading"}
         here -= {read.peer for read in self._reads if read.began <= since}
         return [peer for peer in request.missing() if peer not in here]
 
@@ -104,18 +104,23 @@ class Segments:
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
-    def copy(self, job: Job) -> None:
-        """Request the copy of a segment from its slot to the pool, or of zeros."""
-        if isinstance(job, Segment):
-            job.stage = Stage.COPYING
-        self._copying.add(job)
-        self._jobs.append(job)
-        job.request.copying += 1
+    def copy(self, request: Request, segments: Sequence[Segment]) -> None:
+        """Request the copies of a request's segments from their slots to the pool."""
+        for segment in segments:
+            segment.stage = "copying"
+        self._start(request, segments)
+
+    def clear(self, request: Request, first: int, end: int) -> None:
+        """Request zeros for tokens [first, end)."""
+        self._start(request, [act.Clear(request, first, end)])
+
+    def _start(self, request: Request, jobs: Sequence[Job]) -> None:
+        self._copying.update(jobs)
+        self._jobs += jobs
+        request.copying += len(jobs)
 
     def end_jobs(self, jobs: Sequence[Job]) -> None:
-        """End these copies, and free the slots of segments."""
+        """End these copies."""
+        self._copying.difference_update(jobs)
         for job in jobs:
-            self._copying.remove(job)
             job.request.copying -= 1
-            if isinstance(job, Segment):
-                self.remove(job)

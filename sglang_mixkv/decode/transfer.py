@@ -16,7 +16,7 @@ WAITING --a slot is free--> READING --read_ended--> HELD, while an earlier forwa
 from __future__ import annotations
 
 from collections.abc import Hashable
-from enum import Enum
+from typing import Literal
 
 import msgspec
 
@@ -77,16 +77,12 @@ class Opened(msgspec.Struct, frozen=True):
     page_size: int = 1
 
 
-class Stage(Enum):
-    WAITING = "waiting"
-    READING = "reading"
-    HELD = "held"
-    COPYING = "copying"
+Stage = Literal["waiting", "reading", "held", "copying"]
 
 
 class Segment(msgspec.Struct, eq=False, gc=False):
     """`number`, `first`: its place in the transfer and its first token. `since`: when it was
-    announced. `slot`: this rank's, from READING on. The garbage collector does not track segments,
+    announced. `slot`: this rank's, once it is read. The garbage collector does not track segments,
     since each leaves its request's `segments`."""
 
     request: Request
@@ -96,7 +92,7 @@ class Segment(msgspec.Struct, eq=False, gc=False):
     number: int
     first: int
     since: float
-    stage: Stage = Stage.WAITING
+    stage: Stage = "waiting"
     slot: int = -1
 
 

@@ -28,7 +28,7 @@ from sglang_mixkv.decode.links import Link, Links
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.segments import Job
 from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Source
-from sglang_mixkv.draft.copier import Copy, Kind, Store
+from sglang_mixkv.draft.copier import Copy, Store
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.series import Cold, ColdReason
@@ -236,11 +236,11 @@ class DecodeWorker(Worker):
     def _copy_of(self, job: Job) -> Copy:
         handle, first = job.request.opened.handle, job.request.opened.first_token
         assert isinstance(handle, ReceiveHandle)
-        assert self._store is not None
         request = job, handle.gate, handle.pages
         if isinstance(job, act.Clear):
+            assert self._store is not None
             tokens = job.first_token - first, job.end - job.first_token
-            return Copy(Kind.CLEAR, *request, *tokens, self._store.rows.heads)
+            return Copy("clear", *request, *tokens, self._store.rows.heads)
         one, heads = job.announced, job.transfer.source.heads
         tokens = job.first - first, one.count
-        return Copy(Kind.UNPACK, *request, *tokens, heads, job.slot, one.stamp)
+        return Copy("unpack", *request, *tokens, heads, job.slot, one.stamp)

@@ -13,8 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -43,10 +42,8 @@ class Store(NamedTuple):
     device: GpuRows | None = None
 
 
-class Kind(StrEnum):
-    PACK = "pack"
-    UNPACK = "unpack"
-    CLEAR = "clear"
+Kind = Literal["pack", "unpack", "clear"]
+"""No enum: CPython 3.11 takes 0.1 us to look up a member, which the hot path does per slot."""
 
 
 class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -89,16 +86,16 @@ class Copier(ABC):
         """Return the jobs that have ended since the last call, with their outcomes: all that are OK
         in one list, each other job in its own."""
         found, made = list[tuple[list[Any], Outcome]](), list[Any]()
-        size, seconds = 0, 0.0
+        size, seconds, ok = 0, 0.0, SlotCheck.OK
         for copy, outcome, took in self._take():
-            if outcome is not SlotCheck.OK:
+            if outcome is not ok:
                 found.append(([copy.job], outcome))
                 continue
             made.append(copy.job)
-            if copy.kind is not Kind.CLEAR:
+            if copy.kind != "clear":
                 size, seconds = size + copy.tokens * len(copy.heads), seconds + took
         if made:
-            found.append((made, SlotCheck.OK))
+            found.append((made, ok))
         if size:
             self._moved(size * self._store.rows.bytes_per_head, seconds)
         return found
@@ -148,9 +145,9 @@ class HostCopier(Copier):
             return copy, None, 0.0
         try:
             rows, found = copy.pages.rows(copy.first, copy.tokens), SlotCheck.OK
-            if copy.kind is Kind.PACK:
+            if copy.kind == "pack":
                 pool.pack(rows, heads, staging.slot(slot), copy.stamp)
-            elif copy.kind is Kind.UNPACK:
+            elif copy.kind == "unpack":
                 found = pool.unpack(rows, heads, staging.slot(slot), copy.stamp)
             else:
                 pool.clear(rows)
@@ -194,7 +191,7 @@ class GpuCopier(Copier):
         self._launch()
 
     def _prepare(self, copy: Copy) -> Any:
-        slot = () if copy.kind is Kind.CLEAR else (copy.heads, copy.slot, copy.stamp)
+        slot = () if copy.kind == "clear" else (copy.heads, copy.slot, copy.stamp)
         return self._device.job(copy.pages.on(self._device), copy.first, copy.tokens, *slot)
 
     def _take(self) -> list[Ended]:

@@ -68,8 +68,9 @@ class Machine:
         """Advance the clock; call this before each method below. The clock stops while the process
         is stopped, since a slot's time without an ACK counts from its READY, which a stopped
         process sends only when it resumes."""
-        self._clock += min(max(0.0, now - self._seen), STEP)
-        self._seen = now
+        step, self._seen = now - self._seen, now
+        if step > 0:
+            self._clock += step if step < STEP else STEP
 
     def actions(self) -> list[Action]:
         """Return the actions since the last call, in the order in which they must be done."""
@@ -157,8 +158,9 @@ class Machine:
 
     def _opened(self, connection: bytes, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
-        limit = self._segment_tokens(len(opened.wanted), opened.slot_bytes) if opened.wanted else 0
-        if why := self._refusal(opened, limit):
+        wanted = opened.wanted
+        limit = self._segment_tokens(len(wanted), opened.slot_bytes) if wanted else 0
+        if why := self._refusal(opened, wanted, limit):
             self._refuse(connection, opened, *why)
             return
         if generation in self._transfers:
@@ -180,7 +182,7 @@ class Machine:
         if request is None or is_next:
             request = self._early.pop(number, None) or Request(number, self._clock)
             self._early[number] = request  # the least recently opened is first
-        transfer = ReaderTransfer(request, opened, connection, limit)
+        transfer = ReaderTransfer(request, opened, connection, wanted, limit)
         request.transfers[reader] = self._transfers[generation] = transfer
         request.readers, request.progress = max(request.readers, opened.readers), self._clock
         self._open[connection] += 1
@@ -188,9 +190,9 @@ class Machine:
         self._packing.add((transfer,))
         self._release_pages(request)
 
-    def _refusal(self, opened: Open, limit: int) -> tuple[str, str] | None:
+    def _refusal(self, opened: Open, wanted: range, limit: int) -> tuple[str, str] | None:
         """Return a code and a detail if this rank cannot serve it in segments of `limit` tokens."""
-        wanted, held = opened.wanted, self._heads
+        held = self._heads
         if opened.prefill != self._instance:
             return "restarted", "this prefill rank is not the instance addressed"
         if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):

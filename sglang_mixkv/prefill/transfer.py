@@ -66,7 +66,7 @@ class Request:
 
     @property
     def all_ended(self) -> bool:
-        if self.missing > 0:
+        if self.readers > len(self.transfers):
             return False
         for transfer in self.transfers.values():  # noqa: SIM110, a generator would cost more calls
             if not transfer.ended:
@@ -76,8 +76,8 @@ class Request:
 
 class Segment(msgspec.Struct, eq=False, gc=False):
     """`count` tokens of a chunk, from token `first` of the prompt on, in a slot of this rank.
-    `packed`: their bytes are in the slot. The garbage collector need not track segments, since no
-    reference cycle of theirs lasts."""
+    `ends`: they are the chunk's last. `packed`: their bytes are in the slot. The garbage collector
+    need not track segments, since no reference cycle of theirs lasts."""
 
     transfer: ReaderTransfer
     chunk: Chunk
@@ -85,23 +85,27 @@ class Segment(msgspec.Struct, eq=False, gc=False):
     stamp: int
     first: int
     count: int
+    ends: bool
     packed: bool = False
 
 
 class ReaderTransfer:
     """The transfer of a request to one reader, in segments of at most `limit` tokens.
 
-    `token`: the next one to cut into a segment, from the chunk `at`, which has the index `chunk`.
+    `token`: the next one to cut into a segment, from the chunk `at`, which has the index `chunk`
+    and ends before token `until`.
     `packing`: the segments cut but not yet announced, in the order of the prompt. `announced`: how
     many have been. `all_cut`: no more follow. `ended`: the last READY is made, or it failed.
     """
 
-    def __init__(self, request: Request, opened: Open, connection: bytes, limit: int) -> None:
+    def __init__(
+        self, request: Request, opened: Open, connection: bytes, wanted: range, limit: int
+    ) -> None:
         self.request, self.opened, self.connection, self.limit = request, opened, connection, limit
-        self.reader, self.wanted = opened.reader, opened.wanted
+        self.reader, self.wanted = opened.reader, wanted
         self.at: Chunk | None = None
         self.chunk, self.announced = 0, 0
-        self.token = opened.first_token
+        self.token = self.until = opened.first_token
         self.packing: deque[Segment] = deque()
         self.ended = not self.wanted
         self.all_cut = False
@@ -113,9 +117,10 @@ class ReaderTransfer:
         chunks, written = self.request.chunks, self.request.written
         while self.chunk < written:
             chunk = chunks[self.chunk]
-            self.token = max(self.token, chunk.first)  # earlier tokens are not in its pages
+            if self.token < chunk.first:  # earlier tokens are not in its pages
+                self.token = chunk.first
             if self.token < chunk.first + chunk.count:
-                self.at = chunk
+                self.at, self.until = chunk, chunk.first + chunk.count
                 return True
             if chunk.last:
                 self.all_cut = True
@@ -126,10 +131,10 @@ class ReaderTransfer:
     def cut(self, slot: int, stamp: int) -> Segment:
         chunk, first = self.at, self.token
         assert chunk is not None
-        count = min(chunk.first + chunk.count - first, self.limit)
-        segment = Segment(self, chunk, slot, stamp, first, count)
+        self.token = min(self.until, first + self.limit)
+        ends = self.token == self.until
+        segment = Segment(self, chunk, slot, stamp, first, self.token - first, ends)
         self.packing.append(segment)
-        self.token += count
         return segment
 
     def ready(self, limit: int) -> tuple[Ready, list[Chunk]] | None:
@@ -142,9 +147,8 @@ class ReaderTransfer:
         while packing and packing[0].packed and len(found) < limit:
             segment = packing.popleft()
             found.append(Announced(segment.slot, segment.stamp, segment.count))
-            chunk = segment.chunk
-            if segment.first + segment.count == chunk.first + chunk.count:
-                ended.append(chunk)
+            if segment.ends:
+                ended.append(segment.chunk)
         self.ended = self.all_cut and not packing
         if not (found or self.ended):
             return None
@@ -179,7 +183,7 @@ class Packing:
         for transfer, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - self._begun):
             segment = transfer.cut(slot, self._draw())
             found.append(segment)
-            if transfer.advance():
+            if not segment.ends or transfer.advance():
                 self.turns.add(transfer.reader, transfer)
         self._begun += len(found)
         return tuple(found)
@@ -190,15 +194,16 @@ class Packing:
         """
         self._begun -= len(segments)
         failed: dict[ReaderTransfer, None] = {}
+        is_packed = outcome is SlotCheck.OK
         for segment in segments:
             transfer = segment.transfer
-            if transfer.ended or outcome is not SlotCheck.OK:
-                self._slots.free(segment.slot)
-                if not (transfer.ended or outcome is None):
-                    failed[transfer] = None
-            else:
+            if is_packed and not transfer.ended:
                 segment.packed = True
                 self.announcing[transfer] = None
+                continue
+            self._slots.free(segment.slot)
+            if not (transfer.ended or outcome is None):
+                failed[transfer] = None
         return list(failed)
 
     def announce(self, now: float) -> list[tuple[ReaderTransfer, Ready, list[Chunk]]]:

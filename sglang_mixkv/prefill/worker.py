@@ -20,7 +20,7 @@ from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Reporter, Worker
 from sglang_mixkv.channel.sockets import NOBLOCK, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.draft.copier import Copy, Kind, Store
+from sglang_mixkv.draft.copier import Copy, Store
 from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
@@ -174,6 +174,6 @@ def _copy_of(segment: Segment) -> Copy:
     chunk, transfer, handle = segment.chunk, segment.transfer, segment.transfer.request.handle
     assert isinstance(handle, SendHandle)
     return Copy(
-        Kind.PACK, segment, handle.gate, chunk.pages, segment.first - chunk.first, segment.count,
+        "pack", segment, handle.gate, chunk.pages, segment.first - chunk.first, segment.count,
         transfer.wanted, segment.slot, segment.stamp,
     )  # fmt: skip

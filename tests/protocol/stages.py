@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_mixkv.channel.messages import Open, Ready
 from sglang_mixkv.decode import actions as act
-from sglang_mixkv.draft.copier import Copy, Kind
+from sglang_mixkv.draft.copier import Copy
 
 STAGES = "opened", "packed", "ready", "reading", "read", "copying"
 REACHED_S, HELD_S = 30, 20
@@ -88,7 +88,7 @@ def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) ->
             yield action, error
 
     def copied(one: Copy) -> Any:
-        if one.kind is Kind.UNPACK:
+        if one.kind == "unpack":
             stop.at("copying", lambda: is_met(one.job.peer))
         return copy(one)
 

@@ -12,7 +12,7 @@ import pytest
 from sglang_mixkv.channel import gate as gate_module
 from sglang_mixkv.channel.gate import Gate, launch_guarded
 from sglang_mixkv.channel.slot_format import SlotCheck
-from sglang_mixkv.draft.copier import Copy, GpuCopier, Kind
+from sglang_mixkv.draft.copier import Copy, GpuCopier
 
 
 class Batch:
@@ -72,7 +72,7 @@ class Copies:
         self.copies.start([self._copy(job) for job in jobs])
 
     def _copy(self, job: str) -> Copy:
-        kind = Kind.CLEAR if "clear" in job else Kind.UNPACK
+        kind = "clear" if "clear" in job else "unpack"
         pages: Any = SimpleNamespace(on=lambda device: job)
         return Copy(kind, job, self.gates[job[0]], pages, 0, 1, range(1))
 

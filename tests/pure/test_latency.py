@@ -131,7 +131,7 @@ def test_a_copy_has_ended_when_its_thread_wakes_the_other() -> None:
 
     store: Any = mock.Mock(**{"rows.bytes_per_head": copier.AT_ONCE + 1})
     host = copier.HostCopier(store, mock.Mock(), "copies", wake)
-    host.start([copier.Copy(copier.Kind.CLEAR, "a", Gate(), mock.Mock(), 0, 1, range(1))])
+    host.start([copier.Copy("clear", "a", Gate(), mock.Mock(), 0, 1, range(1))])
     assert woken.wait(LOST_S)
     assert seen == [["a"]]
     host._work.put(None)

@@ -9,7 +9,7 @@ from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
-from sglang_mixkv.draft.copier import Copy, Kind
+from sglang_mixkv.draft.copier import Copy
 from sglang_mixkv.prefill.machine import PagesReleased
 from sglang_mixkv.series import NOTES
 from tests.rig.channel.invariants import outstanding, violations
@@ -263,10 +263,10 @@ class Checks:
 
     def copy_begun(self, rank: DecodeRank, receiver: Receiver, copy: Copy) -> None:
         others = [one for one in receiver.copies.values() if one is not copy]
-        if any(one.kind is Kind.CLEAR for one in (copy, *others)) and others:
+        if any(one.kind == "clear" for one in (copy, *others)) and others:
             raise Finding("clear", f"{rank.name} clears rows while others are written")
         token = receiver.request.first_token + copy.first
-        first = receiver.cells(token) if copy.kind is Kind.CLEAR else []
+        first = receiver.cells(token) if copy.kind == "clear" else []
         right = memory.row(receiver.request.id, token)
         if first and all(cell == right for cell in first):
             raise Finding("clear", f"{rank.name} clears a row that is in place")

@@ -11,7 +11,7 @@ from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.transfer import Source, instance_of
 from sglang_mixkv.decode.worker import DecodeWorker
-from sglang_mixkv.draft.copier import Copy, Kind
+from sglang_mixkv.draft.copier import Copy
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device
 from tests.sim.judge import Judge
@@ -282,10 +282,10 @@ class DecodeRank(Process):
 
     def refusal(self, copy: Copy) -> Any:
         """Return why nothing is written, None if it is."""
-        if self.errors.get(copy.kind.value):
-            self.errors[copy.kind.value] -= 1
+        if self.errors.get(copy.kind):
+            self.errors[copy.kind] -= 1
             return RuntimeError("injected")
-        if copy.kind is Kind.UNPACK:
+        if copy.kind == "unpack":
             slot = self.memory[copy.slot]
             if not memory.carries(slot, copy.tokens, copy.stamp):
                 return SlotCheck.STALE
@@ -299,7 +299,7 @@ class DecodeRank(Process):
             return
         self.world.checks.pool_written(self, receiver, rows)
         cells, own, heads = self.pool.rows, receiver.rank.place.layout.heads, copy.heads
-        if copy.kind is Kind.CLEAR:
+        if copy.kind == "clear":
             for row in rows:
                 cells[row][:] = [memory.EMPTY] * len(own)
             return
@@ -308,7 +308,7 @@ class DecodeRank(Process):
             cells[row][left : left + count] = [memory.unpacked(there[number], heads)] * count
 
     def end_copy(self, receiver: Receiver, copy: Copy) -> SlotCheck:
-        if copy.kind is Kind.UNPACK:
+        if copy.kind == "unpack":
             self.world.checks.used(self, copy)
         return SlotCheck.OK
 

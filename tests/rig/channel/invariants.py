@@ -11,7 +11,6 @@ from typing import Any
 from sglang_mixkv.channel.slots import SlotPool, quota_of
 from sglang_mixkv.decode.machine import Machine as Decode
 from sglang_mixkv.decode.segments import Segment
-from sglang_mixkv.decode.transfer import Stage
 from sglang_mixkv.prefill.transfer import MAX_IN_FLIGHT
 
 
@@ -80,7 +79,7 @@ def _prefill(machine: Any) -> Iterator[str]:
 
 def _decode(machine: Any) -> Iterator[str]:
     segments = machine._segments
-    held = sum(len(request.of_stage(Stage.HELD)) for request in machine._requests.values())
+    held = sum(len(request.of_stage("held")) for request in machine._requests.values())
     copying = sum(isinstance(one, Segment) for one in segments._copying)
     reading = sum(len(read.segments) for read in segments._reads)
     yield from _used(machine.slots, reading + copying + held)
