@@ -24,7 +24,7 @@ EAGER = 0.008  # seconds
 EAGER_MS, IDLE_MS = 0.2, 1
 # pyzmq makes enums of these at each use, which takes as long as querying a socket
 IN, EVENTS, NOBLOCK = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
-BATCH, FEW = 64, 4  # messages received from one socket per poll
+BATCH = 64  # messages received from one socket per poll
 KEEPALIVE = 2  # seconds without a message, after which the kernel probes the peer
 _SLEEPS, _KEEPS = ctypes.CDLL(None), ctypes.PyDLL(None)
 _COUNT = ctypes.c_uint64(1)  # what an event adds to an eventfd
@@ -73,8 +73,9 @@ class Poller:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self._epoll_fd = self._epoll.fileno()
         self._ppoll = ctypes.create_string_buffer(
-            struct.pack("ihh", self._epoll.fileno(), select.POLLIN, 0)
+            struct.pack("ihh", self._epoll_fd, select.POLLIN, 0)
         )
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._found = ctypes.create_string_buffer(_READY.size * _MOST)
@@ -98,14 +99,14 @@ class Poller:
 
     def received(self, socket: zmq.Socket[bytes]) -> Iterator[bytes]:
         """Yield the first frame of each message of a ready socket, up to BATCH of them. The caller
-        takes the other frames. After a few messages it receives until there is none, since that
-        takes less time than to query the socket after each."""
-        for count in range(1, BATCH + 1):
+        takes the other frames. Usually there is one message, and to query the socket after it takes
+        a third of the time of a vain `recv`, but twice the time of one that succeeds."""
+        for count in range(BATCH):
             try:
                 yield socket.recv(NOBLOCK)
             except zmq.Again:  # none is left, or the connection has broken since
                 break
-            if count < FEW and not has_message(socket):
+            if not count and not has_message(socket):
                 break
         else:
             return
@@ -125,18 +126,19 @@ class Poller:
 
     def poll(self, timeout_ms: float) -> list[Any]:
         """Return what is ready: sockets with messages, and file descriptors. It may return early
-        with nothing. It gives up the GIL only to sleep, in ppoll: epoll_wait takes only ms."""
+        with nothing. It gives up the GIL only to sleep: in ppoll if for less than epoll_wait's
+        millisecond."""
         asked, ready = self._used, list[Any]()
         self._used = set()
         for socket in asked:
             if has_message(socket):
                 ready.append(socket)
                 self._used.add(socket)
-        if timeout_ms and not ready:
-            seconds, rest = divmod(timeout_ms, 1000)
-            timeout = struct.pack("qq", int(seconds), int(rest * 1e6))
-            _SLEEPS.ppoll(self._ppoll, 1, timeout, None)
-        count = _KEEPS.epoll_wait(self._epoll.fileno(), self._found, _MOST, 0)
+        wait_ms = 0 if ready else int(timeout_ms)
+        if not (ready or wait_ms) and timeout_ms:
+            _SLEEPS.ppoll(self._ppoll, 1, struct.pack("qq", 0, int(timeout_ms * 1e6)), None)
+        library = _SLEEPS if wait_ms else _KEEPS
+        count = library.epoll_wait(self._epoll_fd, self._found, _MOST, wait_ms)
         for (fd,) in _READY.iter_unpack(memoryview(self._found)[: max(count, 0) * _READY.size]):
             named = self._sockets.get(fd)
             if named is None:

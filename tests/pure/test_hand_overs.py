@@ -107,8 +107,8 @@ def test_a_batch_gives_up_the_gil_to_sleep_and_for_messages_alone(channel: Chann
             seen.append(counts.pop(f"mixkv-{side}"))
         channel.end(sent, handle)
     fewest = {side: min(seen, key=Counter.total) for side, seen in found.items()}
-    assert fewest["prefill"] == Counter(ppoll=2, send=2, recv=2)
-    assert fewest["decode"] == Counter(ppoll=2, send=1, recv=1)
+    assert fewest["prefill"] == Counter(epoll_wait=2, send=2, recv=2)
+    assert fewest["decode"] == Counter(epoll_wait=1, ppoll=1, send=1, recv=1)
 
 
 def test_what_is_under_way_is_asked_often_from_its_beginning_on(
