@@ -93,8 +93,10 @@ class SlotPool:
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
         """Record that an owner is alive. `served`: it has read a slot; otherwise a message came,
         whose sender may have died since then, with others that hold slots."""
+        if not self._published:
+            return  # there is nothing to outlive
         signs, when = self._signs[served], now if served else now - self._times.unsure
-        oldest, _ = next(iter(self._published.values()), NONE)
+        oldest, _ = next(iter(self._published.values()))
         while signs and signs[first := next(iter(signs))] < oldest:
             del signs[first]
         if when >= oldest:
