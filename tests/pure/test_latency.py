@@ -29,6 +29,7 @@ from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.prefill.transfer import MAX_IN_FLIGHT
 
 LOST_S = 8.0  # far from a tick, and from what takes milliseconds
 AT_ONCE_S = 0.03  # the best of some tries, on a machine that is busy
@@ -51,7 +52,7 @@ def channel(slow_tick: None) -> Iterator[Channel]:
 def test_looks_are_as_often_and_as_long_as_was_measured() -> None:
     """The machines need the first ten times a second."""
     assert (loop.TICK, loop.ASKED, copier.AT_ONCE) == (0.1, 30e-6, 256 << 10)
-    assert (sockets.BATCH, links.CONNECT_S) == (64, 5.0)
+    assert (sockets.BATCH, links.CONNECT_S, MAX_IN_FLIGHT) == (64, 5.0, 16)
     assert (data_plane.CONNECT_S, data_plane.POLL_S, data_plane.RETRY_S) == (10.0, 1e-3, 1e-2)
 
 

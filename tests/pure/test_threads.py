@@ -212,6 +212,24 @@ def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
             worker.end(one)
 
 
+def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
+    """Also of a room that has nothing to send yet: its pages would be kept for a reader that is
+    gone."""
+    with Channel(Times(100)) as channel:
+        prefill, reader = channel.prefill, Decode(channel.times)
+        reader.reach(prefill.row)
+        for room in (1, 2):
+            reader.open(room, TOKENS, prefill.instance)
+        machine = prefill.channel._machine
+        assert wait_for(lambda: outstanding(machine).get("transfers") == 2)
+        reader.close()
+        time.sleep(0.2)  # its connection is ended
+        idle, sent = prefill.channel.begin(2), prefill.send(1, TOKENS)
+        assert wait_for(lambda: sent.pages_released and idle.pages_released)
+        for one in (idle, sent):
+            prefill.channel.end(one)
+
+
 @pytest.mark.parametrize("number", [-1, 1 << 64, -(1 << 63), 1 << 200])
 def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number: int) -> None:
     """Whose OPEN cannot be made, or not be read."""
