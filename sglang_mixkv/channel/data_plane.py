@@ -185,6 +185,8 @@ class DataPlane(ABC):
             answered = [probe for probe in self._unanswered if self._has_ended(probe)]
             with self._lock:
                 self._unanswered = tuple(one for one in self._unanswered if one not in answered)
+        if not self._running:
+            return []
         ended = [read for read in self._running if self._has_ended(read)]
         self._running = [read for read in self._running if read.error is None]
         return [(read.tag, read.error or "") for read in ended]

@@ -88,7 +88,9 @@ class Machine:
                 self._go_cold(request, ColdReason.UNPACK, error)
             return
         request.pending = False
-        self._segments.copy(request, request.of_stage("held"))
+        for segment in (held := request.of_stage("held")):
+            segment.stage = "copying"
+        self._segments.copy(request, held)
         if request.cold:
             self._clear(request)
 
@@ -173,11 +175,10 @@ class Machine:
                 self._segments.remove(segment)
             return
         request.progress = self._clock
+        for segment in read.segments:
+            segment.stage = "held" if request.pending else "copying"
         if not request.pending:
             self._segments.copy(request, read.segments)
-            return
-        for segment in read.segments:
-            segment.stage = "held"
 
     def _read_failed(self, read: act.StartRead, detail: str) -> None:
         read.failed = True
@@ -244,7 +245,7 @@ class Machine:
         if (first := request.placed_to) >= request.opened.end:
             self._decide(request, act.State.COLD)
         else:
-            self._segments.clear(request, first, request.opened.end)
+            self._segments.copy(request, [act.Clear(request, first, request.opened.end)])
 
     def _cleared(self, request: Request, outcome: Outcome) -> None:
         if request.decided or outcome is None:

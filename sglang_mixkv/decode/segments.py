@@ -104,17 +104,8 @@ class Segments:
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
-    def copy(self, request: Request, segments: Sequence[Segment]) -> None:
-        """Request the copies of a request's segments from their slots to the pool."""
-        for segment in segments:
-            segment.stage = "copying"
-        self._start(request, segments)
-
-    def clear(self, request: Request, first: int, end: int) -> None:
-        """Request zeros for tokens [first, end)."""
-        self._start(request, [act.Clear(request, first, end)])
-
-    def _start(self, request: Request, jobs: Sequence[Job]) -> None:
+    def copy(self, request: Request, jobs: Sequence[Job]) -> None:
+        """Request copies of a request: of segments from their slots to the pool, or of zeros."""
         self._copying.update(jobs)
         self._jobs += jobs
         request.copying += len(jobs)
