@@ -73,7 +73,9 @@ class Gate:
         """Let no more copies begin. Return whether none is in flight, without waiting."""
         with self._changed:
             self._open = False
-            return not self._in_flight and all(ticket.over() for ticket in self._tickets)
+            if self._in_flight or not self._tickets:
+                return not self._in_flight
+            return all(ticket.over() for ticket in self._tickets)
 
 
 def launch_guarded(gates: Iterable[Gate], start: Callable[[list[bool]], Any]) -> Any:

@@ -111,14 +111,15 @@ class RoomUse:
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
-        problem = f"{type(bootstrap_room).__name__} outside that range"
-        if is_free := _is_number(bootstrap_room):
-            problem, first = f"{bootstrap_room}, which is in use", _newest.get(bootstrap_room)
-            is_free = first is None or first.kv_mgr is not mgr or first._leave()
+        is_free = is_number = _is_number(bootstrap_room)
+        if is_number and (first := _newest.get(bootstrap_room)) is not None:
+            is_free = first.kv_mgr is not mgr or first._leave()
         number = bootstrap_room if is_free else next(_own)
         super().__init__(mgr, bootstrap_addr, number, *args, **kwargs)  # type: ignore[call-arg]
         _newest[number] = self
         if not is_free:
+            kind = f"{type(bootstrap_room).__name__} outside that range"
+            problem = f"{bootstrap_room}, which is in use" if is_number else kind
             mgr.record_failure(number, str(_refusal(problem)))
             mgr.request_status[number] = self.conclude_state = KVPoll.Failed
             if mgr.local.mode == "decode":  # prefill's requests are not counted
