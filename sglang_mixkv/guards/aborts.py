@@ -64,12 +64,12 @@ class AbortedRequests:
         cleared the sender, it will poll and clear it: leave it the status, since a missing one
         would read as WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
         tables = self._manager
-        if newest(room) not in (None, sender):  # another request has the number
+        if newest.get(room) not in (None, sender):  # another request has the number
             return ()
         if room not in tables.req_to_decode_prefix_len or room not in tables.request_status:
             return None
         targets = self._targets(room) or ()
-        if newest(room) is None:
+        if newest.get(room) is None:
             sender.clear()
         else:
             tables.req_to_decode_prefix_len.pop(room, None)

@@ -26,7 +26,7 @@ from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """By room number: SGLang's states of requests that a decode server has accepted."""
-_newest: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
+newest: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
 """The newest sender or receiver of each number on this rank, until it is cleared."""
 _own = itertools.count(-1, -1)  # SGLang's numbers are never negative
 
@@ -93,11 +93,6 @@ def _refusal(got: str, expected: str = "") -> MixKVError:
     )  # fmt: skip
 
 
-def newest(room: int) -> RoomUse | None:
-    """Return the newest sender or receiver of a number on this rank, unless it was cleared."""
-    return _newest.get(room)
-
-
 class RoomUse:
     """Mixed into senders and receivers, each of which uses a room number. While one has it, a
     second one fails, and so does one whose number cannot be sent. What fails gets a number that no
@@ -112,11 +107,11 @@ class RoomUse:
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
         is_free = is_number = _is_number(bootstrap_room)
-        if is_number and (first := _newest.get(bootstrap_room)) is not None:
+        if is_number and (first := newest.get(bootstrap_room)) is not None:
             is_free = first.kv_mgr is not mgr or first._leave()
         number = bootstrap_room if is_free else next(_own)
         super().__init__(mgr, bootstrap_addr, number, *args, **kwargs)  # type: ignore[call-arg]
-        _newest[number] = self
+        newest[number] = self
         if not is_free:
             kind = f"{type(bootstrap_room).__name__} outside that range"
             problem = f"{bootstrap_room}, which is in use" if is_number else kind
@@ -137,9 +132,9 @@ class RoomUse:
     def clear(self) -> None:
         """Clear this use, unless another has the number now: SGLang clears a receiver when it
         fails, and again when its pages are released (_do_release)."""
-        if newest(self.bootstrap_room) in (None, self):
+        if newest.get(self.bootstrap_room) in (None, self):
             super().clear()  # type: ignore[misc]
-            _newest.pop(self.bootstrap_room, None)
+            newest.pop(self.bootstrap_room, None)
 
     def _move(self) -> None:
         """Move it to a number that no request has. If metadata of the next request is already

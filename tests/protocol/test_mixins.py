@@ -393,7 +393,7 @@ def test_the_second_use_of_a_number_fails_alone_and_is_counted_on_decode(
     notes = [(note.what, note.peer) for (note,) in (one.args for one in reporter.mock_calls)]
     assert notes == ([("reused", b"")] if mode == "decode" else [])
     assert first.conclude_state is None
-    assert newest(room) is first
+    assert newest.get(room) is first
     _, other = use(mixin, mode=mode)
     other.request_status = {}
     third = second(first, other)
@@ -407,12 +407,12 @@ def test_a_number_is_free_once_its_use_is_cleared(mixin: type) -> None:
     manager.request_status = {}
     manager.stock.poll.return_value = KVPoll.Transferring
     first.clear()
-    assert newest(first.bootstrap_room) is None
+    assert newest.get(first.bootstrap_room) is None
     third = second(first, manager)
     assert not refused(manager, third, "")
     first.clear()
     assert len(calls(manager, "stock.clear")) == 1, "what it would clear is the next use's"
-    assert newest(first.bootstrap_room) is third
+    assert newest.get(first.bootstrap_room) is third
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -432,7 +432,7 @@ def test_a_sender_that_has_succeeded_leaves_its_number_to_the_next_one(
     manager.transfer_infos = manager.req_to_decode_prefix_len = {}
     again = second(first, manager)
     leaves = mixin is DraftSender and status == KVPoll.Success
-    assert (again.bootstrap_room == room) == leaves == (newest(room) is again)
+    assert (again.bootstrap_room == room) == leaves == (newest.get(room) is again)
     assert (first.bootstrap_room < 0) == leaves
     if leaves:
         assert manager.request_status == {first.bootstrap_room: status}

@@ -18,7 +18,7 @@ from sglang_mixkv.background import Background
 from sglang_mixkv.engine import notices
 from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.sender import DraftSender
-from sglang_mixkv.guards import aborts, room_reuse
+from sglang_mixkv.guards import aborts
 from sglang_mixkv.guards.aborts import AbortedRequests
 
 
@@ -97,7 +97,7 @@ def test_an_abort_before_metadata_touches_nothing_of_the_numbers_next_use(
     infos, prefixes, status = (dict(tables[name]) for name in ("infos", "prefixes", "status"))
     sender, another = Use(), Use()
     uses = {"own": {7: sender}, "none": {}, "another": {7: another}}[newest]
-    monkeypatch.setattr(room_reuse, "_newest", uses)
+    monkeypatch.setattr(aborts, "newest", uses)
     manager = SimpleNamespace(
         transfer_infos=infos, req_to_decode_prefix_len=prefixes, request_status=status
     )
@@ -114,10 +114,10 @@ def test_an_abort_ends_where_its_number_is_used_again(monkeypatch: pytest.Monkey
     tables = sender.kv_mgr
     ranks, tables.transfer_infos = tables.transfer_infos, {}
     tables.req_to_decode_prefix_len, another = {}, Use()
-    monkeypatch.setattr(room_reuse, "_newest", {7: sender})
+    monkeypatch.setattr(aborts, "newest", uses := {7: sender})
     sender.abort()
     time.sleep(0.1)
-    room_reuse._newest[7] = another
+    uses[7] = another
     tables.transfer_infos, tables.req_to_decode_prefix_len = dict(ranks), {7: 4}
     assert wait_for(lambda: not tables.aborted._background.running)
     assert sender.sent.empty()
