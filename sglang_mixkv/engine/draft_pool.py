@@ -37,7 +37,11 @@ class Draft(NamedTuple):
 def of_pool(pool: Any) -> Draft:
     """Describe the draft KV in SGLang's pool. MixKVError if its rows cannot be cut by heads, or are
     not its whole cache."""
-    _check_pool(pool)
+    name, kv_layout = type(pool).__name__, getattr(pool, "kv_cache_layout", None)
+    if any(getattr(pool, scale, None) is not None for scale in SCALES):
+        raise not_whole(f"{name}: its K and V have block scales")
+    if kv_layout != "nhd":
+        raise _not_cut(f"{name} with layout {kv_layout}")
     config = model_config()
     entries = [*pool.k_buffer, *pool.v_buffer]
     facts = DraftFacts(
@@ -83,14 +87,6 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
             "heads", "SGLang would pair these with the wrong entries, or fail requests",
             "Use a drafter with KV heads",
         )  # fmt: skip
-
-
-def _check_pool(pool: Any) -> None:
-    name = type(pool).__name__
-    if any(getattr(pool, scale, None) is not None for scale in SCALES):
-        raise not_whole(f"{name}: its K and V have block scales")
-    if getattr(pool, "kv_cache_layout", None) != "nhd":
-        raise _not_cut(f"{name} with layout {getattr(pool, 'kv_cache_layout', None)}")
 
 
 def not_whole(got: str) -> MixKVError:
