@@ -44,7 +44,7 @@ class DraftManager:
     local: RankContext
     aborted: AbortedRequests
     prefill_channel: PrefillWorker | None = None
-    decode_channel: DecodeWorker | None = None
+    decode_channel: DecodeWorker
     servers: PrefillServers
     early: Any  # the event after which a chunk may be sent (EarlySends)
     # SGLang's

@@ -27,7 +27,6 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang_mixkv.background import Background
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import Peer
-from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.handshake import Row
 from sglang_mixkv.engine.names import Names
 from sglang_mixkv.engine.notices import RefusedRequests
@@ -84,8 +83,7 @@ class PrefillServers:
     def __init__(self, manager: DraftManager, own: Row) -> None:
         self._manager, self._own = manager, own
         self._table: dict[str, Any] = manager.prefill_info_table
-        assert manager.decode_channel is not None
-        self._channel: DecodeWorker = manager.decode_channel
+        self._channel = manager.decode_channel
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
         self._refusals: dict[str, _Refusal] = {}

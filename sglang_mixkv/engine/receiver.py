@@ -67,7 +67,6 @@ class DraftReceiver(RoomUse):
         event = forward_event(local.pool_context.scheduler)
         handle = ReceiveHandle(pages, page_size, event, self.bootstrap_addr)
         channel = self.kv_mgr.decode_channel
-        assert channel is not None
         channel.open(
             handle, bootstrap_room=self.bootstrap_room, sources=plan.sources, first_token=first,
             end=end, cold=plan.cold, version=plan.version,

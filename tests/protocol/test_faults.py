@@ -75,7 +75,7 @@ def thread_ends(rank: Rank) -> None:
     def end(*_: Any) -> None:
         raise SystemExit
 
-    channel = rank.manager.decode_channel or rank.manager.prefill_channel
+    channel = rank.manager.prefill_channel or rank.manager.decode_channel
     channel._poll = end
 
 

@@ -362,7 +362,8 @@ def test_a_prefill_manager_registers_its_row_with_its_channels_address(
         "reporter": local.reporter, "host": "10.0.0.9", "port": local.port,
     }  # fmt: skip
     worker = made.PrefillWorker.return_value
-    assert (manager.prefill_channel, manager.decode_channel) == (worker, None)
+    assert manager.prefill_channel is worker
+    assert not hasattr(manager, "decode_channel")
     local.row.assert_called_once_with(manager, worker.address, store)
     made.register.assert_called_once_with("url", {"sglang's": 1, KEY: {"row": 1}})
 
