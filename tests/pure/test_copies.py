@@ -66,7 +66,12 @@ class Copies:
         self.device, self.gates = Device(), {name: Gate() for name in "abc"}
         store: Any = SimpleNamespace(device=self.device, rows=SimpleNamespace(bytes_per_head=10))
         self.moved: list[int] = []
-        self.copies = GpuCopier(store, lambda size, _: self.moved.append(size))
+        self.took: list[float] = []
+        self.copies = GpuCopier(store, self._moved)
+
+    def _moved(self, size: int, seconds: float) -> None:
+        self.moved.append(size)
+        self.took.append(seconds)
 
     def start(self, *jobs: str) -> None:
         self.copies.start([self._copy(job) for job in jobs])
@@ -108,7 +113,7 @@ def test_jobs_of_several_requests_are_one_batch_and_two_batches_fly() -> None:
 
 
 def test_what_is_made_ends_together_and_is_counted_unless_it_was_cleared() -> None:
-    test = Copies()
+    test, began = Copies(), time.perf_counter()
     test.start("a1", "b1 stale", "c1")
     test.start("a clear")
     for batch in test.device.batches:
@@ -116,6 +121,7 @@ def test_what_is_made_ends_together_and_is_counted_unless_it_was_cleared() -> No
     found = list(test.copies.ended())
     assert found == [(["b1 stale"], SlotCheck.STALE), (["a1", "c1", "a clear"], SlotCheck.OK)]
     assert test.moved == [2 * 10]
+    assert 0 < test.took[0] < time.perf_counter() - began
 
 
 def test_a_batch_that_failed_ends_with_its_reason_which_is_logged_once(

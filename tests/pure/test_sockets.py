@@ -101,6 +101,25 @@ def test_it_sleeps_as_long_as_it_is_told(
     assert slept == [pytest.approx(timeout_ms)] * bool(timeout_ms)
 
 
+@pytest.mark.parametrize("timeout_ms", [0.9, 10_000])
+def test_a_file_that_is_readable_ends_the_sleep(
+    timeout_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says so itself: a sleep of less than a millisecond is too short to be timed."""
+    real, named = sockets._SLEEPS, list[int]()
+    calls = {
+        name: lambda *args, name=name: named.append(getattr(real, name)(*args)) or named[-1]
+        for name in ("ppoll", "epoll_wait")
+    }
+    monkeypatch.setattr(sockets, "_SLEEPS", SimpleNamespace(**calls))
+    queue, poller = EventQueue[int](), Poller()
+    poller.register(queue.fileno())
+    queue.put(1)
+    assert poller.poll(timeout_ms) == [queue.fileno()]
+    assert named == [1]
+    os.close(queue.fileno())
+
+
 def test_more_files_than_one_look_takes_are_found_by_the_next_ones() -> None:
     queues, poller = [EventQueue[int]() for _ in range(2 * sockets._MOST + 1)], Poller()
     for one in queues:
