@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -31,38 +31,30 @@ class Ticket(Protocol):
 
 class Gate:
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # on an RLock: a Lock takes three times as long
+        self._lock = threading.Lock()
         self._open, self._in_flight = True, 0
         self._tickets: dict[Ticket, None] = {}
 
     def enter(self) -> bool:
         """Begin a copy. Return False if the gate is closed; otherwise `leave` must follow."""
-        with self._changed:
+        with self._lock:
             self._in_flight += self._open
             return self._open
 
     def leave(self) -> None:
-        with self._changed:
+        with self._lock:
             self._in_flight -= 1
-            if not (self._open or self._in_flight):
-                self._changed.notify_all()
 
     def ended(self, ticket: Ticket) -> None:
         """Forget a ticket of `launch_guarded` whose copies have ended."""
-        with self._changed:
+        with self._lock:
             self._tickets.pop(ticket, None)
 
     def close(self) -> None:
         """Let no more copies begin, and wait for those in flight: at most two batches of slots."""
-        if self.try_close():
-            return
         began = time.monotonic()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight)
-            tickets = list(self._tickets)
-        for ticket in tickets:
-            while not ticket.over():
-                time.sleep(1e-4)
+        while not self.try_close():
+            time.sleep(1e-4)
         if time.monotonic() - began > SLOW_S:
             logger.warning(
                 "[MIXKV-SELF-01] SGLang's scheduler waited %.1f s for copies of draft KV, since "
@@ -71,22 +63,21 @@ class Gate:
 
     def try_close(self) -> bool:
         """Let no more copies begin. Return whether none is in flight, without waiting."""
-        with self._changed:
+        with self._lock:
             self._open = False
             if self._in_flight or not self._tickets:
                 return not self._in_flight
             return all(ticket.over() for ticket in self._tickets)
 
 
-def launch_guarded(gates: Iterable[Gate], start: Callable[[list[bool]], Any]) -> Any:
+def launch_guarded(gates: Sequence[Gate], start: Callable[[list[bool]], Any]) -> Any:
     """Launch copies for several requests on a device. `start` is told whether each gate is open,
     starts copies only for open gates, and returns their Ticket, or None if it started none. All
     gates stay locked while they are checked and get the ticket, so a gate that closes either waits
     for the ticket, or none of its copies was started."""
-    gates = list(gates)
     with ExitStack() as stack:
         for gate in dict.fromkeys(gates):
-            stack.enter_context(gate._changed)
+            stack.enter_context(gate._lock)
         ticket = start([gate._open for gate in gates])
         if ticket is not None:
             for gate in gates:

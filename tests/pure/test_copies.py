@@ -159,7 +159,7 @@ def test_a_gate_that_is_closed_between_look_and_launch_waits_for_the_batch() -> 
             time.sleep(0.05)
 
     test = Copies()
-    test.gates["a"]._changed = Unlocked(threading.Lock())
+    test.gates["a"]._lock = Unlocked(threading.Lock())
     real, closed, closing = test.device.start, threading.Event(), list[threading.Thread]()
 
     def close() -> None:

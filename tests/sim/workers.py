@@ -22,7 +22,7 @@ class Blocked(BaseException):
 
 
 class VirtualGate(Gate):
-    """What a handle's own gate is turned into, since making a gate takes long."""
+    """A handle's gate that raises instead of waiting."""
 
     def close(self) -> None:
         if not self.try_close():
@@ -36,7 +36,7 @@ class Sending(SendHandle):
 
     def __init__(self, room: int) -> None:
         super().__init__(room)
-        self.gate.__class__ = VirtualGate
+        self.gate = VirtualGate()
 
     def __repr__(self) -> str:
         return f"use {self.sender.number}" if hasattr(self, "sender") else "a new use"
@@ -47,7 +47,7 @@ class Receiving(ReceiveHandle):
 
     def __init__(self, pages: Any, page_size: int, event: Any) -> None:
         super().__init__(pages, page_size, event)
-        self.gate.__class__ = VirtualGate
+        self.gate = VirtualGate()
 
     def __repr__(self) -> str:
         return f"handle {self.opened.generation}"
