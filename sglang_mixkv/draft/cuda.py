@@ -97,20 +97,19 @@ class Driver:
         self.stream = self.get(_P, "cuStreamCreateWithPriority", NON_BLOCKING, ABOVE_NORMAL)
         self.capability = 10 * self._attribute(MAJOR) + self._attribute(MINOR)
 
-    def call(self, name: str, *arguments: Any) -> None:
-        if code := getattr(self.library, name)(*arguments):
-            raise self.error(name, code)
+    def call(self, name: str, *arguments: Any, pending: tuple[int, ...] = ()) -> bool:
+        """Call a function. Return False if its answer is one of `pending`; raise other errors."""
+        if (code := getattr(self.library, name)(*arguments)) and code not in pending:
+            text = c_char_p()
+            self.library.cuGetErrorName(code, byref(text))
+            raise CudaError(f"{name}: {(text.value or b'').decode() or code}")
+        return not code
 
     def get(self, kind: Any, name: str, *arguments: Any) -> Any:
         """Call a function, and return what it writes through its first argument."""
         found = kind()
         self.call(name, byref(found), *arguments)
         return found.value
-
-    def error(self, name: str, code: int) -> CudaError:
-        text = c_char_p()
-        self.library.cuGetErrorName(code, byref(text))
-        return CudaError(f"{name}: {(text.value or b'').decode() or code}")
 
     def _attribute(self, number: int) -> int:
         return int(self.get(c_int, "cuDeviceGetAttribute", number, self._device))
@@ -139,16 +138,11 @@ class Driver:
             "cuLaunchKernel", function, *grid, threads, 1, 1, shared, self.stream, parameters, None
         )
 
-    def ask(self, name: str, handle: Any) -> bool:
-        if (code := getattr(self.library, name)(handle)) and code not in PENDING:
-            raise self.error(name, code)
-        return not code
-
     def drain(self) -> None:
         """Wait, in any thread, for all started work to end; a failed context runs nothing more."""
         self.library.cuCtxSetCurrent(self._context)  # a failure shows in the next call
         with contextlib.suppress(CudaError):
-            while not self.ask("cuStreamQuery", self.stream):
+            while not self.call("cuStreamQuery", self.stream, pending=PENDING):
                 time.sleep(1e-4)
 
     def needs_flush(self) -> bool:
@@ -192,7 +186,8 @@ class Event:
     def over(self) -> bool:
         """Return whether the work has ended. Any thread may call it."""
         try:
-            self._over = self._over or self._driver.ask("cuEventQuery", self._handle)
+            if not self._over:
+                self._over = self._driver.call("cuEventQuery", self._handle, pending=PENDING)
         except CudaError as error:  # not every error is sticky: kernels may still run
             self.error = str(error)
             self._driver.drain()
