@@ -73,14 +73,6 @@ def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
     return tuple(table)
 
 
-def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
-    """Return the prefill ranks that a decode rank contacts. One attention-TP size divides the
-    other."""
-    ratio = max(1, prefill_tp // decode_tp)
-    first = rank * prefill_tp // decode_tp
-    return range(first, first + ratio)
-
-
 def readers_of(prefill_tp: int, decode_tp: int) -> int:
     """Return how many decode ranks open one prefill rank for a request."""
     if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):

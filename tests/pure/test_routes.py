@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from rig.channel.contacts import contacted
 
-from sglang_mixkv.draft.layout import contacted, heads_on_rank, readers_of, routes
+from sglang_mixkv.draft.layout import heads_on_rank, readers_of, routes
 from sglang_mixkv.errors import MixKVError
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -16,7 +16,8 @@ from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import plan as plans
 from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, contacted
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from tests.rig.channel.contacts import contacted
 from tests.sim.decode import DecodeRank
 from tests.sim.prefill import Sender
 from tests.sim.spec import Server
