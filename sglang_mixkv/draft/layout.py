@@ -47,11 +47,8 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
             "SGLang could not load the model, and no rank's heads would be known",
             "Choose a different --tp or --dp size on this side",
         )
-    if total_heads >= tp:
-        per_rank = total_heads // tp
-        return range(rank * per_rank, (rank + 1) * per_rank)
-    head = rank // (tp // total_heads)
-    return range(head, head + 1)
+    first = rank * total_heads // tp
+    return range(first, first + max(1, total_heads // tp))
 
 
 def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
