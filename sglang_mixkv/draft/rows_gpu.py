@@ -115,7 +115,9 @@ class GpuRows:
     runs any more then."""
 
     def __init__(self, rows: DraftRows, page_size: int, staging: Any, driver: Driver) -> None:
-        if reason := unfit(rows):
+        widths = sorted(set(rows.head_bytes))
+        if any(n % UNIT for n in [*widths, *(entry.data_ptr() for entry in rows.entries)]):
+            reason = f"heads of {widths} bytes: not all begin at a multiple of {UNIT} bytes"
             raise ValueError(reason)
         self.driver, self._heads, self._page, self._staging = driver, rows.heads, page_size, staging
         self._rows = rows  # keeps the memory allocated: kernels only have its addresses
@@ -228,14 +230,6 @@ class GpuRows:
         move, seal = (tiles, self._entries, len(jobs)), (1, 1, len(jobs))
         settle = (min(tiles, SETTLERS), *move[1:])
         return {"pack": move, "seal": seal, "unpack": move, "settle": settle, "clear": move}
-
-
-def unfit(rows: DraftRows) -> str:
-    """Return why the kernels do not fit this pool, "" if they do."""
-    widths = sorted(set(rows.head_bytes))
-    if any(n % UNIT for n in [*widths, *(entry.data_ptr() for entry in rows.entries)]):
-        return f"heads of {widths} bytes: not all begin at a multiple of {UNIT} bytes"
-    return ""
 
 
 def gpu_rows(rows: DraftRows, page_size: int, staging: Any, asked: str = "auto") -> GpuRows | str:
