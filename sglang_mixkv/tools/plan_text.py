@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from sglang_mixkv.errors import MixKVError
@@ -126,14 +127,9 @@ def _commands(text: str) -> Iterator[list[str]]:
     text = _COMPUTED.sub(lambda found: re.sub(r"[\s;&|]+", "\N{NO-BREAK SPACE}", found[0]), text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;&|")
     lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
-    words = list[str]()
-    for word in lexer:
-        if word and set(word) <= set("\n;&|"):
-            yield words
-            words = []
-        else:
-            words.append(word)
-    yield words
+    for is_end, words in groupby(lexer, lambda word: word != "" and set(word) <= set("\n;&|")):
+        if not is_end:
+            yield [*words]
 
 
 def _lines_of_yaml(text: str) -> list[Line]:

@@ -183,6 +183,7 @@ def test_dynamos_launcher(text: str, is_dynamos: bool) -> None:
         ("vllm serve a --x 1\nother --y 2", r"got 2\n   --x 1\n   --y 2"),
         (f"{RUN} \\\n  # --dp 8 \\\n  --tp 8", "--tp is cut off from its command"),
         (f"{RUN}\n  --tp 8", "--tp is cut off from its command"),
+        (f"{RUN}\n  # --dp 8\n  --tp 8", "--tp is cut off from its command"),
         ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "START-04"),
         ("a: &a [*a]", "recursion depth"),
     ],
