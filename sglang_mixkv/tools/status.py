@@ -97,15 +97,13 @@ def read(url: str, text: str) -> Pages:
     """Split a page by server: `worker_addr` names servers on a router's page, `instance` on that of
     Prometheus. Raises ValueError."""
     server = url.rpartition("@")[2].rpartition("://")[2].removesuffix("/metrics")
-    pages = {server: Page()}
+    pages = defaultdict[str, Page](Page)
     for sample in samples(text):
         if sample.name.startswith(OURS):
             name = sample.labels.get("worker_addr") or sample.labels.get("instance") or server
-            page = pages.setdefault(name.rpartition("://")[2], Page())
-            page.append(sample._replace(name=sample.name.removeprefix(OURS)))
-    if len(pages) > 1 and not pages[server]:
-        del pages[server]  # that of the router or Prometheus itself
-    return pages
+            own = sample._replace(name=sample.name.removeprefix(OURS))
+            pages[name.rpartition("://")[2]].append(own)
+    return pages or {server: Page()}
 
 
 def page_url(url: str) -> str:
