@@ -44,7 +44,7 @@ def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S)
             raise NoAnswer(str(error)) from error
         raise
     seconds = time.monotonic() - begin
-    parsed = client.parse_answer(client.read_event(url, reply.content))
+    parsed = client.read_stream(url, [reply.content])
     info = reply.json()["meta_info"]
     details = info.get("cached_tokens_details") or {}
     return Answer(

@@ -93,12 +93,13 @@ def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -
     two tokens. Raises RequestFailed."""
     url = f"{url}/generate"
     with _answered("POST", url, timeout, json={**body, "stream": True}, stream=True) as response:
-        return parse_answer(read_stream(hidden(url), response.iter_lines()))
+        return read_stream(hidden(url), response.iter_lines())
 
 
-def read_stream(url: str, lines: Iterable[bytes]) -> Event:
-    """Return the last event, with all tokens. An event has all tokens so far or, from a server with
-    --incremental-streaming-output, only the new ones. Raises RequestFailed."""
+def read_stream(url: str, lines: Iterable[bytes]) -> Answer:
+    """Read an answer's events, or the only line of one that is not streamed. An event has all
+    tokens so far or, from a server with --incremental-streaming-output, only the new ones. Raises
+    RequestFailed, also if the request was aborted."""
     event, tokens = None, ()
     for line in lines:
         # SGLang's mini load balancer passes an error on without `data:`.
@@ -108,9 +109,16 @@ def read_stream(url: str, lines: Iterable[bytes]) -> Event:
             tokens = event.output_ids if is_all else (*tokens, *event.output_ids)
     if event is None:
         raise RequestFailed(f"no answer from {url}: it sent no event")
-    if not event.meta_info.finish_reason or event.meta_info.completion_tokens != len(tokens):
+    info = event.meta_info
+    if not info.finish_reason or info.completion_tokens != len(tokens):
         raise RequestFailed(f"the stream from {url} broke off after {len(tokens)} tokens")
-    return Event(tokens, event.meta_info)
+    if info.finish_reason.get("type") == "abort":
+        raise RequestFailed(f"the request was aborted: {info.finish_reason}")
+    rounds = info.spec_verify_ct or 0
+    return Answer(
+        tokens, rounds, info.spec_correct_drafts_histogram or (),
+        drafted=(info.spec_num_proposed_drafts or 0) // max(1, rounds), dp_rank=info.dp_rank,
+    )  # fmt: skip
 
 
 def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
@@ -119,15 +127,3 @@ def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
         return msgspec.json.decode(text, type=kind)
     except ValueError as error:
         raise RequestFailed(f"{url} sent {text[:200]!r}, not an SGLang answer: {error}") from None
-
-
-def parse_answer(reply: Event) -> Answer:
-    """Turn a reply into an Answer. Raises RequestFailed if the request was aborted."""
-    info = reply.meta_info
-    if (info.finish_reason or {}).get("type") == "abort":
-        raise RequestFailed(f"the request was aborted: {info.finish_reason}")
-    rounds = info.spec_verify_ct or 0
-    return Answer(
-        reply.output_ids, rounds, info.spec_correct_drafts_histogram or (),
-        drafted=(info.spec_num_proposed_drafts or 0) // max(1, rounds), dp_rank=info.dp_rank,
-    )  # fmt: skip
