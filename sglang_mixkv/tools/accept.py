@@ -21,6 +21,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -134,17 +135,14 @@ def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]
         prompts, number = read_prompts(args.prompts), args.max_new_tokens or MAX_NEW_TOKENS
     if args.json:
         args.json.open("a").close()  # raise OSError before the work, not after it
-
-    def tried(prompt: Any) -> Asked | str:
-        try:
-            return ask(args, number, prompt)
-        except RequestFailed as error:
-            return str(error)
-
-    asked, failed = [ask(args, number, prompts[0])], []
+    asked, failed = [ask(args, number, prompts[0])], list[str]()
     with ThreadPool(min(args.at_once, len(prompts))) as pool, suppress(KeyboardInterrupt):
-        for one in pool.imap(tried, prompts[1:]):
-            failed.append(one) if isinstance(one, str) else asked.append(one)
+        answers = pool.imap(partial(ask, args, number), prompts[1:])
+        for _ in prompts[1:]:
+            try:
+                asked.append(next(answers))
+            except RequestFailed as error:
+                failed.append(str(error))
     return asked, failed, number, len(prompts) - len(asked) - len(failed)
 
 
