@@ -176,10 +176,9 @@ def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:
     """Say why these answers show nothing about the pair's drafter."""
     sides = [one.single for one in asked], [one.pair for one in asked]
     for name, answers in zip(("single server", "pair"), sides, strict=True):
-        drafting = sum(answer.verify_rounds > 0 for answer in answers)
-        silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
-        if silent or not drafting:
-            text = f"for {len(answers) - drafting} of {len(answers)} answers: turn it on"
+        silent = [answer for answer in answers if not answer.verify_rounds]
+        if len(silent) == len(answers) or any(len(answer.tokens) > 1 for answer in silent):
+            text = f"for {len(silent)} of {len(answers)} answers: turn it on"
             yield f"the {name} reports no speculative decoding {text}"
     if 0 < (length := compared.single.accept_length) < LEAST:
         text = f"is of no use ({length:.3f} tokens a round). Give it the right one"
