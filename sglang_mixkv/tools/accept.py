@@ -189,17 +189,14 @@ def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:
         yield f"the single server and the pair draft {drafted[0]} and {drafted[1]} {text}"
 
 
-_URL: dict[str, Any] = {"metavar": "URL", "type": lambda url: url.rstrip("/")}
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line. Raises SystemExit for flags that do not go together."""
+def main(argv: list[str]) -> int:
     made = parser("accept", __doc__)
+    url: dict[str, Any] = {"metavar": "URL", "type": lambda text: text.rstrip("/")}
     add, one = made.add_argument, made.add_mutually_exclusive_group(required=True)
-    one.add_argument("--single", **_URL, help="a single server with the same models")
+    one.add_argument("--single", **url, help="a single server with the same models")
     earlier = "an earlier run's --json file, in place of --single and --prompts"
     one.add_argument("--baseline", type=Path, metavar="FIGURES", help=earlier)
-    add("--pair", **_URL, required=True, help="the pair's router")
+    add("--pair", **url, required=True, help="the pair's router")
     add("--prompts", type=Path, help="one prompt per line, text or JSON; with --single")
     of_answer = f"tokens per answer (default {MAX_NEW_TOKENS}; a baseline has its own)"
     add("--max-new-tokens", type=int, help=of_answer)
@@ -214,11 +211,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         made.error("--single needs --prompts")
     if args.baseline and (args.prompts or args.max_new_tokens):
         made.error("--prompts and --max-new-tokens are the baseline's: leave them out")
-    return args
-
-
-def main(argv: list[str]) -> int:
-    args = parse(argv)
     try:
         return judge(args)
     except (ValueError, RequestFailed, OSError) as error:
