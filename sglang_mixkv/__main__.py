@@ -28,17 +28,14 @@ USAGE = "usage: python -m sglang_mixkv COMMAND [options]\n\ncommands:\n" + "\n".
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the tool that `argv` names, and return its exit status; 2 for an unknown command."""
-    args = sys.argv[1:] if argv is None else argv
-    command = args[0] if args else ""
+def main() -> int:
+    """Run the tool that is asked for, and return its exit status; 2 for an unknown command."""
+    command, *rest = sys.argv[1:] or [""]
     if command in COMMANDS:
-        return int(importlib.import_module(f"sglang_mixkv.tools.{command}").main(args[1:]))
-    if command == "--version":
-        print(f"sglang-mixkv {__version__}")  # noqa: T201
-        return 0
-    if command in ("-h", "--help"):
-        print(USAGE)  # noqa: T201
+        return int(importlib.import_module(f"sglang_mixkv.tools.{command}").main(rest))
+    texts = {"--version": f"sglang-mixkv {__version__}", "--help": USAGE, "-h": USAGE}
+    if command in texts:
+        print(texts[command])  # noqa: T201
         return 0
     print(f"unknown command: {command or 'none'}\n\n{USAGE}", file=sys.stderr)  # noqa: T201
     return 2
