@@ -100,8 +100,12 @@ class Baseline(msgspec.Struct):
     each: list[Asked]
 
 
-def read_baseline(path: Path) -> Baseline:
-    """Read the file that an earlier run wrote with `--json`. Raises ValueError or OSError."""
+def to_ask(args: argparse.Namespace) -> tuple[Sequence[Any], int]:
+    """Read the prompts, or an earlier run's from the file that it wrote with `--json`, and the
+    token limit. Raises ValueError or OSError."""
+    if args.prompts:
+        return read_prompts(args.prompts), args.max_new_tokens or MAX_NEW_TOKENS
+    path: Path = args.baseline
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except ValueError as error:
@@ -109,7 +113,7 @@ def read_baseline(path: Path) -> Baseline:
         raise ValueError(text) from None
     if not found.each:
         raise ValueError(f"{path} has no prompts: its run failed. Record it again")
-    return found
+    return found.each, found.max_new_tokens
 
 
 def ask(args: argparse.Namespace, number: int, prompt: Any) -> Asked:
@@ -124,15 +128,10 @@ def ask(args: argparse.Namespace, number: int, prompt: Any) -> Asked:
     return Asked(ids, single, pair)
 
 
-def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]:
-    """Ask all prompts; return the answers, the errors, the token limit, and how many prompts Ctrl-C
-    left. Raises ValueError, OSError, or RequestFailed if the first prompt, sent alone, fails."""
-    prompts: Sequence[Any]
-    if args.baseline:
-        baseline = read_baseline(args.baseline)
-        prompts, number = baseline.each, baseline.max_new_tokens
-    else:
-        prompts, number = read_prompts(args.prompts), args.max_new_tokens or MAX_NEW_TOKENS
+def judge(args: argparse.Namespace) -> int:
+    """Ask all prompts, print and write the comparison, and return the exit status. Raises
+    ValueError, OSError, or RequestFailed if the first prompt, sent alone, fails."""
+    prompts, number = to_ask(args)
     if args.json:
         args.json.open("a").close()  # raise OSError before the work, not after it
     asked, failed = [ask(args, number, prompts[0])], list[str]()
@@ -143,12 +142,7 @@ def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int, int]
                 asked.append(next(answers))
             except RequestFailed as error:
                 failed.append(str(error))
-    return asked, failed, number, len(prompts) - len(asked) - len(failed)
-
-
-def judge(args: argparse.Namespace) -> int:
-    """Ask all prompts, print and write the comparison, and return the exit status."""
-    asked, failed, number, left = ask_all(args)
+    left = len(prompts) - len(asked) - len(failed)
     compared = compare(asked, args.gate)
     why_not = [*why_invalid(asked, compared)]
     why_not += [f"interrupted: {left} prompts were not asked, or not answered"] * (left > 0)
@@ -156,8 +150,8 @@ def judge(args: argparse.Namespace) -> int:
     if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stands even if prompts failed
         verdict = Verdict.UNDECIDED
     if failed:
-        prompts = len(asked) + len(failed)
-        why_not.append(f"{len(failed)} of {prompts} prompts failed, the first: {failed[0]}")
+        answered = len(asked) + len(failed)
+        why_not.append(f"{len(failed)} of {answered} prompts failed, the first: {failed[0]}")
     if args.json:
         run = {
             "verdict": verdict.value, "not_judged": why_not, "failed": failed,
