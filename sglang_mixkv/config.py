@@ -102,8 +102,8 @@ def _one_of(*names: str) -> tuple[str, Any]:
 
 
 # SGLang's words (EnvBool in environ.py), plus on and off.
-_TRUTHS = dict.fromkeys(("1", "true", "yes", "y", "on"), True)
-_TRUTHS |= dict.fromkeys(("0", "false", "no", "n", "off"), False)
+OFF = "0", "false", "no", "n", "off"
+_TRUTHS = dict.fromkeys(("1", "true", "yes", "y", "on"), True) | dict.fromkeys(OFF, False)
 _TRUTH: tuple[str, Any] = "1 or 0", lambda text: _TRUTHS[text.lower()]
 
 # Bounds. --mixkv-staging-mb: one reader may hold half of the largest, 8 GiB: a prompt of 262,144

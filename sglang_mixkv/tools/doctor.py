@@ -61,7 +61,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
 def as_asked(args: argparse.Namespace, one: Finding) -> Finding:
     """Clear a problem that only the plugin minds, unless this host's server would opt in."""
     variable = os.environ.get(config.ENABLE_ENV, "").strip().lower()
-    if args.enable_mixkv or variable not in ("", "0", "false", "no", "off") or not one.problem:
+    if args.enable_mixkv or variable not in ("", *config.OFF) or not one.problem:
         return one
     value = f"{one.value} (would stop a server with --enable-mixkv)"
     return msgspec.structs.replace(one, value=value, problem="")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mixkv.config import Config
+from sglang_mixkv.config import OFF, Config
 from sglang_mixkv.tools import doctor, doctor_read
 from sglang_mixkv.tools.doctor_read import READ, ReadFailed, Result, Wire
 
@@ -318,8 +318,12 @@ def test_a_stock_server_is_not_kept_from_its_start(
             assert run(*argv)[0] == 0
             assert "(would stop a server with --enable-mixkv)" in run(*argv)[1]
             assert run(*argv, "--enable-mixkv")[0] == 1
-            shell.setenv("SGLANG_ENABLE_MIXKV", "1")
-            assert run(*argv)[0] == 1
+            for is_on in ("1", "yes", "on", "maybe"):
+                shell.setenv("SGLANG_ENABLE_MIXKV", is_on)
+                assert run(*argv)[0] == 1
+            for is_off in ("", *OFF, " N "):
+                shell.setenv("SGLANG_ENABLE_MIXKV", is_off)
+                assert run(*argv)[0] == 0
 
 
 def test_without_a_transfer_no_device_is_asked_for(run: Any, host: Any) -> None:
