@@ -22,7 +22,6 @@ from typing import Generic, TypeVar
 from sglang_mixkv.channel.times import Times
 
 FEWEST, LARGEST, PAGE, LIST = 64, 4 << 20, 4096, 8
-NONE = float("inf"), 0  # what is published of a slot that is not: stamps begin at 1
 
 T = TypeVar("T")
 
@@ -121,7 +120,7 @@ class SlotPool:
         when the owner said that it had read them, None if it cannot have."""
         owner, wrong = None, []
         for slot, stamp in slots:
-            if self._published.get(slot, NONE)[1] == stamp:
+            if self._published.get(slot, (None, None))[1] == stamp:
                 owner = self.free(slot)
             else:
                 wrong.append(slot)

@@ -15,6 +15,7 @@ from rig.channel.threads import SEGMENT, Channel, wait_for
 from rig.process.answers import silent
 from rig.process.resources import resources
 
+from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
 from sglang_mixkv.channel.sockets import BATCH, Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
@@ -89,6 +90,24 @@ def test_more_messages_than_one_look_takes_need_no_further_signal(ranks: Ranks) 
         assert 0 < len(some) <= BATCH
         found += some
     assert found == sent
+
+
+@pytest.mark.parametrize(("count", "queries"), [(1, 2), (2, 2), (BATCH - 1, 2), (BATCH, 3)])
+def test_a_socket_that_was_read_to_its_end_is_not_queried_again(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, count: int, queries: int
+) -> None:
+    """A query takes 1.3 us: one finds that there are messages, and one after the first whether it
+    came alone. A full batch may have left some."""
+    asked, real = list[Any](), sockets.has_message
+    monkeypatch.setattr(sockets, "has_message", lambda one: asked.append(one) or real(one))
+    for number in range(count):
+        ranks.send(PEER, Fail(number, 2, "lost"))
+    time.sleep(0.2)  # until all have come
+    asked.clear()
+    assert len(ranks.look(0)) == count
+    assert ranks.look(0) == []
+    assert ranks.look(0) == []
+    assert len(asked) == queries
 
 
 def test_what_came_before_a_socket_was_registered_is_read() -> None:

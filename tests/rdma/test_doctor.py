@@ -19,9 +19,7 @@ from sglang_mixkv.tools import doctor, doctor_read
 doctor_read.LIMIT_S = round(doctor_read.LIMIT_S * float(sys.argv[1]))
 sys.exit(doctor.main(sys.argv[2:]))
 """
-LONGEST = min(
-    STRETCH, 4
-)  # the doctor ends a read itself, and says what it knows, before pytest does
+LONGEST = min(STRETCH, 4)  # so that the doctor ends a read and reports it before pytest does
 UNLOCKED = "setpriv", "--bounding-set=-ipc_lock", "prlimit", "--memlock=65536"
 over = pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 
