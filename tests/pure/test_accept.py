@@ -356,7 +356,8 @@ def event(completed: int, reason: str = "", number: int = 0) -> bytes:
      ([b"data: <html>"], "http://server sent b' <html>'"), ([b"data: [1]"], "Expected `object`"),
      ([event(2), b'data: {"error": "no room"}'], "no room"),
      ([event(1), event(2)], "broke off after 2 tokens"),
-     ([event(1), event(4, "stop", number=2)], "broke off after 3 tokens")],
+     ([event(1), event(4, "stop", number=2)], "broke off after 3 tokens"),
+     ([event(1), event(2, "abort")], "the request was aborted: .*abort")],
 )  # fmt: skip
 def test_a_stream_without_an_answer(lines: list[bytes], why: str) -> None:
     with pytest.raises(RequestFailed, match=why):
