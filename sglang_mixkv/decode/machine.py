@@ -266,6 +266,8 @@ class Machine:
 
     def tick(self) -> None:
         """Act on the time. Call it every 0.1 s while a request is open, otherwise every second."""
+        since = self._clock - self._times.shortest_wait
+        self._segments.note_delays(self._clock, since)  # before a cold request's segments are gone
         for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for request in list(self._requests.values()):
@@ -274,7 +276,7 @@ class Machine:
             if waiting and self._clock - waiting[0].since >= request.limits.unread:
                 self._go_cold(request, ColdReason.SLOTS, "no slot was free", waiting[0].peer)
             elif request.wants and self._clock >= request.deadline(self._times):
-                late = self._segments.late(request, self._clock - self._times.shortest_wait)
+                late = self._segments.late(request, since)
                 self._go_cold(
                     request, ColdReason.DEADLINE, "its KV is late", *request.missing(), strikes=late
                 )

@@ -6,7 +6,8 @@ Its local slot is free once it is in place, or can no longer be.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 
 from sglang_mixkv.channel.actions import Send, StartCopies
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
@@ -25,6 +26,7 @@ class Segments:
         self._copying: set[Job] = set()
         self._jobs: list[Job] = []  # copies not yet requested
         self._acks: dict[Peer, list[tuple[int, int]]] = {}
+        self._delayed: dict[Hashable, float] = {}  # peers by when this rank last delayed them
 
     def add(self, segment: Segment) -> None:
         segment.request.segments[segment] = None
@@ -91,12 +93,21 @@ class Segments:
         self._slots.barred.update(read.peer for read in found)
         return found
 
+    def note_delays(self, now: float, since: float) -> None:
+        """Note the peers that this rank delays: segments of theirs, of whatever request, wait here
+        for a slot, a forward or a copy. Forget what was noted before `since`."""
+        reading = Counter[Hashable](read.peer for read in self._reads for _ in read.segments)
+        here = dict.fromkeys((*self._turns.owners, *(self._slots.held - reading)), now)
+        recent = {peer: when for peer, when in self._delayed.items() if when > since}
+        self._delayed = recent | here
+
     def late(self, request: Request, since: float) -> list[Peer]:
-        """Return the peers to blame for missing rows: those with no segment waiting on this rank
-        for a slot, a forward or a copy, and those with a read that began before `since`."""
-        here = {one.peer for one in request.segments if one.stage != "reading"}
-        here -= {read.peer for read in self._reads if read.began <= since}
-        return [peer for peer in request.missing() if peer not in here]
+        """Return the peers to blame for missing rows: those that this rank has not delayed since
+        then, and those with a read that began earlier. A peer whose slots wait for this rank can
+        announce nothing, in no request."""
+        reading = {read.peer for read in self._reads if read.began <= since}
+        spared = self._delayed.keys() - reading
+        return [peer for peer in request.missing() if peer not in spared]
 
     def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Return the announced segments that no read in flight covers."""

@@ -140,8 +140,8 @@ class DecodeWorker(Worker):
         """End the request. Once this returns, none of its rows is written any more. Idempotent."""
         if handle.closed:
             return
-        handle.closed = True
         handle.gate.close()
+        handle.closed = True
         generation, hurry = handle.opened.generation, bool(reason) or handle.state is None
         if handle.event is not None:
             self._call(self._forwards.pop, generation, None, wake=False)

@@ -102,8 +102,8 @@ class PrefillWorker(Worker):
         """End a request: once this returns, nothing reads its pages. Idempotent, since abort,
         failure_exception and clear all end a sender."""
         if not handle.ended:
-            handle.ended = True
             handle.gate.close()
+            handle.ended = True  # behind the gate: a chunk of an ended request counts as written
             hurry = bool(reason) or not handle.pages_released
             self._call(self._machine.end, handle, reason, wake=hurry)
 

@@ -129,6 +129,53 @@ def test_what_this_rank_itself_holds_up_strikes_nobody(held_up_by: str) -> None:
     assert rank.strikes() == 0
 
 
+def delayed(by: str, slots: int = 4) -> Decode:
+    """A rank with `slots`, all of them taken by the peer's first request, which goes on delaying
+    it. Four more requests of the peer can be announced only behind that one."""
+    rank = Decode(slots)
+    rank.held_copies = [] if by == "copies" else None
+    rank.hung.update([PREFILL] * (by == "reads"))
+    rank.open(1, segments=60, pending=by == "an earlier forward")
+    for _ in range(8):
+        rank.ready(1)
+    for generation in (2, 3, 4, 5):
+        rank.open(generation)
+    for generation in range(1, 6):
+        rank.arrive(generation)
+    return rank
+
+
+@pytest.mark.parametrize("by", ["an earlier forward", "copies", "reads"])
+def test_a_peer_whose_slots_wait_for_this_rank_is_struck_for_none_of_its_requests(by: str) -> None:
+    """Unless its reads do not end. The first request goes cold first, and its segments with it."""
+    rank = delayed(by)
+    rank.wait(1.1)
+    assert [rank.verdicts.get(n, ("cold", "deadline")) for n in range(2, 6)] == [
+        ("cold", "deadline")
+    ] * 4
+    assert not rank.wants(1)
+    assert rank.strikes() == (0 if by != "reads" else STRIKES)
+
+
+def test_a_peer_that_this_rank_has_just_stopped_delaying_gets_time_to_send() -> None:
+    """The end of an earlier forward frees this rank's slots. What waited for them is being read
+    when other requests become too late; a read that goes on for as long again is the peer's."""
+    rank = delayed("an earlier forward")
+    rank.wait(0.29)
+    rank.hung.add(PREFILL)
+    rank.do(rank.machine.forward_done, 1)
+    assert len(rank.reading) == 2
+    for generation in (6, 7):
+        rank.open(generation)
+        rank.arrive(generation)
+    rank.wait(0.02)
+    assert {n for n in range(1, 8) if n in rank.verdicts} == {2, 3, 4, 5}
+    assert rank.strikes() == 0
+    rank.wait(0.3)
+    assert {6, 7} <= {*rank.verdicts}
+    assert rank.strikes() >= 2
+
+
 def test_restarted_is_resolved_anew_whatever_became_of_the_room() -> None:
     rank = Decode()
     rank.fail(77, "restarted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +30,7 @@ from rig.channel.threads import (
     wait_for,
 )
 
+from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
@@ -340,6 +341,48 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     assert channel.state(handle) == ("cold", "broken")
     assert not channel.decode.rows_of(handle).any()
     assert not handle.gate.enter(), "the thread that is left would write to them"
+
+
+CLOSING: dict[str, Callable[[Channel, Any, Any], Any]] = {
+    "prefill's end": lambda channel, sent, _: channel.prefill.channel.end(sent, "aborted"),
+    "prefill's release": lambda channel, sent, _: channel.prefill.channel.release(sent),
+    "decode's close": lambda channel, _, handle: channel.decode.channel.close(handle, "aborted"),
+    "decode's last resort": lambda channel, _, handle: channel.decode.channel.clear_now(handle),
+}
+
+
+@pytest.mark.parametrize("how", CLOSING)
+def test_a_handle_says_nothing_of_an_end_before_its_gate_is_closed(
+    how: str, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The channel's thread looks at handles at any time: what it takes for over may neither be
+    packed nor be cleared through an open gate. Here it looks a few times before a gate closes."""
+    seen, real = list[dict[str, Any]](), Gate.try_close
+    handle, forward = channel.open(1, SEGMENT), Event()
+    sent = channel.prefill.send(1, SEGMENT, events=[forward])
+    assert wait_for(lambda: channel.prefill.channel._machine._transfers)
+    if how == "prefill's release":
+        channel.decode.channel.close(handle, "aborted")
+        channel.prefill.channel.release(sent)
+        assert wait_for(lambda: sent.pages_released)
+    mine = sent if how.startswith("prefill") else handle
+    before = dict(vars(mine))
+
+    def try_close(gate: Gate) -> bool:
+        if gate is mine.gate and gate._open:
+            seen.append(dict(vars(mine)))
+            looks = channel.prefill.notes.ticks
+            assert wait_for(lambda: channel.prefill.notes.ticks > looks + 1)
+        return real(gate)
+
+    monkeypatch.setattr(Gate, "try_close", try_close)
+    CLOSING[how](channel, sent, handle)
+    assert seen == [before]
+    if how == "prefill's end":
+        assert channel.state(handle) == ("cold", "prefill_aborted")
+    monkeypatch.undo()
+    forward.done = True
+    channel.end(sent, handle)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,6 @@ class DecodeRank(Process):
             self.blocking(receiver, self._close, receiver, reason)
 
     def _close(self, receiver: Receiver, reason: str) -> None:
-        receiver.handle.closed = False  # where the call is made again
         self.worker.close(receiver.handle, reason)
         receiver.closed = True
         self.awaiting.discard(receiver.generation)

@@ -150,7 +150,6 @@ class PrefillRank(Process):
         self.later("scheduler", delay, self.blocking, sender, self._end, sender, reason)
 
     def _end(self, sender: Sender, reason: str) -> None:
-        sender.handle.ended = False  # where the call is made again
         self.worker.end(sender.handle, reason)
         if reason:
             self._give_back(sender)
