@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVarTuple
 
 from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.channel.sockets import EventQueue, Poller
@@ -58,6 +58,7 @@ class Reporter(Protocol):
         """The channel's thread calls this ten times a second."""
 
 
+Ts = TypeVarTuple("Ts")
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 """A function for the channel thread to call, usually a method of its machine, and its arguments."""
 
@@ -89,7 +90,7 @@ class Worker(ABC):
         copies = self._copies
         return not (self._thread.is_alive() and (copies is None or copies.is_alive))
 
-    def _call(self, method: Callable[..., object], *args: Any, wake: bool = True) -> None:
+    def _call(self, method: Callable[[*Ts], object], *args: *Ts, wake: bool = True) -> None:
         """Queue a call for the channel thread, which then carries out the machine's actions.
         `wake`: see EventQueue.put."""
         self._queue.put((method, args), wake)

@@ -18,6 +18,7 @@ from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Reporter, Worker
+from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.channel.sockets import NOBLOCK, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, Store
@@ -160,6 +161,7 @@ class PrefillWorker(Worker):
             self._socket.send(action.peer, NOBLOCK | SNDMORE)
             self._socket.send(frame, NOBLOCK)
         except zmq.ZMQError:  # the peer is gone, or takes nothing
+            assert isinstance(action.message, Ready | Fail)
             self._call(self._machine.unsent, action.message)
             if action.peer not in self._lost:  # once for all sends that fail together
                 self._lost.add(action.peer)
