@@ -95,10 +95,11 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
     equal_tp = "Give both sides the same attention-TP size"
     mooncake = "Use --disaggregation-transfer-backend mooncake on both sides"
     thread_ends = "the thread that registers decode ranks would exit"
-    if unequal and source.dcp > 1:
+    relaid = source.dcp == 1 and source.is_mla  # by requires_dcp_relayout, from 1 to any size
+    if (source.dcp != wanted.dcp and not relaid) or (unequal and source.dcp > 1):
         yield _refused(
-            "target with DCP on prefill at unequal TP", *tps, "its tokens would go to wrong ranks",
-            f"{equal_tp}, or --dcp-size 1 on prefill",
+            "--dcp-size", f"{source.dcp} at {tps[0]}", f"{wanted.dcp} at {tps[1]}", thread_ends,
+            f"{equal_tp} and --dcp-size, or --dcp-size 1 on prefill of an MLA target",
         )  # fmt: skip
     if source.is_mla or wanted.is_mla:
         return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from rig.ring.model import Cache, Case, Request
-from rig.ring.run import right, run
+from rig.ring.rank import free_port
+from rig.ring.run import Outcome, Servers, right, run, start
 from rig.ring.special import Special
 
 pytestmark = pytest.mark.transports(2, tcp=True)
@@ -289,10 +291,37 @@ def test_dcp_between_equal_servers(tp: int, dcp: int, heads: int, hybrid: bool) 
     )  # fmt: skip
 
 
-@pytest.mark.mooncake_only
-def test_equal_dcp_and_unequal_tp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "3")
-    outcome = run(Case(4, 2, prefill_dcp=2, dcp=2, requests=(Request(8),)))
-    assert outcome.wrong == []
-    assert outcome.statuses == {"failed"}
-    assert "target with DCP on prefill at unequal TP" in outcome.reasons
+@pytest.mark.transports(2)
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 4), (4, 2), (2, 2)])
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("draft", [None, Cache("mha", heads=4)])
+def test_other_dcp_sizes_are_refused_and_one_that_fits_is_served_later(
+    sizes: tuple[int, int], hybrid: bool, draft: Cache | None
+) -> None:
+    """SGLang's thread that registers decode ranks would end at a rank of the first decode server:
+    it meets none."""
+    prefill_dcp, dcp = sizes
+    decode_tp = 4 if prefill_dcp != dcp else 2
+    fits = Case(
+        4, 4, prefill_dcp=prefill_dcp, dcp=prefill_dcp, hybrid=hybrid, draft=draft,
+        requests=(Request(8), Request(23)), rounds=((0,), (1,)),
+    )  # fmt: skip
+    ports = [free_port()]
+    with ExitStack() as ends:
+
+        def run_side(case: Case, side: str) -> Servers:
+            servers = start(case, ports, [side])
+            ends.callback(servers.end)
+            servers.all_sent()
+            return servers
+
+        prefill = run_side(fits, "prefill")
+        misfit = replace(fits, decode_tp=decode_tp, dcp=dcp, rounds=((0,),))
+        refused = Outcome.of(run_side(misfit, "decode").reports())
+        served = Outcome.of(run_side(replace(fits, rounds=((1,),)), "decode").reports())
+        sent = Outcome.of(prefill.reports())
+    assert refused.wrong == served.wrong == sent.wrong == []
+    assert (refused.statuses, served.statuses) == ({"failed"}, {"success"})
+    assert f"--dcp-size: prefill has {prefill_dcp} at attention TP 4" in refused.reasons
+    assert [report.status for report in sent.prefill] == [["failed", "success"]] * 4
+    assert served.total("rooms_total", "warm") == 4

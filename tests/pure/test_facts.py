@@ -149,7 +149,7 @@ def but(target: Target, **changed: Any) -> Target:
 
 
 TWO, UNEVEN, ONE_HEAD = but(GQA, entries=4, stages=2), but(GQA, even=False), but(GQA, heads=1)
-DCP, SHORT, NUMBERED = but(MLA, dcp=2), but(TWO, entries=2), but(TWO, entries=2, layer_ids=True)
+SHORT, NUMBERED = but(TWO, entries=2), but(TWO, entries=2, layer_ids=True)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,6 @@ DCP, SHORT, NUMBERED = but(MLA, dcp=2), but(TWO, entries=2), but(TWO, entries=2,
     [
         *((target, tp, backend, None) for target in (MLA, but(MLA, stages=2), GQA)
           for tp in (1, 2, 4) for backend in ("mooncake", "nixl")),
-        (DCP, 4, "mooncake", "DCP"),
-        (DCP, 2, "mooncake", None),
         (UNEVEN, 1, "mooncake", "different widths"),
         (UNEVEN, 2, "nixl", None),
         (ONE_HEAD, 4, "nixl", "1 KV heads over NIXL"),
@@ -179,6 +177,23 @@ def test_a_target_is_served_where_sglang_moves_it(target, tp, backend, what):
     found = differences(row(attn_tp=2, target=target, backend=backend), decode)
     assert all(one.severity is Severity.REFUSED for one in found)
     assert any(what in one.what for one in found) if what else found == []
+
+
+@pytest.mark.parametrize("draft", [{}, NONE])
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+@pytest.mark.parametrize("target", [MLA, GQA])
+def test_a_target_is_dealt_out_anew_from_one_rank_alone(target, backend, draft):
+    """As `requires_dcp_relayout` of SGLang's managers says, which raises in the thread that
+    registers decode ranks."""
+    for theirs, ours, tp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (4, 8)):
+        there = row(attn_tp=8, target=but(target, dcp=theirs), backend=backend, **draft)
+        here = row(attn_tp=tp, target=but(target, dcp=ours), backend=backend, **draft)
+        found = differences(there, here)
+        served = (
+            theirs == ours == 1 or (theirs == ours and tp == 8) or (theirs == 1 and target is MLA)
+        )
+        assert [one.severity for one in found] == [Severity.REFUSED] * (not served), (theirs, ours)
+        assert all(one.what == "--dcp-size" and "thread" in one.consequence for one in found)
 
 
 def test_the_remedy_for_a_mix_names_what_is_served():
@@ -327,6 +342,7 @@ def test_a_state_that_sglang_does_not_cut_by_heads(states, target, engine, what)
         )
         found = differences(there, replace(here, target=replace(here.target, stages=1, entries=8)))
         assert [one.what[: len(what)] for one in found] == [what] * bool(what)
+        assert differences(there, there) == []
         stages = replace(there, target=replace(there.target, stages=2, layer_ids=True))
         found = [one.what for one in differences(stages, replace(there, target=GQA))]
         is_minimax = "minimax" in states[-1] and not there.target.is_mla
