@@ -151,8 +151,10 @@ def wrong(prefill: Row, decode: Row) -> set[str]:
     same_tp, has_heads = prefill.attn_tp == decode.attn_tp, 0 not in (source.heads, wanted.heads)
     splits = source.stages > wanted.stages and has_heads  # it looks for layers of other stages
     found = {
-        # A prefill rank sends its share of the tokens to the decode rank of its own number.
-        "target with DCP": source.dcp > 1 and not same_tp,
+        # Equal, each sends its share of the tokens to its own number; from one, MLA is dealt out.
+        "--dcp-size": (source.dcp, prefill.attn_tp) != (wanted.dcp, decode.attn_tp)
+        if source.dcp > 1
+        else wanted.dcp > 1 and source.heads > 0,
         # Rows are cut by K's width.
         "target with K and V": has_heads and not (same_tp or source.even),
         # It divides by the heads of a prefill rank, of which there are none.
@@ -174,7 +176,7 @@ def wrong(prefill: Row, decode: Row) -> set[str]:
 
 def names(found: list[Difference]) -> set[str]:
     known = (
-        "target with DCP", "target with K and V", "target with",
+        "--dcp-size", "target with K and V", "target with",
         "pipeline stages of different", "pipeline stages of a target",
     )  # fmt: skip
     return {next(name for name in known if one.what.startswith(name)) for one in found}
@@ -188,7 +190,7 @@ def test_targets_are_refused_in_every_case_that_sglang_gets_wrong_and_in_no_othe
             (0, 1, 2), (2, 4), (False, True), (False, True), (1, 2), (1, 2)
         )
     ]
-    ones = [t for t in targets if t.even and t.dcp == 1 and not t.layer_ids and t.heads != 1]
+    ones = [t for t in targets if t.even and not t.layer_ids and t.heads != 1]
     for source, wanted, backend in itertools.product(targets, ones, ("mooncake", "nixl")):
         for there, here in itertools.product((1, 2, 4), repeat=2):
             prefill = replace(ROW, target=source, backend=backend, attn_tp=there)
@@ -233,8 +235,8 @@ def test_releases_are_served_alike_and_in_the_mixes_that_were_seen_to(backend: s
 def test_a_difference_says_which_side_has_what() -> None:
     cases = [
         ({"backend": "nixl"}, {"backend": "mooncake"}, "transfer backend", ("nixl", "mooncake")),
-        ({"attn_tp": 2, "target": replace(ROW.target, dcp=2)}, {"attn_tp": 4}, "target with DCP",
-         ("attention TP 2", "attention TP 4")),
+        ({"attn_tp": 2, "target": replace(ROW.target, dcp=2)}, {"attn_tp": 4}, "--dcp-size",
+         ("2 at attention TP 2", "1 at attention TP 4")),
         ({"aux_item_lens": (1,)}, {"aux_item_lens": (3, 4)}, "bytes of the", ("[1]", "[3, 4]")),
         ({"draft": None, "staging": None}, {}, "drafter with KV heads", ("none", "LlamaEagle3")),
         ({"staging": replace(STAGING, data_plane="a")}, {}, "data plane", ("a", "nixl")),
