@@ -144,12 +144,22 @@ mixkv_environment() {
     case "${MIXKV_DEVICE:-}" in cuda | check) mixkv_driver ;; esac
     [ "${MIXKV_DEVICE:-}" = check ] || mixkv_system_packages
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        rm -f "$stamp"
         mixkv_is_new_enough "$MIXKV_VENV/bin/python" || mixkv_create
         mixkv_install
         printf '%s\n' "$wanted" >"$stamp"
     fi
 }
 
-MIXKV_VENV="$(mixkv_venv)" || exit 1
-mixkv_environment
+# In a process of its own a step that fails ends it. Where this is sourced it might not: a shell
+# that a person types into has no `set -e`, and bash ignores it in a condition.
+if [ "$0" = "${BASH_SOURCE[0]}" ]; then
+    set -euo pipefail
+    MIXKV_VENV="$(mixkv_venv)"
+    mixkv_environment
+    exit
+fi
+PYTHON="${PYTHON:-}" MIXKV_SGLANG="${MIXKV_SGLANG:-}" MIXKV_DEVICE="${MIXKV_DEVICE:-}" \
+    bash "${BASH_SOURCE[0]}" || return 1
+MIXKV_VENV="$(mixkv_venv)" || return 1
 export PATH="$MIXKV_VENV/bin:$PATH"

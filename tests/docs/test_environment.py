@@ -1,0 +1,59 @@
+"""An environment that could not be completed is not taken for one: scripts/env.sh with a package
+index that refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import venv
+from pathlib import Path
+
+import pytest
+from rig.process.answers import serving
+
+ROOT = Path(__file__).parents[2]
+STAMP = ".mixkv-stamp"
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "earlier"),
+    [
+        ("bash scripts/gpu-check.sh", 2, ""),  # not 1, which says that a kernel is wrong
+        ("bash scripts/demo.sh", 1, ".venv"),
+        # As docs/tools.md has it, and in a condition: bash has no `set -e` in either.
+        ("source scripts/env.sh; exit $((3 * $?))", 3, ""),
+        ("MIXKV_DEVICE=check; if source scripts/env.sh; then exit 9; else exit 3; fi", 3, ""),
+    ],
+)
+def test_a_failed_step_leaves_no_stamp(
+    script: str, status: int, earlier: str, tmp_path: Path
+) -> None:
+    """`earlier`: an environment that another pyproject.toml has made, with its stamp, which would
+    fit again if that file came back."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    driver = tmp_path / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text("#!/bin/sh\necho 580.10\n")
+    driver.chmod(0o755)
+    if earlier:
+        venv.create(tmp_path / earlier)
+        (tmp_path / earlier / STAMP).write_text("of another\n")
+    with serving(lambda *_: (403, b"no")) as address:
+        index = f"http://{address}/simple"
+        variables = {
+            "PATH": f"{driver.parent}{os.pathsep}{os.environ['PATH']}",
+            "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "PIP_NO_CACHE_DIR": "1",
+            "UV_NO_CONFIG": "1", "UV_DEFAULT_INDEX": index, "UV_NO_CACHE": "1",
+        }  # fmt: skip
+        own = re.compile("PIP_|UV_|MIXKV_|PYTHON$|TRITON_INTERPRET$")
+        inherited = {name: value for name, value in os.environ.items() if not own.match(name)}
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=inherited | variables, capture_output=True,
+            text=True,
+        )  # fmt: skip
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "installing" in done.stdout + done.stderr, done.stdout + done.stderr
+    assert not list(tmp_path.glob(f".venv*/{STAMP}"))
