@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -17,7 +18,11 @@ FAILED = pytest.StashKey[bool]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """SGLang leaves the files that it names its sockets by. Names of sockets are short, so this
-    folder's is."""
+    folder's is. A shell's background job ignores Ctrl-C, as its children then would."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            own = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if own else signal.SIG_DFL)
     config.stash[OF_THE_RUN] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="mixkv-")
     tempfile.tempdir = None
     # what a drawn case takes says more of the machine than of the code

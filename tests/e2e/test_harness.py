@@ -26,9 +26,8 @@ time.sleep(600)
 
 # A program with a fleet of one such server.
 STARTER = """
-import signal, sys, time
+import sys, time
 from mixkv_demo.processes import Fleet
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
 with Fleet() as fleet:
     fleet.start("stubborn", [sys.executable, "-c", sys.argv[2], sys.argv[1]], {})
     open(sys.argv[1] + "/root", "w").write(str(fleet.root))
@@ -100,3 +99,16 @@ def test_a_server_that_dies_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(ServerDied, match=words):
             fleet.check()
     assert "no cheese" in (tmp_path / "logs" / "brief.log").read_text()
+
+
+def test_ctrl_c_ends_a_child() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        child.send_signal(signal.SIGINT)
+    assert child.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_ends_a_child_of_a_background_job() -> None:
+    """A shell starts one with SIGINT ignored, which children inherit (tests/conftest.py)."""
+    script = 'trap "" INT; exec "$0" -m pytest -q -p no:cacheprovider "$1"'
+    test = f"{__file__}::{test_ctrl_c_ends_a_child.__name__}"
+    subprocess.run(["bash", "-c", script, sys.executable, test], check=True, timeout=120)

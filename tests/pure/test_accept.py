@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import PIPE
 
+import numpy as np
 import pytest
 from rig.channel.threads import wait_for
 from rig.process.answers import serving
@@ -270,6 +271,24 @@ def test_a_loss_that_could_be_chance_is_not_judged() -> None:
     few, many = compared(lost * 4, 0.02), compared(lost * 400, 0.02)
     assert (few.verdict, many.verdict) == (Verdict.UNDECIDED, Verdict.WITHIN)
     assert compared(lost[:1] * (FEWEST - 1)).words().endswith(f"send {2 * FEWEST - 2} or more")
+
+
+def test_a_right_pair_is_decided_by_prompts_that_differ() -> None:
+    """Accept lengths from 1.5 to 4 by prompt, alike on both sides but for chance: prompts that
+    draft well are compared with themselves, or the interval would be eight times as wide."""
+    draw, asked = np.random.default_rng(7), []
+    for length in np.linspace(1.5, 4, 64):
+        sides = []
+        for _ in range(2):
+            right = draw.binomial(3, (length - 1) / 3, 80)
+            tokens = tuple(range(int(right.sum()) + 80))
+            counts = tuple(np.bincount(right, minlength=4).tolist())
+            sides.append(Answer(tokens, 80, counts, dp_rank=None))
+        asked.append(Asked((9,), *sides))
+    found = compare(asked, 0.05)
+    low, high = found.interval or (0, 9)
+    assert low < found.ratio < high < low + 0.06
+    assert found.verdict is Verdict.WITHIN
 
 
 def test_garbage_on_one_dp_rank_is_seen() -> None:
