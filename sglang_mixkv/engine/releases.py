@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import pkgutil
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -71,19 +72,31 @@ def rules() -> tuple[Rule, ...]:
     return ARGUMENT_RULES + UNSERVED.get(sglang_version(), UNSERVED[SUPPORTED_SGLANG[-1]])
 
 
-def _problem(path: str, names: tuple[str, ...]) -> str:
-    """Say what is wrong with a function or a class of SGLang; "" if it is as expected."""
-    due = [name for name in names if name not in LATER.get(sglang_version(), ())]
-    try:
-        found = pkgutil.resolve_name(path)
-        if inspect.isclass(found):
-            missing = [name for name in due if not has_attribute(found, name)]
-            return f"{path}: expected attributes {missing}; found none" if missing else ""
-        has = inspect.signature(found).parameters
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        return f"{path}: expected it with parameters or attributes {names}; found none ({error})"
-    missing = [name for name in due if name not in has]
-    return f"{path}: expected parameters {missing}; found {tuple(has)}" if missing else ""
+def _found(path: str, names: Iterable[str]) -> Iterable[str]:
+    """Return the parameters of a function, or those of these attributes that a class has."""
+    found = pkgutil.resolve_name(path)
+    if inspect.isclass(found):
+        return [name for name in names if has_attribute(found, name)]
+    return inspect.signature(found).parameters
+
+
+def lacking(
+    version: str, find: Callable[[str, Iterable[str]], Iterable[str]] = _found
+) -> list[str]:
+    """List what SGLang lacks of what seams.py names and this release should have. `find`: returns
+    what a function or class has, or raises, as those do that read the installed one."""
+    lines = []
+    for path, names in (SEAMS | ATTRIBUTES).items():
+        what = "parameters" if path in SEAMS else "attributes"
+        due = [name for name in names if name not in LATER.get(version, ())]
+        try:
+            has = tuple(find(path, due))
+        except (LookupError, ImportError, AttributeError, TypeError, ValueError) as error:
+            lines.append(f"{path}: expected it with {what} {due}; found none ({error})")
+            continue
+        if missing := [name for name in due if name not in has]:
+            lines.append(f"{path}: expected {what} {missing}; found {has}")
+    return lines
 
 
 def has_attribute(owner: type, name: str) -> bool:
@@ -102,7 +115,7 @@ def problems(*, functions: bool = True) -> list[str]:
     if version not in UNSERVED:
         found.append(f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")
     if functions:
-        found += filter(None, (_problem(*one) for one in (SEAMS | ATTRIBUTES).items()))
+        found += lacking(version)
     return found
 
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import pkgutil
 import re
+import runpy
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum, EnumMeta
@@ -20,6 +23,7 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import pytest
+import sglang
 
 import sglang_mixkv
 from sglang_mixkv.engine import manager, releases
@@ -28,8 +32,11 @@ from sglang_mixkv.engine.draft_pool import SCALES
 from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS
 from sglang_mixkv.guards.early_sends import EarlySends
 from sglang_mixkv.guards.room_reuse import RoomUse
+from sglang_mixkv.tools.against import Wheel
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
+ROOT = PACKAGE.parent
+seams = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "seams.py")))
 SOURCES = [PACKAGE / "plugin.py", *sorted(PACKAGE.glob("engine/*.py"))]
 SOURCES += sorted(PACKAGE.glob("guards/*.py"))
 OURS = (*manager.MIXINS.values(), EarlySends, RoomUse)
@@ -118,6 +125,24 @@ class Asked:
     def __getattr__(self, name: str) -> str:
         self.names.add(name)
         return "nixl" if name.endswith("_backend") else "set"
+
+
+def test_the_installed_release_is_as_its_source_says(tmp_path: Path) -> None:
+    """What tests/pure/test_releases.py knows of each release is read from its source alone."""
+    root = Path(next(iter(sglang.__path__))).parent
+    path = tmp_path / f"sglang-{releases.sglang_version()}-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in root.glob("sglang/srt/**/*.py"):
+            archive.write(file, file.relative_to(root))
+    wheel, written = Wheel(path), json.loads((ROOT / "tests/pure/seams.json").read_text())
+    for function in SEAMS:
+        named = inspect.signature(pkgutil.resolve_name(function)).parameters
+        assert [n for n in wheel.names(function) if n != "cls"] == [*named], function
+    for name, found in seams.table([path]).items():
+        of_all = written.get(name)
+        if isinstance(of_all, dict):
+            (of_all,) = [one for key, one in of_all.items() if wheel.version in key.split()]
+        assert found == (wheel.version if name == "releases" else of_all), name
 
 
 # ---------------------------------------------------------------- attributes

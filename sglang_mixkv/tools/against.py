@@ -1,0 +1,67 @@
+"""SGLang as a wheel has it: the parameters of its functions and the attributes of its classes, read
+from the source. Nothing is installed or imported."""
+
+from __future__ import annotations
+
+import ast
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ASSEMBLED = {"sglang.srt.server_args:ServerArgs": "sglang/srt/arg_groups/fields/"}
+"""Classes whose fields are those of all classes in a folder."""
+
+
+class Wheel:
+    def __init__(self, path: Path) -> None:
+        self._zip, self.version = zipfile.ZipFile(path), path.name.split("-")[1]
+        self.body = cache(lambda file: ast.parse(self._zip.read(file)).body)
+
+    def names(self, path: str) -> list[str]:
+        """Return the parameters of a function in their order, or the attributes that a class or one
+        of its bases declares or assigns. Raises LookupError if the wheel has neither."""
+        module, node = self._find(*path.split(":"))
+        if not isinstance(node, ast.ClassDef):
+            return [one.arg for one in ast.iter_child_nodes(node.args) if isinstance(one, ast.arg)]
+        owners = [owner for _, owner in self._lineage(module, node)]
+        for file in self.files(ASSEMBLED[path]) if path in ASSEMBLED else ():
+            owners += [one for one in self.body(file) if isinstance(one, ast.ClassDef)]
+        return [name for owner in owners for name in _attributes(owner)]
+
+    def files(self, folder: str) -> list[str]:
+        return [file for file in self._zip.namelist() if file.startswith(folder)]
+
+    def _find(self, module: str, name: str) -> tuple[str, Any]:
+        files, (head, _, method) = self._zip.namelist(), name.partition(".")
+        places = [f"{module.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
+        for node in (node for file in places if file in files for node in self.body(file)):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if head == (alias.asname or alias.name):
+                        return self._find(f"{node.module}", alias.name + name[len(head) :])
+            elif getattr(node, "name", "") == head:
+                for where, owner in self._lineage(module, node) if method else ():
+                    for one in owner.body:
+                        if getattr(one, "name", "") == method:
+                            return where, one
+                if not method:
+                    return module, node
+        raise LookupError(f"{module} has no {name}")
+
+    def _lineage(self, module: str, node: Any) -> Iterator[tuple[str, Any]]:
+        yield module, node
+        for base in node.bases:
+            with suppress(LookupError):  # of another package
+                yield from self._lineage(*self._find(module, ast.unparse(base)))
+
+
+def _attributes(owner: ast.ClassDef) -> Iterator[str]:
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+    for one in owner.body:
+        targets = getattr(one, "targets", [getattr(one, "target", one)])
+        yield from (getattr(one, "id", getattr(one, "name", "")) for one in targets)

@@ -1,0 +1,146 @@
+"""The tables by release, against what each supported release of SGLang has (seams.json, which
+scripts/seams.py reads from its wheels): no other test sees a release that is not installed."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_mixkv.decode.compare import MIXES
+from sglang_mixkv.engine import releases
+from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, UNSERVED, lacking
+from sglang_mixkv.engine.seams import ATTRIBUTES, LATER, SEAMS
+from sglang_mixkv.refusals import SINGLE_SERVER, broken
+from sglang_mixkv.tools.against import Wheel
+
+TABLE = json.loads((Path(__file__).parent / "seams.json").read_text())
+ASKED = SEAMS | ATTRIBUTES
+
+
+def value(name: str, version: str) -> Any:
+    """What a release has, where it differs by release."""
+    found = TABLE.get(name)
+    if not isinstance(found, dict):
+        return found
+    return next(one for versions, one in found.items() if version in versions.split())
+
+
+def names(path: str, version: str) -> list[str]:
+    found = value(path, version)
+    if found is None:
+        raise LookupError("run scripts/seams.py, or no such release is served")
+    return str(found).split()
+
+
+def test_the_table_has_the_releases_that_are_served() -> None:
+    assert tuple(TABLE["releases"].split()) == SUPPORTED_SGLANG
+    assert {one for mixes in MIXES.values() for mix in mixes for one in mix} == {*SUPPORTED_SGLANG}
+    assert {*LATER} < {*SUPPORTED_SGLANG}
+
+
+@pytest.mark.parametrize("version", SUPPORTED_SGLANG)
+def test_each_release_has_what_is_used_and_lacks_what_is_said_to_be_later(version: str) -> None:
+    def find(path: str, _: Iterable[str]) -> list[str]:
+        return names(path, version)
+
+    assert lacking(version, find) == []
+    lacks = {name for path, asked in ASKED.items() for name in asked if name not in find(path, ())}
+    assert lacks == {*LATER.get(version, ())}
+
+
+@pytest.mark.parametrize("version", SUPPORTED_SGLANG)
+def test_no_rule_of_a_release_minds_its_defaults(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the rule that differs by release minds each other value."""
+    monkeypatch.setattr(releases, "sglang_version", lambda: version)
+    threshold = "disaggregation_decode_host_receive_threshold"
+    defaults = {
+        name: value(name, version) for name in ATTRIBUTES["sglang.srt.server_args:ServerArgs"]
+    }
+    for algorithm in (None, "EAGLE3"):
+        args = SimpleNamespace(**defaults | {"speculative_algorithm": algorithm})
+        assert broken(releases.rules(), args, {}) == [str(SINGLE_SERVER)]
+        for other in {0.0, 0.5, 1.0} - {defaults[threshold]}:
+            setattr(args, threshold, other)
+            (line,) = broken(UNSERVED[version], args, {})
+            assert line.startswith(f"--{threshold.replace('_', '-')} other than")
+
+
+@pytest.mark.parametrize("version", SUPPORTED_SGLANG)
+@pytest.mark.parametrize(
+    "given", [{"dcp_size": 2}, {"disaggregation_decode_enable_radix_cache": True}]
+)
+def test_some_flags_need_the_newest_release_beside_a_drafter(
+    version: str, given: dict[str, Any]
+) -> None:
+    """docs/compatibility.md says the same."""
+    for algorithm in (None, "EAGLE3"):
+        args = SimpleNamespace(**{"speculative_algorithm": algorithm, **given})
+        is_refused = version != SUPPORTED_SGLANG[-1] and algorithm is not None
+        rules = [rule for rule in UNSERVED[version] if "threshold" not in rule.name]
+        assert len(broken(tuple(rules), args, {})) == is_refused
+
+
+# ---------------------------------------------------------------- how a wheel is read
+
+SOURCES = {
+    "sglang/a.py": """
+        from other import Base
+        from sglang.b import Middle as Other
+        class Class(Other, Base, Generic[T]):
+            declared: int
+            one = two = 1
+            def method(self, first, /, second=lambda hidden: 1, *rest, last, **more):
+                local = self.own = 1
+                with thing as self.held: self.read
+            async def later(self): pass
+    """,
+    "sglang/b/__init__.py": """
+        class Middle:
+            inherited = 0
+            def method(self, another): pass
+            def below(self, deep): self.of_base: int = 1
+    """,
+    "sglang/srt/server_args.py": "class ServerArgs:\n    def own(self): pass",
+    "sglang/srt/arg_groups/fields/some.py": "class Some:\n    field: int = 1\nother = 1",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    path = tmp_path_factory.mktemp("wheel") / "sglang-0.5.20-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in SOURCES.items():
+            archive.writestr(
+                name,
+                "\n".join(line[8:] if line[:8].isspace() else line for line in text.splitlines()),
+            )
+    return Wheel(path)
+
+
+def test_a_wheel_is_read_through_bases_and_imports(wheel: Wheel) -> None:
+    assert wheel.version == "0.5.20"
+    assert {*wheel.names("sglang.a:Class")} == {
+        "declared", "one", "two", "method", "own", "held", "later", "inherited", "below", "of_base",
+    }  # fmt: skip
+    parameters = ["self", "first", "second", "rest", "last", "more"]
+    assert wheel.names("sglang.a:Class.method") == parameters
+    assert wheel.names("sglang.a:Class.below") == ["self", "deep"]
+    assert wheel.names("sglang.a:Other.method") == ["self", "another"]
+    assert {*wheel.names("sglang.srt.server_args:ServerArgs")} == {"own", "field"}
+    for path in ("sglang.a:Base", "sglang.a:Class.read", "sglang.c:Class", "sglang.a:other"):
+        with pytest.raises(LookupError):
+            wheel.names(path)
+
+
+def test_a_wheel_that_lacks_what_is_used_says_so(wheel: Wheel) -> None:
+    found = lacking(wheel.version, lambda path, _: wheel.names(path))
+    assert len(found) == len(ASKED)
+    assert all("found none (" in line or "found (" in line for line in found)
