@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
+from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
@@ -209,7 +210,7 @@ class Checks:
         self._progress[rank, ready.room] = self._running(rank)
         self._note_served(rank, self._reader[ready.generation])
         for one in ready.segments:
-            if not memory.carries(rank.memory[one.slot], one.count, one.stamp):
+            if memory.check(rank.memory[one.slot], one.count, one.stamp) is not SlotCheck.OK:
                 raise Finding("slot", f"{rank.name} announces what is not in its slot")
         packed = [rank.packed[one.stamp].over for one in ready.segments]
         if (rank, ready.generation) in self._over or any(packed):
@@ -274,6 +275,10 @@ class Checks:
     def pool_read(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.succeeded or sender.given_back:
             raise Finding("pages", f"{rank.name} reads rows of a request that may be over")
+
+    def packed(self, rank: PrefillRank, sender: Sender, token: int, found: int) -> None:
+        if found != memory.row(sender.request.id, token):
+            raise Finding("unwritten", f"{rank.name} packs token {token}, which holds {found}")
 
     def read_begun(self, rank: DecodeRank, slot: int) -> None:
         if any(one.slot == slot for read in rank.reads.values() for one in read.segments):

@@ -38,7 +38,7 @@ class Receiver(Gated):
         self.pages = pool.take(self, (end - first) // pool.page)
         self.rows = pool.numbers(self.pages)
         self.handle = Receiving(self.pages, pool.page, Event() if request.forward else None)
-        self.handle.request = self
+        self.handle.request, self.handle.gate.rank = self, rank
         super().__init__(self.handle.gate)
         self.request, self.rank, self.end = request, rank, end
         self.generation = 0
@@ -190,10 +190,11 @@ class DecodeRank(Process):
         receiver = Receiver(request, self, end)
         if request.forward:
             self.clock.after(request.forward, self._earlier_forward, receiver)
-        self.worker.open(
-            receiver.handle, bootstrap_room=request.number, sources=sources,
-            first_token=request.first_token, end=end,
-        )  # fmt: skip
+        with self.undisturbed():
+            self.worker.open(
+                receiver.handle, bootstrap_room=request.number, sources=sources,
+                first_token=request.first_token, end=end,
+            )  # fmt: skip
         receiver.generation = receiver.handle.opened.generation
         self.receivers[receiver.generation] = receiver
         return receiver
@@ -256,7 +257,7 @@ class DecodeRank(Process):
         if type(action) is act.Verdict:
             receiver = action.handle.request
             self.awaiting.discard(receiver.generation)
-            self.group.poll(receiver.request)
+            self.later("scheduler", 0.0, self.group.poll, receiver.request)
 
     def asked(self, method: Callable, args: tuple) -> Event | None:
         return args[1] if method == self.worker._forwards.__setitem__ else None
@@ -285,9 +286,10 @@ class DecodeRank(Process):
             self.errors[copy.kind] -= 1
             return RuntimeError("injected")
         if copy.kind == "unpack":
-            slot = self.memory[copy.slot]
-            if not memory.carries(slot, copy.tokens, copy.stamp):
-                return SlotCheck.STALE
+            found = memory.check(self.memory[copy.slot], copy.tokens, copy.stamp)
+            if found is not SlotCheck.OK:
+                self.world.seen[found.name, bool(self.device), self.valid[copy.slot]] += 1
+                return found
         return None
 
     def begin_copy(self, receiver: Receiver, copy: Copy) -> None:
@@ -299,12 +301,18 @@ class DecodeRank(Process):
         self.world.checks.pool_written(self, receiver, rows)
         cells, own, heads = self.pool.rows, receiver.rank.place.layout.heads, copy.heads
         if copy.kind == "clear":
-            for row in rows:
-                cells[row][:] = [memory.EMPTY] * len(own)
+            self.zero(receiver, rows, own)
             return
         there, left, count = self.memory[copy.slot], heads.start - own.start, len(heads)
         for number, row in enumerate(rows, 1 + done):
             cells[row][left : left + count] = [memory.unpacked(there[number], heads)] * count
+
+    def zero(self, receiver: Receiver, rows: list[int], heads: range) -> None:
+        """Zero these heads of rows."""
+        self.world.checks.pool_written(self, receiver, rows)
+        left, count = heads.start - self.place.layout.heads.start, len(heads)
+        for row in rows:
+            self.pool.rows[row][left : left + count] = [memory.EMPTY] * count
 
     def end_copy(self, receiver: Receiver, copy: Copy) -> SlotCheck:
         if copy.kind == "unpack":

@@ -12,7 +12,7 @@ from tests.sim.spec import Chunk, Request, Server, Spec, Where
 SCENES = (
     *("any",) * 24, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
     "unopened", "reuse", "waiting", "waiting", "crowded", "ended", "ended", "restart", "hung",
-    "hung", "gone", "liar", "numbers",
+    "hung", "gone", "liar", "numbers", "batches", "aborted", "spoiled", "spoiled",
 )  # fmt: skip
 LARGE = 0.02  # how many clusters have up to 16 ranks a server; each takes as long as ten others
 PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
@@ -45,9 +45,13 @@ class Draw:
             self._add_late(drawn)
         return Spec(
             self.seed, heads, tuple(self.servers), tuple(self.requests), tuple(drawn),
-            rng.random() < 0.4, rng.choice((0.0005, 0.001) if self.large else (0.001, 0.004, 0.02)),
-            rng.randint(1, 3), rng.choice((0.0, 0.3, 0.8)),
+            rng.random() < 0.4, self._copying(), rng.randint(1, 3), rng.choice((0.0, 0.3, 0.8)),
         )  # fmt: skip
+
+    def _copying(self) -> float:
+        if self.scene == "batches":
+            return 0.02
+        return self.rng.choice((0.0005, 0.001) if self.large else (0.001, 0.004, 0.02))
 
     def _add_servers(self, sizes: list[int], most: int) -> None:
         rng, scene = self.rng, self.scene
@@ -74,6 +78,8 @@ class Draw:
                     slots = rng.choice((8, 8, 16)) if side == "prefill" else slots
             tokens, page = rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8))
             patience, device = rng.choice(PATIENCE), rng.random() < 0.25
+            if scene == "batches":
+                tokens, device = 2, True
             server = Server(number, side, tp, slots, tokens, page, patience, device)
             self.servers.append(server)
 
@@ -83,7 +89,7 @@ class Draw:
         rng, arrival = self.rng, 0.0
         many = rng.randint(5, 8)
         count = {"dead_plane": many + 1, "probe": many + 1, "waiting": many, "ended": 3}
-        count["dead_readers"], count["crowded"] = many - 2, many
+        count["dead_readers"], count["crowded"], count["aborted"] = many - 2, many, many
         usual = rng.randint(5, 20) if self.large else rng.randint(1, 4)
         for number in range(count.get(self.scene, usual)):
             self.requests.append(self._request(number, arrival))
@@ -105,7 +111,7 @@ class Draw:
         decode = former.decode if former else self._server_of("decode", number)
         page = servers[decode].page
         prompt = rng.randint(1, 40 if rng.random() < 0.2 else 16)
-        if self.scene in ("dead_readers", "waiting", "crowded"):
+        if self.scene in ("dead_readers", "waiting", "crowded", "batches"):
             prompt = rng.randint(16, 40)
         first = rng.choice((0, 0, 0, rng.randint(0, prompt // page))) * page
         start = min(first // servers[prefill].page * servers[prefill].page, prompt)
@@ -149,11 +155,12 @@ class Draw:
         if count or not sizes:
             sizes.append(count)
         for size in sizes:
-            long = rng.random() < (0.7 if self.scene in ("reuse", "ended") else 0.2)
+            long = rng.random() < (0.7 if self.scene in ("reuse", "ended", "aborted") else 0.2)
             seconds = rng.choice((0.001, 0.01, 0.02, 0.3 if long else 0.005)) * rng.random()
             if self.scene == "probe" and len(self.requests) > 3 and rng.random() < 0.3:
                 seconds += rng.choice((1.5, 2.5, 4.0))
-            found.append(Chunk(size, bool(size) and rng.random() < 0.4, seconds))
+            pending = rng.random() < (0.9 if self.scene == "aborted" else 0.4)
+            found.append(Chunk(size, bool(size) and pending, seconds))
         if sizes[-1] and rng.random() < 0.1:
             found.append(Chunk(0, False, 0.001))
         return tuple(found)
@@ -177,7 +184,9 @@ class Draw:
         if self.scene == "ended":
             when = 0.005 + rng.choice((0.05, 0.3)) * rng.random()
             return ("decode", when, rng.random() < 0.2) if number < 2 else None
-        if rng.random() > (0.5 if reuse else 0.12):
+        if self.scene == "aborted":
+            return "prefill", 0.002 + 0.1 * rng.random(), rng.random() < 0.5
+        if rng.random() > (0.5 if reuse else 0.8 if self.scene == "batches" else 0.12):
             return None
         when = rng.choice((0.005, 0.02, 0.1, 1.5)) * rng.random()
         return rng.choice(("prefill", "decode")), when, rng.random() < (0.4 if reuse else 0.8)
@@ -240,6 +249,8 @@ class Draw:
                 if rng.random() < 0.2:
                     return [faults.Broken(rng.random() * 0.1, where)]
                 return [faults.Hang(rng.random() * 0.02, where, seconds, None, what)]
+            case "spoiled":
+                return [faults.Reads(0.0, rank, 20.0, prefill, "wrong", rng.randint(1, 4))]
             case "gone":
                 when = first.arrival + rng.random() * 0.1
                 name = first.name.decode()

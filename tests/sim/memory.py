@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang_mixkv.channel.slot_format import SlotCheck
+
 EMPTY = 0  # zeroed
 EARLIER = 7  # rows of a request that had these pages before
 REUSED = 11  # rows of a request that was given these pages afterwards
@@ -82,6 +84,9 @@ def new_slots(count: int) -> list[list[int]]:
     return [[EMPTY] * (TOKENS + 2) for _ in range(count)]
 
 
-def carries(slot: list[int], tokens: int, stamp: int) -> bool:
+def check(slot: list[int], tokens: int, stamp: int) -> SlotCheck:
     """Return whether the slot holds what a READY announced, as far as a reader can tell."""
-    return slot[0] == stamp and slot[tokens + 1] == checksum(slot[1 : tokens + 1], stamp)
+    if slot[0] != stamp:
+        return SlotCheck.STALE
+    same = slot[tokens + 1] == checksum(slot[1 : tokens + 1], stamp)
+    return SlotCheck.OK if same else SlotCheck.DIFFERS

@@ -13,6 +13,7 @@ from sglang_mixkv.channel.loop import Call
 from sglang_mixkv.channel.messages import Ready, decode
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
+from tests.sim import memory
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank
@@ -145,7 +146,7 @@ class Link:
         return self.reader.machine.peer_lost, (self.peer,)
 
 
-READ_FAULTS = ("fail", "hang", "late", "slow")
+READ_FAULTS = ("fail", "hang", "late", "slow", "wrong")
 
 
 class Read:
@@ -214,7 +215,15 @@ class Read:
             self._end("injected")
         else:
             self._copy(len(self.pieces))
+            if self.fate == "wrong":
+                self._spoil()
             self._end()
+
+    def _spoil(self) -> None:
+        """Spoil one row of one segment, whose stamp stays right."""
+        number = self.rng.randrange(len(self.segments))
+        piece = self.rng.randint(1, self.announced[number].count)
+        self.rank.memory[self.segments[number].slot][piece] = memory.SPOILED
 
     def _peer_is_dead(self) -> None:
         """Let the read fail, sooner or later."""

@@ -33,8 +33,9 @@ class Sender(Gated):
     `over`: the machine knows that the request has ended or lost its number to another."""
 
     def __init__(self, request: Request, number: int, rank: PrefillRank) -> None:
-        self.handle = rank.worker.begin(request.number)
-        self.handle.sender = self
+        with rank.undisturbed():
+            self.handle = rank.worker.begin(request.number)
+        self.handle.sender, self.handle.gate.rank = self, rank
         super().__init__(self.handle.gate)
         self.request, self.number, self.rank = request, number, rank
         self.pages = rank.pool.take(self, -(-request.prompt // rank.pool.page))
@@ -181,7 +182,7 @@ class PrefillRank(Process):
             sender = action.handle.sender
             sender.pages_released = True
             self.awaiting.discard(sender.number)
-            self.group.poll(sender.request)
+            self.later("scheduler", 0.0, self.group.poll, sender.request)
 
     def asked(self, method: Callable, args: tuple) -> Event | None:
         return args[0][1].events[0] if method == self.worker._pending.append else None
@@ -203,6 +204,7 @@ class PrefillRank(Process):
             self.world.checks.pool_read(self, sender)
         there, pool = self.memory[copy.slot], self.pool.rows
         for number, row in enumerate(rows, 1 + done):
+            self.world.checks.packed(self, sender, copy.job.first + number - 1, pool[row][0])
             there[number] = memory.packed(pool[row][0], copy.heads)
 
     def end_copy(self, sender: Sender, copy: Copy) -> Any:

@@ -7,7 +7,8 @@ is called before the `packed` of a copy that ran after it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
+INTERRUPTS = 0.1  # of the points at which another thread may run: how often it does
 MEDIUM = 0.4  # where a rank has little patience, so that a second is a long time
 REFUSED = OverflowError, ValueError  # what raises where a message cannot be encoded
 UNDONE = {decode.StartRead, decode.StartCopies, Open, Ready, Fail}
@@ -67,6 +69,7 @@ class Process:
         self.stopped_for = self.hung_for = 0.0
         self.now = 0.0  # the machine's, of the call that was made last
         self._was_told = False
+        self._runs = 0  # calls of the channel thread that are being made
         self._at: float | None = None
         self._acts = False  # there will be a look at what the machine asks for
         self._first: list[tuple[Callable, tuple]] = []  # what a stop came into
@@ -156,7 +159,25 @@ class Process:
         if self._hung is not None:
             self._hung.append((call, args))
         elif not self.broken:
-            call(*args)
+            with self.undisturbed():
+                call(*args)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let the channel thread run nothing else meanwhile: it makes this call, or the caller has
+        yet to note what comes of it."""
+        self._runs += 1
+        yield
+        self._runs -= 1
+
+    def interrupts(self) -> bool:
+        """Return whether the channel thread now runs in the middle of another one's call."""
+        return self.rng.random() > 1 - INTERRUPTS and not (self._runs or self.stopped)
+
+    @property
+    def has_taken_all(self) -> bool:
+        """True if no call waits in the queue."""
+        return self._last.get("queue", 0.0) < self.clock.now
 
     def _take(self, call: Call) -> None:
         if self.stopped:  # since the call before
@@ -280,9 +301,10 @@ class Process:
     def _hangs_no_more(self, since: float) -> None:
         waiting, self._hung = self._hung, None
         self.hung_for += self.clock.now - since
-        while waiting and self._hung is None and not self.stopped:
-            call, args = waiting.popleft()
-            call(*args)
+        with self.undisturbed():
+            while waiting and self._hung is None and not self.stopped:
+                call, args = waiting.popleft()
+                call(*args)
         if waiting and self._hung is not None:
             self._hung += waiting
         elif waiting:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tests.sim.draw import Draw
 from tests.sim.finding import Finding
@@ -16,12 +17,14 @@ from tests.sim.world import Life, World
 
 @dataclass
 class Outcome:
-    """The outcome of a schedule. `invariant`: the one that was broken, or ""."""
+    """The outcome of a schedule. `invariant`: the one that was broken, or "". `seen`: scenes that
+    occurred, with their number."""
 
     spec: Spec
     invariant: str = ""
     detail: str = ""
     log: list[str] | None = None
+    seen: Counter[tuple] = field(default_factory=Counter)
 
 
 def run_spec(spec: Spec, logged: bool = False) -> Outcome:
@@ -31,6 +34,7 @@ def run_spec(spec: Spec, logged: bool = False) -> Outcome:
     logging.disable()  # what is meant to fail has much to say
     try:
         world = World(spec, log)
+        outcome.seen = world.seen
         world.run()
         _compare(world)
     except Finding as finding:
@@ -80,6 +84,7 @@ class Result:
     schedules: int = 0
     seconds: float = 0.0
     failed: Outcome | None = None
+    seen: Counter[tuple] = field(default_factory=Counter)
 
 
 def run_many(seeds: Iterable[int], seconds: float = 1e9) -> Result:
@@ -89,6 +94,7 @@ def run_many(seeds: Iterable[int], seconds: float = 1e9) -> Result:
     for seed in seeds:
         outcome = run_spec(Draw(seed).spec())
         result.schedules += 1
+        result.seen += outcome.seen
         if outcome.invariant:
             result.failed = outcome
         if result.failed or time.monotonic() > deadline:

@@ -13,21 +13,25 @@ import pytest
 
 from sglang_mixkv.decode.machine import Machine as Decode
 from tests.sim.draw import Draw
-from tests.sim.runner import describe, run_many, run_spec, shrink, summary
+from tests.sim.runner import Result, describe, run_many, run_spec, shrink, summary
 
 FRESH = int(time.time()) * 1000  # the first seed of today's run
-FEW = 2  # faults that a cut-down schedule may have at most
+FEW = 2  # requests and faults that a cut-down schedule may have at most
 
 
-def hold(seeds: Iterable[int], seconds: float = 1e9) -> None:
+def hold(seeds: Iterable[int], seconds: float = 1e9) -> Result:
     result = run_many(seeds, seconds)
     print(summary(result))
     if result.failed:
         pytest.fail(describe(result.failed), pytrace=False)
+    return result
 
 
 def test_known_seeds_hold() -> None:
-    hold(range(400))
+    """Among them are slots with the right stamp and a wrong sum, which threads refuse unread and
+    GPUs zero behind themselves."""
+    seen = hold(range(400)).seen
+    assert min(seen["DIFFERS", on_device, True] for on_device in (False, True)) > 2
 
 
 def test_other_seeds_hold_each_time() -> None:
@@ -53,7 +57,7 @@ def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatc
     assert found is not None
     least = shrink(found)
     assert least.invariant == found.invariant
-    assert len(least.spec.requests) == 1
+    assert len(least.spec.requests) <= FEW
     assert len(least.spec.faults) <= FEW
     assert len(least.spec.lines()) <= len(found.spec.lines())
     text = describe(found)

@@ -22,7 +22,20 @@ class Blocked(BaseException):
 
 
 class VirtualGate(Gate):
-    """A handle's gate that raises instead of waiting."""
+    """A handle's gate that raises instead of waiting. The channel thread of its rank, once set, may
+    look before it closes and behind that: in the middle of a call of SGLang's scheduler."""
+
+    rank: Process | None = None
+
+    def try_close(self) -> bool:
+        self._interrupt()
+        is_closed = super().try_close()
+        self._interrupt()
+        return is_closed
+
+    def _interrupt(self) -> None:
+        if self.rank is not None and self.rank.interrupts():
+            self.rank.on_thread(self.rank.look)
 
     def close(self) -> None:
         if not self.try_close():
@@ -123,7 +136,11 @@ class Borrowed:
     # -- its queue and its reporter
 
     def put(self, call: Call, wake: bool = True) -> None:
-        self._rank.post(call)
+        """Queue a call. The thread may take it before the caller goes on."""
+        if self._rank.interrupts() and self._rank.has_taken_all:
+            self._rank.handle(call)
+        else:
+            self._rank.post(call)
 
     def __call__(self, note: object) -> None: ...
 

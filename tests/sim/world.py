@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -113,6 +114,7 @@ class World:
         self.lives = {request.id: Life(request) for request in spec.requests}
         self.hangs = any(fault.halts for fault in spec.faults)
         self.liars: set[int] = set()  # prefill servers, once they have lied
+        self.seen: Counter[tuple] = Counter()  # scenes, for those who count them
         self.untouched: list[Life] = []  # requests with which no fault has to do, at the end
         self._build()
 
