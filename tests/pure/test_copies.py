@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_mixkv.channel import gate as gate_module
 from sglang_mixkv.channel.gate import Gate, launch_guarded
@@ -214,6 +216,25 @@ def test_a_gate_is_asked_while_a_batch_ends() -> None:
     assert gate.try_close()
     forgotten[0].join(5)
     assert len(gate._tickets) == 1
+
+
+@given(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_a_gate_waits_for_each_of_its_batches(owners: list[str], order: Any) -> None:
+    """In whatever order they end, and whether or not the channel's thread has forgotten those that
+    have; batches of other requests alone are not waited for."""
+    gates, left = {name: Gate() for name in "ab"}, list[tuple[str, Batch]]()
+    for owner in owners:
+        left.append((owner, batch := Batch("pack", [owner])))
+        launch_guarded([gates[owner]], lambda is_open, batch=batch: batch)
+    order.shuffle(left)
+    while left:
+        flying = {owner for owner, _ in left}
+        assert {name for name, gate in gates.items() if not gate.try_close()} == flying
+        owner, batch = left.pop()
+        batch.end.set()
+        if order.random() < 0.5:
+            gates[owner].ended(batch)
+    assert all(gate.try_close() for gate in gates.values())
 
 
 @pytest.mark.parametrize(("looks", "is_slow"), [(0, False), (1, False), (2, False), (3, True)])

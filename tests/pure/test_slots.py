@@ -7,6 +7,13 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from rig.channel.invariants import slot_violations
 
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, share_of
@@ -218,3 +225,78 @@ def test_no_owner_that_can_have_a_slot_is_behind(work, slots, most):
     given = sum(counts.values())
     assert given == most or all(take(pool, owner) is None for owner in waiting)
     assert sum(map(len, turns.owners.values())) == sum(wanted > 0 for wanted in left.values())
+
+
+class Owners(RuleBasedStateMachine):
+    """Owners that want, hold, publish and free slots independently of each other, so that some both
+    hold and wait, and others do only one of these. `left`: how many slots each item still wants."""
+
+    items = st.tuples(st.sampled_from("abcdef"), st.integers(0, 2))
+
+    @initialize(count=st.integers(2, 40), run=st.integers(1, 3))
+    def begin(self, count: int, run: int) -> None:
+        self.pool, self.turns = SlotPool(count, TIMES), RoundRobin[tuple[str, int]](run)
+        self.left = Counter[tuple[str, int]]()
+        self.slots = list[int]()
+        self.now = 0.0
+
+    @rule(item=items, wanted=st.integers(1, 20))
+    def wants(self, item: tuple[str, int], wanted: int) -> None:
+        self.left[item] += wanted
+        self.turns.add(item[0], item)
+
+    @rule(item=items)
+    def gives_up(self, item: tuple[str, int]) -> None:
+        del self.left[item]
+        self.turns.remove(item[0], item)
+
+    @rule(limit=st.integers(0, 40))
+    def takes(self, limit: int) -> None:
+        """Whoever holds or wants some counts once in what is everybody's share. Nobody gets more,
+        but for a first slot; nobody who has less waits while more than the reserve is free."""
+        pool, before = self.pool, Counter(self.pool.held)
+        waiting = {owner for owner, _ in self.left}
+        share = share_of(pool.count, len({*waiting, *before})) if waiting or before else 0
+        given = 0
+        for item, slot in self.turns.take(pool, limit):
+            given += 1
+            self.slots.append(slot)
+            self.left[item] -= 1
+            if self.left[item]:
+                self.turns.add(item[0], item)
+            else:
+                del self.left[item]
+        for owner in waiting:
+            assert pool.held[owner] <= max(share, before[owner], 1)
+        assert given <= limit
+        if given < limit:
+            for owner in {owner for owner, _ in self.left}:
+                assert pool.held[owner] >= share or pool.free_slots <= pool.count // 4
+
+    @precondition(lambda self: self.slots)
+    @rule(which=st.integers(0, 39), some=st.integers(1, 9))
+    def frees(self, which: int, some: int) -> None:
+        for _ in range(min(some, len(self.slots))):
+            self.pool.free(self.slots.pop(which % len(self.slots)))
+
+    @precondition(lambda self: self.slots)
+    @rule(which=st.integers(0, 39))
+    def publishes(self, which: int) -> None:
+        self.now += 1.0
+        slot = self.slots[which % len(self.slots)]
+        if slot not in self.pool._published:
+            self.pool.publish(slot, 1 + slot, self.now)
+
+    @rule(owner=st.sampled_from("abcdef"), served=st.booleans())
+    def is_heard(self, owner: str, served: bool) -> None:
+        self.pool.sign(owner, self.now, served)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if hasattr(self, "pool"):
+            assert list(slot_violations(self.pool)) == []
+            queued = {item for queue in self.turns.owners.values() for item in queue}
+            assert queued == {*self.left}
+
+
+TestOwners = Owners.TestCase
