@@ -101,14 +101,21 @@ class Links:
         return False
 
     def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
-        """Yield the messages that came over these sockets, a ValueError for each unreadable one."""
+        """Yield the messages that came over these sockets, a ValueError for each unreadable one. A
+        second frame costs the peer its link, since libzmq may abort the process that is inside a
+        message when its connection is lost."""
         for dealer in ready:
             if (link := self._of_dealer.get(dealer)) is not None:
                 for frame in self._poller.received(dealer):
                     try:
-                        yield link.peer, messages.decode(frame)
+                        if frame.more:
+                            self.drop(link.peer)
+                            raise ValueError("a message of several frames")
+                        yield link.peer, messages.decode(frame.bytes)
                     except ValueError as error:
                         yield link.peer, error
+                    if link.closed:
+                        break
 
     # -- reads
 

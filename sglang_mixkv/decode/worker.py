@@ -202,6 +202,8 @@ class DecodeWorker(Worker):
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):
                 self._reporter(Note("unreadable", peer, str(message)))
+                if peer not in self._links:
+                    yield self._machine.peer_lost, (peer, True)
             elif isinstance(message, Ready):
                 yield self._machine.ready, (peer, message)
             elif isinstance(message, Fail):

@@ -29,7 +29,8 @@ from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-SNDMORE, RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)  # pyzmq makes enums at each use
+SNDMORE = int(zmq.SNDMORE)  # pyzmq makes an enum at each use
+PARTS = 1024  # frames of one message to skip per look; each takes 0.5 us
 
 
 class SendHandle:
@@ -63,6 +64,7 @@ class PrefillWorker(Worker):
         self._poller.register(self._socket)
         self._pending = deque[tuple[SendHandle, Pages]]()  # chunks that wait for a forward
         self._lost: set[bytes] = set()
+        self._inside = False  # the frame that was received last is not its message's last
         self._thread.start()
 
     # -- the scheduler's thread
@@ -131,16 +133,25 @@ class PrefillWorker(Worker):
             return True
 
     def _received(self) -> Iterator[Call]:
+        """Take messages. A second frame ends the look: the following looks skip what is left of
+        that message, PARTS frames at a time. Until it ends libzmq hands over no other one."""
+        for _ in range(PARTS):
+            if not self._inside:
+                break
+            self._inside = self._socket.recv(NOBLOCK, copy=False).more
+        else:
+            return
         for connection in self._poller.received(self._socket):
-            frame = self._socket.recv(NOBLOCK)
-            while self._socket.getsockopt(RCVMORE):
-                frame = self._socket.recv(NOBLOCK) and b""  # the plugin's messages have one
+            frame = self._socket.recv(NOBLOCK, copy=False)
+            self._inside = frame.more
+            if frame.more:
+                return self._reporter(Note("unreadable", b"", "a message of several frames"))
             try:
-                message = messages.decode(frame)
+                message = messages.decode(frame.bytes)
             except ValueError as error:
                 self._reporter(Note("unreadable", b"", str(error)))
                 continue
-            yield self._machine.received, (connection, message)
+            yield self._machine.received, (connection.bytes, message)
 
     def _do(self, action: Action) -> None:
         match action:

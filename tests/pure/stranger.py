@@ -3,8 +3,9 @@
 Two sockets of it are connected to a prefill rank, of that instance, whose answers nobody reads:
 one opens rooms without end, as one reader, and as another for each; the other sends ACKs and FAILs
 of slots and rooms that are others' or nobody's. The third stands for a prefill rank: whoever
-connects to it gets READYs of rooms, slots and tokens that do not exist. It says its address, and
-at the end how many messages it has sent: over each more than ENOUGH, however long that takes.
+connects to it gets READYs of rooms, slots and tokens that do not exist. Now and then a message to
+the prefill rank has several frames. It says its address, and at the end how many messages it has
+sent: over each more than ENOUGH, however long that takes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from sglang_mixkv.channel.messages import (
 )
 
 BATCH, ENOUGH = 64, 1000
+MORE = (0,) * 13 + (1, 2, 300)  # frames behind the first
 FIRST_ROOM = 1 << 32  # nobody else's numbers
 
 
@@ -63,17 +65,20 @@ def readies(generation: int) -> Iterator[Message]:
 
 
 class Sender:
-    """As many as the socket takes. `before`: frames in front of each."""
+    """As many as the socket takes. `before`: frames in front of each. `more`: how often it may be
+    repeated in further ones."""
 
     def __init__(self, socket: zmq.Socket[bytes], what: Iterator[Message]) -> None:
         self._socket, self._what = socket, what
         self.before: list[bytes] = []
+        self.more = MORE
         self.sent = 0
 
     def send(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
             for message in itertools.islice(self._what, BATCH):
-                self._socket.send_multipart([*self.before, messages.encode(message)], zmq.NOBLOCK)
+                frames = [messages.encode(message)] * (1 + random.choice(self.more))
+                self._socket.send_multipart([*self.before, *frames], zmq.NOBLOCK)
                 self.sent += 1
 
 
@@ -95,7 +100,7 @@ def run(pipe: Any, prefill: str, instance: bytes, seconds: float) -> None:
         Sender(dealers[1], others(8)),
         Sender(router, readies(opened.generation)),
     ]
-    senders[2].before = [connection]
+    senders[2].before, senders[2].more = [connection], (0,)
     until = time.monotonic() + seconds
     while time.monotonic() < until or min(sender.sent for sender in senders) <= ENOUGH:
         for sender in senders:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import socket
 import time
+from collections import Counter
+from collections.abc import Iterator
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import zmq
@@ -15,9 +18,12 @@ from rig.channel.invariants import outstanding
 from rig.channel.threads import Channel, wait_for
 from rig.process.resources import leaks, resources
 
-from sglang_mixkv.channel.messages import Open, draw_instance, encode
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.messages import Fail, Open, draw_instance, encode
+from sglang_mixkv.channel.sockets import BATCH
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill.machine import MAX_OPEN
+from sglang_mixkv.prefill.worker import PARTS, PrefillWorker
 
 REQUESTS = 200
 PATIENCE = 30  # a busy machine of two cores, and all threads of both sides share the GIL
@@ -61,6 +67,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         assert 100 < most <= MAX_OPEN + 1  # and the request's own
         assert most > MAX_OPEN // 2 or lasts < 60
         assert min(sent) > stranger.ENOUGH
+        assert "unreadable" in channel.prefill.notes.seen
         assert wait_for(lambda: not outstanding(decode._machine))
         assert wait_for(lambda: set(outstanding(prefill._machine)) <= {"waiting", "transfers"})
         assert leaks(warm, resources, SLACK) == []
@@ -95,3 +102,107 @@ def test_answers_that_a_peer_does_not_take_end_its_connection_once(
         again = len(lost)
         deaf.send(encode(refused))
         assert wait_for(lambda: len(lost) > again), "a later loss is one of its own"
+
+
+class Counting(zmq.Socket):  # type: ignore[type-arg]
+    """`frames`: how many were received since the last look began, of each socket."""
+
+    frames: ClassVar[Counter[Any]] = Counter()
+
+    def recv(self, *given: Any, **named: Any) -> Any:
+        self.frames[self] += 1
+        return super().recv(*given, **named)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Yield how many frames each look of prefill's thread has taken, connections' names among
+    them."""
+    taken, received = list[int](), PrefillWorker._received
+
+    def counted(worker: Any) -> Any:
+        before = Counting.frames[worker._socket]
+        yield from received(worker)
+        taken.append(Counting.frames[worker._socket] - before)
+
+    monkeypatch.setattr(zmq.Context, "_socket_class", Counting)
+    monkeypatch.setattr(PrefillWorker, "_received", counted)
+    yield taken
+    Counting.frames.clear()
+
+
+def test_a_look_takes_no_more_frames_of_one_message_than_of_many(looks: list[int]) -> None:
+    """Whether it has two, fills a look or several to the last one, or has more. Each counts once as
+    unreadable, whatever its frames are; what comes behind it is read, from the same connection and
+    from others."""
+    with Channel(Times(PATIENCE)) as channel, zmq.Context() as context:
+        notes, room = channel.prefill.notes.seen, 0
+        with context.socket(zmq.DEALER) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(channel.prefill.channel.address)
+            for count in (2, 3, PARTS, PARTS + 1, PARTS + 2, 3 * PARTS + 1, 50 * PARTS):
+                before, room, seen = Counter(notes), room + 2, len(notes) + 2
+                lost = Fail(room, 1, "closed")
+                stale = Open(3, room, room, b"another_", draw_instance(), 1, (0, 4), 0, 1024)
+                peer.send_multipart([encode(lost)] * count)
+                peer.send(encode(stale))
+                assert channel.request(room) == ("warm", "")
+                assert wait_for(lambda seen=seen: len(notes) >= seen)
+                assert Counter(notes) - before == Counter(unreadable=1, restarted=1)
+        assert max(looks) <= PARTS + 2 * BATCH
+        assert sum(looks) > 54 * PARTS
+
+
+def greeted(address: str) -> socket.socket:
+    """Return a connection to this ROUTER as a DEALER's, with which frames can be sent (ZMTP 3.0,
+    NULL)."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    made = socket.create_connection((host, int(port)))
+    made.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0"))
+    made.recv(64, socket.MSG_WAITALL)
+    ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+    made.sendall(bytes([4, len(ready)]) + ready)
+    made.recv(made.recv(2)[1], socket.MSG_WAITALL)
+    return made
+
+
+def test_a_message_that_does_not_end_keeps_nobody_waiting(looks: list[int]) -> None:
+    """Nor is anything of it seen, and it is gone with its connection."""
+    with Channel(Times(PATIENCE)) as channel:
+        with greeted(channel.prefill.channel.address) as endless:
+            for room in range(20):
+                endless.sendall(b"\x01\x01x" * 10_000)  # a frame of one byte, of which more follow
+                assert channel.request(room) == ("warm", "")
+        assert channel.request(20) == ("warm", "")
+        assert channel.prefill.notes.seen == []
+        assert max(looks) <= 2 * BATCH
+        with greeted(channel.prefill.channel.address) as ended:
+            ended.sendall(b"\x01\x01x" * 10_000 + b"\x00\x00")
+            assert wait_for(lambda: channel.prefill.notes.seen == ["unreadable"])
+        assert channel.request(21) == ("warm", "")
+
+
+def test_a_peer_that_sends_a_second_frame_is_none_to_decode() -> None:
+    """Its link is dropped, also where more messages are behind: its rooms are cold at once, and
+    those of another peer warm."""
+    with Channel(Times(PATIENCE)) as channel, zmq.Context() as context:
+        decode, notes = channel.decode.channel, channel.decode.notes.seen
+        with context.socket(zmq.ROUTER) as other:
+            other.setsockopt(zmq.LINGER, 0)
+            port = other.bind_to_random_port("tcp://127.0.0.1")
+            peer = channel.decode.reach(
+                SimpleNamespace(
+                    instance=draw_instance(), address=f"tcp://127.0.0.1:{port}",
+                    staging=channel.prefill.row.staging,
+                )
+            )  # fmt: skip
+            handle = channel.decode.open(1, 20, peer)
+            name, frame = other.recv_multipart()
+            late = encode(Fail(1, messages.decode(frame).generation, "late"))  # type: ignore[union-attr]
+            for frames in ([late + b"?"], [b"", late], [late]):
+                other.send_multipart([name, *frames])
+            assert channel.state(handle) == ("cold", "lost")
+            assert peer not in decode._links
+            assert notes.count("unreadable") == 2
+            assert channel.state(channel.decode.open(2, 20, peer)) == ("cold", "lost")
+            assert channel.request(3) == ("warm", "")
