@@ -1,10 +1,10 @@
 """Configuration: one frozen record. Flags override the environment, which overrides defaults.
 
-`plugin.py` attaches the record to SGLang's ServerArgs as `_mixkv`. SGLang pickles ServerArgs with
-their attributes, so every process gets the same record. If a launcher builds ServerArgs without
-SGLang's command line, its environment decides, and the record is made when they are resolved.
-
-Child processes import this module to unpickle ServerArgs, so it imports neither SGLang nor torch.
+`plugin.py` attaches the record of a server that has opted in to SGLang's ServerArgs as `_mixkv`.
+SGLang pickles ServerArgs with their attributes, so every process gets the same record. It is a
+plain dict there, since SGLang also pickles them into its dumps, which are read where the plugin is
+not installed. If a launcher builds ServerArgs without SGLang's command line, its environment
+decides, and the record is made when they are resolved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import difflib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,19 +42,6 @@ class Config(msgspec.Struct, frozen=True):
     data_plane: str = ""
     gpu_copies: str = "auto"
     nixl_params: dict[str, str] = {}
-
-    def __reduce__(self) -> Any:
-        return _unpickled, msgspec.structs.astuple(self)
-
-
-def _unpickled(*values: Any) -> Config:
-    """Make the record, and load plugins in SGLang's --tokenizer-worker-num workers: they take
-    requests and do not load plugins, but do unpickle ServerArgs (http_server.py,
-    init_multi_tokenizer). Other processes load plugins before they import that module."""
-    config = Config(*values)
-    if config.enabled and "sglang.srt.entrypoints.http_server" in sys.modules:
-        sys.modules["sglang.srt.plugins"].load_plugins()  # does nothing after the first call
-    return config
 
 
 class Setting(NamedTuple):
@@ -232,7 +218,12 @@ def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
         raise SystemExit(str(error)) from None
 
 
+def attach(server_args: Any, config: Config) -> None:
+    if config.enabled:
+        setattr(server_args, ATTRIBUTE, msgspec.structs.asdict(config))
+
+
 def config_of(server_args: Any) -> Config:
     """Return the record attached to these ServerArgs, or else one made from the environment."""
     record = getattr(server_args, ATTRIBUTE, None)
-    return record if isinstance(record, Config) else resolve_if_enabled(None)
+    return resolve_if_enabled(None) if record is None else msgspec.convert(record, Config)

@@ -66,23 +66,23 @@ def add_flags(original: Callable[..., None], parser: argparse.ArgumentParser) ->
 
 
 def attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    from sglang_mixkv.config import ATTRIBUTE, resolve_if_enabled
+    from sglang_mixkv.config import attach, resolve_if_enabled
 
     server_args = original(cls, args)
-    setattr(server_args, ATTRIBUTE, resolve_if_enabled(args))
+    attach(server_args, resolve_if_enabled(args))
     return server_args
 
 
 def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Check the launching process, once SGLang has resolved its arguments."""
-    from sglang_mixkv.config import ATTRIBUTE, config_of
+    from sglang_mixkv.config import attach, config_of
 
     previous(server_args)
     config = config_of(server_args)
     if config.enabled:
         from sglang_mixkv.engine import releases
 
-        setattr(server_args, ATTRIBUTE, config)  # for the ranks
+        attach(server_args, config)  # for the ranks
         releases.check(server_args, functions=False)
 
 

@@ -68,7 +68,10 @@ _FUNCTIONS = {
     f"{_SRT}configs.model_config:ModelConfig.from_server_args":
         "server_args model_path model_revision is_draft_model",
     f"{_SRT}plugins.hook_registry:HookRegistry.register": "target hook hook_type",  # hooks
-    f"{_SRT}plugins:load_plugins": "",  # in workers that take requests (config.py)
+    # loads plugins in workers that take requests
+    f"{_SRT}managers.multi_tokenizer_mixin:write_data_for_multi_tokenizer":
+        "port_args server_args scheduler_info -> engine.workers.around_write",
+    f"{_SRT}plugins:load_plugins": "",
     # this process's configuration
     f"{_CONTEXT}get_disagg": "", f"{_CONTEXT}get_parallel": "",
     f"{_CONTEXT}get_server_args": "", f"{_CONTEXT}get_spec": "",

@@ -13,10 +13,11 @@ from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
+from sglang.srt.managers import multi_tokenizer_mixin as theirs
 
 from sglang_mixkv import config, plugin, refusals
 from sglang_mixkv.config import Config
-from sglang_mixkv.engine import manager, releases
+from sglang_mixkv.engine import manager, releases, workers
 from sglang_mixkv.engine.seams import HOOKS
 from sglang_mixkv.refusals import Rule
 
@@ -55,7 +56,7 @@ def test_a_launcher_is_checked_behind_sglangs_own_checks(
     checks = [] if record is OFF else [call.check(args, functions=False)]
     assert steps.mock_calls == [call.previous(args), *checks]
     assert seen == [args._mixkv] * len(checks)
-    assert args._mixkv.enabled == (record is not OFF)
+    assert config.config_of(args).enabled == (record is not OFF)
 
 
 def test_flags_are_sglangs_and_then_the_plugins() -> None:
@@ -66,7 +67,7 @@ def test_flags_are_sglangs_and_then_the_plugins() -> None:
     original = MagicMock(return_value=made)
     assert plugin.attach_config(original, int, flags) is made
     assert original.mock_calls == [call(int, flags)]
-    assert (made._mixkv.enabled, made._mixkv.staging_mb) == (True, 7)
+    assert (made._mixkv["enabled"], made._mixkv["staging_mb"]) == (True, 7)
 
 
 def test_a_plugin_that_fails_to_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +79,24 @@ def test_a_plugin_that_fails_to_load_says_why(monkeypatch: pytest.MonkeyPatch) -
     assert said[0].startswith("[MIXKV-START-02] ")
     assert "but the plugin failed to load; the server does not start" in said[0]
     assert said[1:] == ["  - KeyError('why')", "Report this with the message above."]
+
+
+def test_a_worker_that_takes_requests_loads_plugins_with_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang loads none in its --tokenizer-worker-num workers."""
+    done: list[int] = []
+    monkeypatch.setattr(workers, "load_plugins", lambda: done.append(1))
+    info = {"max_req_input_len": 7}
+    memory = workers.around_write(theirs.write_data_for_multi_tokenizer, "ports", "args", info)
+    try:
+        assert done == []
+        found = theirs.read_from_shared_memory(memory.name)
+    finally:
+        memory.unlink()
+    assert found == ("ports", "args", info)
+    assert type(found[2]) is dict
+    assert done == [1]
 
 
 # ---------------------------------------------------------------- KV classes
