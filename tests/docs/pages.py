@@ -10,8 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
-PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
-IDS = [path.name if path.parent == ROOT else f"docs/{path.name}" for path in PAGES]
+PAGES = [
+    *(ROOT / n for n in NAMES),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "findings/README.md",
+]
+IDS = [str(path.relative_to(ROOT)) for path in PAGES]
 
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"(export )?[A-Za-z_]\w*=")

@@ -171,7 +171,7 @@ def test_links_and_names_of_files_lead_somewhere(page: Path) -> None:
         if anchor:
             heads = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
-    folders = "sglang_mixkv|scripts|tests|docs|docker|examples"
+    folders = "sglang_mixkv|scripts|tests|docs|docker|examples|findings"
     spans = re.findall(rf"`((?:{folders})/[\w./-]*)`", prose(page))
     assert [name for name in spans if not (ROOT / name).exists()] == []
 

@@ -18,7 +18,7 @@ HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").
 ][0]["hooks"]
 SHELL = [
     ROOT / ".ci" / "run",
-    *(p for f in ("scripts", "docker", "tests") for p in (ROOT / f).rglob("*.sh")),
+    *(p for f in ("scripts", "docker", "findings", "tests") for p in (ROOT / f).rglob("*.sh")),
 ]
 
 

@@ -37,8 +37,8 @@ BESIDE_SGLANG = {"huggingface_hub", "mooncake", "nixl", "sglang", "triton", "yam
 """What is imported only where SGLang, or a transport, is."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 FOLDERS = (
-    "sglang_mixkv", "mixkv_cpu", "mixkv_demo", "docker", "docs", "examples", "scripts", "tests",
-    "upstream", ".ci", ".github",
+    "sglang_mixkv", "mixkv_cpu", "mixkv_demo", "docker", "docs", "examples", "findings", "scripts",
+    "tests", "upstream", ".ci", ".github",
 )  # fmt: skip
 
 
