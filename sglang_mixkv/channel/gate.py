@@ -35,6 +35,10 @@ class Gate:
         self._open, self._in_flight = True, 0
         self._tickets: dict[Ticket, None] = {}
 
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
     def enter(self) -> bool:
         """Begin a copy. Return False if the gate is closed; otherwise `leave` must follow."""
         with self._lock:

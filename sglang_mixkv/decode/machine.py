@@ -61,7 +61,7 @@ class Machine:
 
     def open(self, opened: Opened) -> None:
         """Open a request whose metadata SGLang has sent. One Verdict follows unless `close` comes
-        first. If the request is `pending`, `forward_done` must follow."""
+        first."""
         wanted = [source.peer for source in opened.sources if source.heads]
         cold = opened.cold
         if self._recent.is_ambiguous(opened.bootstrap_room, self._clock) and wanted:
@@ -77,22 +77,6 @@ class Machine:
             self._go_cold(request, cold, "")
         elif request.complete:
             self._decide(request, act.State.WARM)
-
-    def forward_done(self, generation: Generation, error: str = "") -> None:
-        """The earlier forward is over; with an `error`, this is unknown: another call follows."""
-        request = self._requests.get(generation)
-        if request is None:
-            return
-        if error:
-            if request.wants:
-                self._go_cold(request, ColdReason.UNPACK, error)
-            return
-        request.pending = False
-        for segment in (held := request.of_stage("held")):
-            segment.stage = "copying"
-        self._segments.copy(request, held)
-        if request.cold:
-            self._clear(request)
 
     def target_arrived(self, generation: Generation) -> None:
         """SGLang's own transfer of the request has succeeded: draft KV can be late from now on."""
@@ -175,10 +159,7 @@ class Machine:
                 self._segments.remove(segment)
             return
         request.progress = self._clock
-        for segment in read.segments:
-            segment.stage = "held" if request.pending else "copying"
-        if not request.pending:
-            self._segments.copy(request, read.segments)
+        self._segments.copy(request, read.segments)
 
     def _read_failed(self, read: act.StartRead, detail: str) -> None:
         read.failed = True
@@ -240,7 +221,7 @@ class Machine:
 
     def _clear(self, request: Request) -> None:
         """Zero a cold request's rows that are not in place, once nothing else writes to them."""
-        if request.pending or request.copying or request.decided:
+        if request.copying or request.decided:
             return
         if (first := request.placed_to) >= request.opened.end:
             self._decide(request, act.State.COLD)

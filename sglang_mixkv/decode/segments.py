@@ -43,8 +43,8 @@ class Segments:
             self._slots.free(segment.slot)
 
     def drop(self, request: Request) -> None:
-        """Remove the waiting and held segments of a request that no longer needs them."""
-        for segment in request.of_stage("waiting") + request.of_stage("held"):
+        """Remove the waiting segments of a request that no longer needs them."""
+        for segment in request.of_stage("waiting"):
             self.remove(segment)
 
     def acknowledge(self, peer: Peer, announced: Iterable[Announced]) -> None:
@@ -117,6 +117,9 @@ class Segments:
 
     def copy(self, request: Request, jobs: Sequence[Job]) -> None:
         """Request copies of a request: of segments from their slots to the pool, or of zeros."""
+        for job in jobs:
+            if not isinstance(job, act.Clear):
+                job.stage = "copying"
         self._copying.update(jobs)
         self._jobs += jobs
         request.copying += len(jobs)

@@ -6,11 +6,10 @@ numbers. A *peer* is a prefill rank as one server's facts name it. The same rank
 facts is a different peer, so that no server can end what came through another's facts. A *handle*
 is the caller's name for a request (in a server, its ReceiveHandle).
 
-WAITING --a slot is free--> READING --read_ended--> HELD, while an earlier forward may write
-   |                           |                     |      to the same rows
-   +--- dropped: acknowledged  +--- failed, or       +---> COPYING --copied--> in place
-        unread                      the room is cold:
-                                    its slot is free
+WAITING --a slot is free--> READING --read_ended--> COPYING --copied--> in place
+   |                           |
+   +--- dropped: acknowledged  +--- failed, or the room is cold: its slot is free
+        unread
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class Opened(msgspec.Struct, frozen=True):
     """A request to open. It owns the rows of tokens [first_token, end); the prompt ends at `end` or
     earlier in its last page of `page_size` tokens.
 
-    `cold`: why nothing is fetched, if so. `pending`: an earlier forward may still write these rows.
-    """
+    `cold`: why nothing is fetched, if so."""
 
     generation: Generation
     bootstrap_room: int
@@ -71,13 +69,12 @@ class Opened(msgspec.Struct, frozen=True):
     first_token: int
     end: int
     cold: Cold = ""
-    pending: bool = False
     version: int = messages.PROTOCOL[1]
     handle: Hashable = None
     page_size: int = 1
 
 
-Stage = Literal["waiting", "reading", "held", "copying"]
+Stage = Literal["waiting", "reading", "copying"]
 
 
 class Segment(msgspec.Struct, eq=False, gc=False):
@@ -169,7 +166,6 @@ class Request:
         patience = min([times.patience, *(source.patience for source in opened.sources)])
         self.limits = times if patience == times.patience else Times(patience)
         self.generation = opened.generation
-        self.pending = opened.pending
         sources = [one for one in opened.sources if one.heads] if heads else []
         self.transfers = {one.peer: SourceTransfer(one, opened.first_token) for one in sources}
         self.segments: dict[Segment, None] = {}

@@ -2,9 +2,9 @@
 
 SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`.
 Threads of the caller call `dial` and `add` for each prefill rank before its first request, and
-`drop` once its server is gone. The channel thread carries out the machine's actions, and queries
-the events that requests wait for. If it cannot go on, the scheduler clears the requests' rows, and
-they are cold.
+`drop` once its server is gone. The channel thread carries out the machine's actions; it begins no
+copy to rows that an earlier forward may still write. If it cannot go on, the scheduler clears the
+requests' rows, and they are cold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,7 @@ from sglang_mixkv.decode.links import Link, Links
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.segments import Job
 from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Source
-from sglang_mixkv.draft.copier import Copy, Store
-from sglang_mixkv.draft.cuda import is_over
+from sglang_mixkv.draft.copier import Copy, HeldBack, Store
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.series import Cold, ColdReason
 
@@ -48,7 +47,8 @@ class ReceiveHandle:
 
     def __init__(self, pages: Any, page_size: int, event: Any, prefill: str = "") -> None:
         self.event, self.gate, self.prefill = event, Gate(), prefill
-        self.pages = Pages(np.asarray(pages, dtype=np.int64), page_size)
+        events = () if event is None else (event,)
+        self.pages = Pages(np.asarray(pages, dtype=np.int64), page_size, events)
         self.opened: Opened
         self.state: act.State | None = None
         self.reason = ""
@@ -86,7 +86,7 @@ class DecodeWorker(Worker):
         self._forget_peer, self._check_peer = forget_peer, check_peer
         self._links = Links(store, times, self._poller)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
-        self._forwards: dict[Generation, Any] = {}  # events of pending requests
+        self._held = HeldBack[Copy]()  # until earlier forwards are over
         self._draws = messages.draws()
         self._counter = itertools.count(next(self._draws) >> 33)  # 30 bits
         self._thread.start()
@@ -119,14 +119,11 @@ class DecodeWorker(Worker):
         first_token: int, end: int, cold: Cold = "", version: int = PROTOCOL[1],
     ) -> None:  # fmt: skip
         """Open a request whose metadata SGLang has sent; see Opened."""
-        generation, pending = self._new_generation(), handle.event is not None
-        handle.opened = opened = Opened(
-            generation, bootstrap_room, sources, first_token, end, cold, pending, version, handle,
-            handle.pages.page_size,
+        handle.opened = Opened(
+            self._new_generation(), bootstrap_room, sources, first_token, end, cold, version,
+            handle, handle.pages.page_size,
         )  # fmt: skip
-        self._call(self._machine.open, opened)
-        if pending:
-            self._call(self._forwards.__setitem__, generation, handle.event)
+        self._call(self._machine.open, handle.opened)
 
     def target_arrived(self, handle: ReceiveHandle) -> None:
         """Start waiting for draft KV, unless the verdict is there."""
@@ -142,10 +139,8 @@ class DecodeWorker(Worker):
             return
         handle.gate.close()
         handle.closed = True
-        generation, hurry = handle.opened.generation, bool(reason) or handle.state is None
-        if handle.event is not None:
-            self._call(self._forwards.pop, generation, None, wake=False)
-        self._call(self._machine.close, generation, reason, wake=hurry)
+        hurry = bool(reason) or handle.state is None
+        self._call(self._machine.close, handle.opened.generation, reason, wake=hurry)
         self._reporter.ended(handle, reason)
 
     def is_lost(self, handle: ReceiveHandle) -> bool:
@@ -187,16 +182,11 @@ class DecodeWorker(Worker):
     # -- the channel thread
 
     def _must_poll(self) -> bool:
-        return bool(self._forwards) or (self._store is not None and self._store.plane.busy)
+        return bool(self._held) or (self._store is not None and self._store.plane.busy)
 
     def _poll(self, ready: list[Any]) -> Iterator[Call]:
-        for generation, event in list(self._forwards.items()):
-            try:
-                if is_over(event):
-                    del self._forwards[generation]
-                    yield self._machine.forward_done, (generation,)
-            except Exception as error:  # it is asked again: rows are cleared only after it
-                yield self._machine.forward_done, (generation, repr(error)[:300])
+        if self._held:
+            self._start(())
         for ended in self._links.ended():
             yield self._machine.read_ended, ended
         for peer, message in self._links.received(ready):
@@ -224,8 +214,7 @@ class DecodeWorker(Worker):
                 if not self._links.read(action):
                     self._call(self._machine.read_ended, action, "the prefill rank is gone")
             case StartCopies(jobs):
-                assert self._copies is not None
-                self._copies.start(list(map(self._copy_of, jobs)))
+                self._start(map(self._copy_of, jobs))
             case act.Verdict(ReceiveHandle() as handle, state, reason):
                 if handle.state is None:
                     self._decide(handle, state, reason)
@@ -234,6 +223,26 @@ class DecodeWorker(Worker):
                 self._forget_peer(peer)
             case Note():
                 self._reporter(action)
+
+    def _start(self, copies: Iterable[Copy]) -> None:
+        """Start these copies and those held back, except to rows that an earlier forward may still
+        write. If nobody can tell, segments fail, and zeros wait until it is known."""
+        ready = list[Copy]()
+        for copy in copies:
+            if copy.pages.events:
+                self._held.append((copy.gate, copy.pages, copy))
+            else:
+                ready.append(copy)
+        for copy, error in self._held.release() if self._held else ():
+            if error is None:
+                ready.append(copy)
+            elif copy.kind == "clear":
+                self._held.append((copy.gate, copy.pages, copy))
+            else:
+                self._call(self._machine.copied, (copy.job,), error)
+        if ready:
+            assert self._copies is not None
+            self._copies.start(ready)
 
     def _copy_of(self, job: Job) -> Copy:
         handle, first = job.request.opened.handle, job.request.opened.first_token

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket
 
 logger = logging.getLogger(f"sglang.{__name__}")
+
+T = TypeVar("T")
 
 AT_ONCE = 256 << 10
 """Bytes up to which `start` makes a host copy itself: some 30 us, less than a hand-over takes."""
@@ -65,6 +67,29 @@ Outcome = SlotCheck | Exception | None
 """None: the request's gate was closed, and nothing was copied."""
 Ended = tuple[Copy, Outcome, float]
 """With the seconds that the copy took, or its share of its batch's."""
+
+
+class HeldBack(list[tuple[Gate, Pages, T]]):
+    """What waits until no forward writes its pages any more, or its gate is closed. What has one
+    gate is released in order."""
+
+    def release(self) -> list[tuple[T, Exception | None]]:
+        """Remove and return what waits no longer, each with the error if nobody can tell whether a
+        forward still writes its pages."""
+        found, held, waiting = list[tuple[T, Exception | None]](), [], set[Gate]()
+        for gate, pages, item in self:
+            error = None
+            try:
+                is_held = gate in waiting or (gate.is_open and not pages.are_written())
+            except Exception as unknown:
+                is_held, error = False, unknown
+            if is_held:
+                waiting.add(gate)
+                held.append((gate, pages, item))
+            else:
+                found.append((item, error))
+        self[:] = held
+        return found
 
 
 class Copier(ABC):

@@ -14,6 +14,7 @@ its heads once, from the first of these prefill ranks that holds it (drawn in do
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
+from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.errors import refuse
 
 if TYPE_CHECKING:
@@ -114,15 +116,21 @@ class DraftLayout(msgspec.Struct, frozen=True):
 
 class Pages:
     """Where the tokens of a chunk or a request are: `pages` of `page_size` tokens, by the draft
-    pool's page numbers. `events`: objects with `query() -> bool`; once all are true, the KV is in
-    the pages. `written`: when a chunk's was, by time.monotonic(). `error`: an event failed, so the
-    pages must not be read."""
+    pool's page numbers. `events`: objects with `query() -> bool`; until all are true, a forward may
+    still write these pages. `written`: when that was last found to be over, by time.monotonic().
+    `error`: an event failed, so the pages must not be read."""
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
         self._pages, self.page_size, self.events = pages, page_size, events
         self._on_device: Any = None
-        self.written = 0.0
+        self.written = time.monotonic()
         self.error: Exception | None = None
+
+    def are_written(self) -> bool:
+        """Return whether no forward writes these pages any more. Raises if this is unknown."""
+        while self.events and is_over(self.events[0]):
+            self.events, self.written = self.events[1:], time.monotonic()
+        return not self.events
 
     def rows(self, offset: int, count: int) -> NDArray[np.int64]:
         """Return the row numbers of `count` tokens, from token `offset` of these pages on."""

@@ -99,22 +99,13 @@ class Machine:
         self._release_pages(request)
 
     def add_chunk(
-        self, handle: Hashable, first: int, count: int, last: bool, pages: Any = None,
-        pending: bool = False,
-    ) -> None:  # fmt: skip
-        """Add a chunk that SGLang sends: tokens [first, first + count) of the prompt, in `pages`.
-
-        `pending`: its KV may not be written yet; `chunk_written` follows. `last`: it is the last
-        one. Chunks of a request come, and are written, in the order of the prompt.
-        """
+        self, handle: Hashable, first: int, count: int, last: bool, pages: Any = None
+    ) -> None:
+        """Add a chunk whose KV is written: tokens [first, first + count) of the prompt, in `pages`.
+        `last`: it is the last one. Chunks of a request come in the order of the prompt."""
         if (request := self._requests.get(handle)) is not None:
-            request.chunks.append(Chunk(first, count, last, pages, pending))
-            self._packing.add(request.note_written(pending=False))
-
-    def chunk_written(self, handle: Hashable) -> None:
-        """Note that the first of the request's pending chunks is written."""
-        if (request := self._requests.get(handle)) is not None:
-            self._packing.add(request.note_written(pending=True))
+            request.chunks.append(Chunk(first, count, last, pages))
+            self._packing.add(request.transfers.values())
 
     def target_sent(self, handle: Hashable) -> None:
         """Note that SGLang's own transfer has succeeded. From now on, packing that makes no

@@ -22,21 +22,18 @@ MAX_IN_FLIGHT = 16  # segments being packed at once: two READYs' worth for one r
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens [first, first + count) of the prompt, in `pages`. `pending`: their KV may not be
-    written yet."""
+    """Tokens [first, first + count) of the prompt, in `pages`."""
 
     first: int
     count: int
     last: bool
     pages: Pages
-    pending: bool
 
 
 class Request:
     """A request, or OPENs that came before it, with `handle` None. `readers`: how many it has,
-    according to its OPENs; 1 before the first. `written`: how many leading chunks are written.
-    `sent`: when SGLang's own transfer succeeded. `progress`: when it last began, was opened by a
-    reader, or had segments announced."""
+    according to its OPENs; 1 before the first. `sent`: when SGLang's own transfer succeeded.
+    `progress`: when it last began, was opened by a reader, or had segments announced."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
@@ -44,17 +41,8 @@ class Request:
         self.transfers: dict[bytes, ReaderTransfer] = {}  # by reader
         self.readers = 1
         self.chunks: list[Chunk] = []
-        self.written = 0
         self.sent: float | None = None
         self.pages_released = False
-
-    def note_written(self, pending: bool) -> Iterable[ReaderTransfer]:
-        """If `pending`, count the first pending chunk as written; then count those after it that
-        are not pending. Return the transfers, which may have more to pack."""
-        self.written += pending
-        while self.written < len(self.chunks) and not self.chunks[self.written].pending:
-            self.written += 1
-        return self.transfers.values()
 
     @property
     def missing(self) -> int:
@@ -111,11 +99,11 @@ class ReaderTransfer:
         self.all_cut = False
 
     def advance(self) -> bool:
-        """Move on to the next token of a written chunk; return whether there is one to cut."""
+        """Move on to the next token of a chunk; return whether there is one to cut."""
         if self.ended:
             return False
-        chunks, written = self.request.chunks, self.request.written
-        while self.chunk < written:
+        chunks = self.request.chunks
+        while self.chunk < len(chunks):
             chunk = chunks[self.chunk]
             if self.token < chunk.first:  # earlier tokens are not in its pages
                 self.token = chunk.first

@@ -1,14 +1,13 @@
 """A prefill rank's channel: the calls of SGLang's scheduler, and the thread that owns the socket.
 
 The scheduler calls `begin`, `add_chunk`, `release` and `end`. The channel thread carries out the
-machine's actions, and queries the events that chunks wait for.
+machine's actions, and adds a chunk to the machine once its forward is over.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,13 +20,14 @@ from sglang_mixkv.channel.loop import Call, Reporter, Worker
 from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.channel.sockets import NOBLOCK, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.draft.copier import Copy, Store
-from sglang_mixkv.draft.cuda import is_over
+from sglang_mixkv.draft.copier import Copy, HeldBack, Store
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
 from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
+
+Chunk = tuple["SendHandle", int, int, bool, Pages]  # what Machine.add_chunk takes
 
 SNDMORE = int(zmq.SNDMORE)  # pyzmq makes an enum at each use
 PARTS = 1024  # frames of one message to skip per look; each takes 0.5 us
@@ -35,14 +35,15 @@ PARTS = 1024  # frames of one message to skip per look; each takes 0.5 us
 
 class SendHandle:
     """One sender's request, shared by the scheduler and the channel. Its pages may be read while
-    `gate` is open. `pages_released`: the channel packs no more of it. `sent`: when SGLang's own
-    transfer had succeeded. The scheduler keeps that itself, since the channel thread may hang."""
+    `gate` is open. `waits`: a chunk had to wait for its forward. `pages_released`: the channel
+    packs no more of it. `sent`: when SGLang's own transfer had succeeded. The scheduler keeps that
+    itself, since the channel thread may hang."""
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
         self.pages_released = False
         self.sent: float | None = None
-        self.ended = False
+        self.ended = self.waits = False
 
 
 class PrefillWorker(Worker):
@@ -62,7 +63,7 @@ class PrefillWorker(Worker):
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
         super().__init__(machine, reporter, times, store)
         self._poller.register(self._socket)
-        self._pending = deque[tuple[SendHandle, Pages]]()  # chunks that wait for a forward
+        self._held = HeldBack[Chunk]()  # until their forwards are over
         self._lost: set[bytes] = set()
         self._inside = False  # the frame that was received last is not its message's last
         self._thread.start()
@@ -77,11 +78,12 @@ class PrefillWorker(Worker):
     def add_chunk(
         self, handle: SendHandle, first: int, count: int, last: bool, pages: Pages
     ) -> None:
-        pages.written, pending = time.monotonic(), bool(pages.events)
-        chunk = handle, first, count, last, pages, pending
-        self._call(self._machine.add_chunk, *chunk, wake=not pending)
-        if pending:
-            self._call(self._pending.append, (handle, pages))
+        chunk = handle, first, count, last, pages
+        if pages.events or handle.waits:  # also behind a chunk that waits
+            handle.waits = True
+            self._call(self._held.append, (handle.gate, pages, chunk))
+        else:
+            self._call(self._machine.add_chunk, *chunk)
 
     def release(self, handle: SendHandle) -> bool:
         """Return whether Success may be reported, after SGLang's own transfer: nothing reads the
@@ -106,31 +108,21 @@ class PrefillWorker(Worker):
         failure_exception and clear all end a sender."""
         if not handle.ended:
             handle.gate.close()
-            handle.ended = True  # behind the gate: a chunk of an ended request counts as written
+            handle.ended = True
             hurry = bool(reason) or not handle.pages_released
             self._call(self._machine.end, handle, reason, wake=hurry)
 
     # -- the channel thread
 
     def _must_poll(self) -> bool:
-        return bool(self._pending)
+        return bool(self._held)
 
     def _poll(self, ready: list[Any]) -> Iterator[Call]:
-        while self._pending and self._is_written(*self._pending[0]):
-            # events are queried in the order of their chunks, which is the stream's
-            yield self._machine.chunk_written, self._pending.popleft()[:1]
+        for chunk, error in self._held.release() if self._held else ():
+            chunk[-1].error = error  # its packs will fail, and with them its transfers
+            yield self._machine.add_chunk, chunk
         if self._socket in ready:
             yield from self._received()
-
-    @staticmethod
-    def _is_written(handle: SendHandle, pages: Pages) -> bool:
-        """True if the chunk is written, or will never be packed."""
-        pages.written = time.monotonic()
-        try:
-            return handle.ended or all(map(is_over, pages.events))
-        except Exception as error:  # its packs will fail, and with them its transfers
-            pages.error = error
-            return True
 
     def _received(self) -> Iterator[Call]:
         """Take messages. A second frame ends the look: the following looks skip what is left of

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from sglang_mixkv.channel import gate as gate_module
 from sglang_mixkv.channel.gate import Gate, launch_guarded
 from sglang_mixkv.channel.slot_format import SlotCheck
-from sglang_mixkv.draft.copier import Copy, GpuCopier
+from sglang_mixkv.draft.copier import Copy, GpuCopier, HeldBack
+from sglang_mixkv.draft.layout import Pages
 
 
 class Batch:
@@ -256,3 +257,43 @@ def test_a_gate_that_closes_looks_often_and_says_when_it_took_long(
     assert len(slept) == looks
     assert all(0 < seconds < 1e-3 for seconds in slept)
     assert ["waited 3.0 s" in line for line in caplog.messages] == [True] * is_slow
+
+
+class Asked:
+    """A CUDA event, and how often it was queried. `answer`: what a query returns, or raises."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.asked = answer, 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_copies_are_held_back_in_the_order_of_their_request() -> None:
+    """Those of another request, whose forward is over, wait for nobody."""
+    held, early, late = HeldBack[str](), Asked(True), Asked(False)
+    first, second, third = Gate(), Gate(), Gate()
+    pages = {name: Pages((), 1, events) for name, events in (("a", [early, late]), ("b", []))}
+    held += [
+        (first, pages["a"], "a1"),
+        (second, Pages((), 2, [early]), "c"),
+        (first, pages["b"], "a2"),
+    ]
+    held.append((third, Pages((), 1, [late]), "d"))
+    before = time.monotonic()
+    assert held.release() == [("c", None)]
+    assert (early.asked, late.asked) == (2, 2), "a2 is behind a1, whatever its pages say"
+    late.answer = RuntimeError("unknown")
+    first.close()
+    assert held.release() == [("a1", None), ("a2", None), ("d", late.answer)], (
+        "none asks for a gate"
+    )
+    assert not held
+    assert pages["a"].written > before
+    late.answer = True
+    assert pages["a"].are_written()
+    assert pages["a"].are_written()
+    assert (early.asked, late.asked) == (2, 4), "an event that is over is not queried again"

@@ -123,7 +123,7 @@ def test_what_is_under_way_is_asked_often_from_its_beginning_on(
         sent = channel.prefill.send(room, SEGMENT, events=(event,))
         time.sleep(2 * sockets.EAGER)
         event.done = True
-        assert wait_for(lambda: not channel.prefill.channel._pending)
+        assert wait_for(lambda: not channel.prefill.channel._held)
         began = time.monotonic()
         assert channel.state(handle) == ("warm", "")
         taken.append(time.monotonic() - began)

@@ -403,7 +403,7 @@ def test_a_request_ends_whose_forward_never_has_an_answer(
     assert (state, text in reason) == ("failed", True)
     assert rooms[1].state is None
     forward.error, forward.done = None, True
-    assert wait_for(lambda: set(decode._forwards.values()) == {running}, LOST_S)
+    assert wait_for(lambda: not decode._held, LOST_S)
     assert wait_for(lambda: not outstanding(decode._machine).get("jobs"), LOST_S)
     assert untouched(channel, rooms[0]), "rows were written behind the end"
     for room in rooms:
@@ -435,7 +435,7 @@ def test_of_a_chunk_of_which_nobody_knows_nothing_is_packed(
     done, chunk = Event(), Answers("CUDA error: unknown error")
     done.done = True
     sent = channel.prefill.send(1, TOKENS, events=(done, chunk))
-    assert wait_for(lambda: not channel.prefill.channel._pending, LOST_S)
+    assert wait_for(lambda: not channel.prefill.channel._held, LOST_S)
     room = channel.open(1, TOKENS)
     assert decided(channel, room) == ("cold", "prefill_pack")
     assert wait_for(lambda: channel.prefill.channel.release(sent), LOST_S)
@@ -463,16 +463,17 @@ def test_a_request_that_ends_before_its_event_has_an_answer_holds_nothing_back(
     channel: Channel, side: str
 ) -> None:
     event, worker = Answers(CAPTURING), getattr(channel, side).channel
-    if side == "prefill":
-        sent = channel.prefill.send(1, TOKENS, events=(event,))
-    else:
-        room = channel.open(1, TOKENS, event=event)
+    sent = channel.prefill.send(1, TOKENS, events=(event,) if side == "prefill" else ())
+    room = channel.open(1, TOKENS, event=event if side == "decode" else None)
     assert event.is_asked()
-    if side == "prefill":
-        worker.end(sent, "aborted")
-    else:
-        worker.close(room, "aborted")
+    ends = [
+        partial(channel.prefill.channel.end, sent, "aborted"),
+        partial(channel.decode.channel.close, room, "aborted"),
+    ]
+    for end in ends if side == "prefill" else reversed(ends):
+        end()
     assert wait_for(lambda: not worker._must_poll(), LOST_S)
+    assert channel.at_rest()
     asked = event.asked
     assert channel.request(2) == ("warm", "")
     assert event.asked == asked

@@ -142,19 +142,6 @@ def test_what_a_fail_of_either_side_says() -> None:
     assert other.sends[-1] == (PREFILL, Fail(6, 78, "closed", "aborted"))
 
 
-def test_a_forward_that_cannot_be_asked_about_is_a_reason_of_this_rank() -> None:
-    """The rows are cleared behind the forward, and its peer is not to blame."""
-    rank = Decode()
-    rank.open(1, pending=True)
-    rank.ready(1, 4, last=True)
-    rank.do(rank.machine.forward_done, 1, "lost context")
-    assert ("unpack", "lost context") in rank.details
-    assert 1 not in rank.verdicts
-    rank.do(rank.machine.forward_done, 1)
-    assert rank.verdicts[1] == ("cold", "unpack")
-    assert rank.strikes() == 0
-
-
 @pytest.mark.parametrize("outcome", [SlotCheck.OK, SlotCheck.STALE, RuntimeError("copy")])
 @pytest.mark.parametrize("cold", [False, True])
 def test_copies_that_outlive_their_request_say_nothing_of_it(cold: bool, outcome: Any) -> None:
@@ -372,12 +359,3 @@ def test_the_text_of_an_action_that_raised_is_cut() -> None:
     opened = rank.sends[0]
     rank.do(rank.machine.on_action_failed, dact.Send(*opened), error)
     assert ("unsent", repr(error)[:300]) in rank.details
-
-
-def test_slots_of_segments_that_wait_for_a_forward_are_free_with_their_room() -> None:
-    rank = Decode()
-    rank.open(1, pending=True)
-    rank.ready(1, 3)
-    assert rank.slots.free_slots == SLOTS - 3
-    rank.fail(1, "aborted")
-    assert rank.slots.free_slots == SLOTS

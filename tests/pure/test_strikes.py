@@ -116,13 +116,11 @@ def test_a_room_that_is_cold_at_once_strikes_nobody(reason: str) -> None:
         assert rank.strikes() == 0
 
 
-@pytest.mark.parametrize("held_up_by", ["an earlier forward", "copies"])
-def test_what_this_rank_itself_holds_up_strikes_nobody(held_up_by: str) -> None:
+def test_copies_that_this_rank_holds_up_strike_nobody() -> None:
     """All draft KV has been read in time."""
     rank = Decode()
-    if held_up_by == "copies":
-        rank.held_copies = []
-    rank.open(1, pending=held_up_by != "copies")
+    rank.held_copies = []
+    rank.open(1)
     rank.ready(1, 4, last=True)
     wait(rank)
     assert (PREFILL, "deadline") in rank.notes
@@ -135,7 +133,7 @@ def delayed(by: str, slots: int = 4) -> Decode:
     rank = Decode(slots)
     rank.held_copies = [] if by == "copies" else None
     rank.hung.update([PREFILL] * (by == "reads"))
-    rank.open(1, segments=60, pending=by == "an earlier forward")
+    rank.open(1, segments=60)
     for _ in range(8):
         rank.ready(1)
     for generation in (2, 3, 4, 5):
@@ -145,7 +143,7 @@ def delayed(by: str, slots: int = 4) -> Decode:
     return rank
 
 
-@pytest.mark.parametrize("by", ["an earlier forward", "copies", "reads"])
+@pytest.mark.parametrize("by", ["copies", "reads"])
 def test_a_peer_whose_slots_wait_for_this_rank_is_struck_for_none_of_its_requests(by: str) -> None:
     """Unless its reads do not end. The first request goes cold first, and its segments with it."""
     rank = delayed(by)
@@ -158,12 +156,13 @@ def test_a_peer_whose_slots_wait_for_this_rank_is_struck_for_none_of_its_request
 
 
 def test_a_peer_that_this_rank_has_just_stopped_delaying_gets_time_to_send() -> None:
-    """The end of an earlier forward frees this rank's slots. What waited for them is being read
-    when other requests become too late; a read that goes on for as long again is the peer's."""
-    rank = delayed("an earlier forward")
+    """The end of copies frees this rank's slots. What waited for them is being read when other
+    requests become too late; a read that goes on for as long again is the peer's."""
+    rank = delayed("copies")
     rank.wait(0.29)
     rank.hung.add(PREFILL)
-    rank.do(rank.machine.forward_done, 1)
+    ended, rank.held_copies = rank.held_copies, None
+    rank.do(rank.machine.copied, ended, SlotCheck.OK)
     assert len(rank.reading) == 2
     for generation in (6, 7):
         rank.open(generation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.messages import Message, encode
@@ -11,7 +10,7 @@ from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.transfer import Source, instance_of
 from sglang_mixkv.decode.worker import DecodeWorker
-from sglang_mixkv.draft.copier import Copy
+from sglang_mixkv.draft.copier import Copy, HeldBack
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device
 from tests.sim.judge import Judge
@@ -125,7 +124,7 @@ class DecodeRank(Process):
         self.judge = Judge(self)
         self.links = Links(self)
         self.worker = Borrowed(
-            DecodeWorker, self, {"Link": Link}, _links=self.links, _forwards={},
+            DecodeWorker, self, {"Link": Link}, _links=self.links, _held=HeldBack(),
             _forget_peer=self._forget_peer, _check_peer=self._check_peer,
             _new_generation=world.next_number,
         )  # fmt: skip
@@ -258,9 +257,6 @@ class DecodeRank(Process):
             receiver = action.handle.request
             self.awaiting.discard(receiver.generation)
             self.later("scheduler", 0.0, self.group.poll, receiver.request)
-
-    def asked(self, method: Callable, args: tuple) -> Event | None:
-        return args[1] if method == self.worker._forwards.__setitem__ else None
 
     def start_read(self, action: act.StartRead) -> bool:
         read = Read(self, action)

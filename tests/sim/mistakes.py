@@ -218,13 +218,14 @@ def acknowledged_before_the_read_ends(patch: Patch) -> None:
 
 @mistake("rows", "any")
 def no_forward_is_waited_for(patch: Patch) -> None:
-    real = decode_transfer.Request.__init__
+    real = DecodeWorker._copy_of
 
-    def init(self: Any, *args: Any) -> None:
-        real(self, *args)
-        self.pending = False
+    def copy_of(self: Any, job: Any) -> Any:
+        copy = real(self, job)
+        copy.pages.events = ()
+        return copy
 
-    patch.setattr(decode_transfer.Request, "__init__", init)
+    patch.setattr(DecodeWorker, "_copy_of", copy_of)
 
 
 @mistake("clear", "any")
@@ -233,7 +234,7 @@ def rows_in_place_are_cleared(patch: Patch) -> None:
     patch.setattr(decode_transfer.Request, "placed_to", first)
 
 
-@mistake("crash IndexError", "liar")
+@mistake("crash IndexError|lost", "liar")
 def every_ready_is_believed(patch: Patch) -> None:
     patch.setattr(decode_transfer.SourceTransfer, "violation", lambda *_: "")
 
@@ -336,30 +337,13 @@ def a_lost_connection_is_nothing(patch: Patch) -> None:
 
 @mistake("unwritten", "any")
 def pending_chunks_are_packed(patch: Patch) -> None:
-    real = prefill_transfer.Request.note_written
+    real = PrefillWorker.add_chunk
 
-    def note(self: Any, pending: bool) -> Any:
-        found = real(self, pending)
-        more, self.written = self.written < len(self.chunks), len(self.chunks)
-        return self.transfers.values() if more else found
+    def add_chunk(self: Any, *chunk: Any) -> None:
+        chunk[-1].events = ()
+        real(self, *chunk)
 
-    patch.setattr(prefill_transfer.Request, "note_written", note)
-
-
-@mistake("unwritten", "aborted", 300)
-def a_sender_has_ended_before_its_gate_is_closed(patch: Patch) -> None:
-    def end(self: Any, handle: Any, reason: str = "") -> None:
-        if handle.ended:
-            return
-        handle.ended = True
-        try:
-            handle.gate.close()
-        except BaseException:  # it waits, and is called again
-            handle.ended = False
-            raise
-        self._call(self._machine.end, handle, reason)
-
-    patch.setattr(PrefillWorker, "end", end)
+    patch.setattr(PrefillWorker, "add_chunk", add_chunk)
 
 
 # -- slots

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -11,7 +10,7 @@ import zmq
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.messages import Fail, Ready, decode
 from sglang_mixkv.channel.slot_format import SlotCheck
-from sglang_mixkv.draft.copier import Copy
+from sglang_mixkv.draft.copier import Copy, HeldBack
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
 from sglang_mixkv.prefill.worker import PrefillWorker
@@ -93,7 +92,7 @@ class PrefillRank(Process):
         )  # fmt: skip
         self.worker = Borrowed(
             PrefillWorker, self, {"SendHandle": Sending},
-            _socket=Socket(self), _poller=self, _pending=deque(), _lost=set(),
+            _socket=Socket(self), _poller=self, _held=HeldBack(), _lost=set(),
         )  # fmt: skip
         self.pool = memory.Pool(place.server.page, 1)
         self.device = Device(self) if place.server.device else None
@@ -183,9 +182,6 @@ class PrefillRank(Process):
             sender.pages_released = True
             self.awaiting.discard(sender.number)
             self.later("scheduler", 0.0, self.group.poll, sender.request)
-
-    def asked(self, method: Callable, args: tuple) -> Event | None:
-        return args[0][1].events[0] if method == self.worker._pending.append else None
 
     # -- copies
 

@@ -198,8 +198,7 @@ class Process:
             if self.judge is not None:
                 self.judge.handled("", (), now)
             self._note(method.__name__, args)
-            forward = self.asked(method, args)
-            if forward is not None and forward.over:  # before the thread knew that it has to ask
+            if method == self.worker._held.append:  # its forward may be over already
                 self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
         self._want_tick()
         if self._acts:
@@ -277,9 +276,6 @@ class Process:
     def before(self, action: Any) -> None: ...
 
     def after(self, action: Any) -> None: ...
-
-    def asked(self, method: Callable, args: tuple) -> Any:
-        """Return the event of a forward that the thread polls from this call on."""
 
     # -- the channel thread alone hangs in an action, or ends
 

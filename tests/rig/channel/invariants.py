@@ -79,10 +79,9 @@ def _prefill(machine: Any) -> Iterator[str]:
 
 def _decode(machine: Any) -> Iterator[str]:
     segments = machine._segments
-    held = sum(len(request.of_stage("held")) for request in machine._requests.values())
     copying = sum(isinstance(one, Segment) for one in segments._copying)
     reading = sum(len(read.segments) for read in segments._reads)
-    yield from _used(machine.slots, reading + copying + held)
+    yield from _used(machine.slots, reading + copying)
     probes = set[int]().union(*(state.probes for state in machine.breaker._states.values()))
     if not probes <= machine._requests.keys():
         yield "breaker: a probe that is over holds others back"
