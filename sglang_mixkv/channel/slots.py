@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 from sglang_mixkv.channel.times import Times
 
 FEWEST, LARGEST, PAGE, LIST = 64, 4 << 20, 4096, 8
+MOST = 1024  # reads of one peer in flight; above it, Mooncake's TCP fails some now and then
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def slots_of(staging_mb: int) -> tuple[int, int]:
 
 def quota_of(count: int) -> int:
     """Return how many of `count` slots one owner may hold."""
-    return max(2, count // 2)
+    return max(2, min(count // 2, MOST))
 
 
 def list_of(count: int) -> int:

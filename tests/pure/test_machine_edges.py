@@ -44,13 +44,8 @@ def test_quotas_and_lists_are_as_the_documents_say() -> None:
     """A READY or a read has eight segments at most."""
     assert (quota_of(SLOTS), list_of(SLOTS), list_of(4096)) == (32, 8, 8)
     assert [list_of(count) for count in (2, 8, 15, 16, 24, 40)] == [1, 1, 1, 2, 3, 5]
-    assert [quota_of(count) for count in (2, 3, 4, 5, 16)] == [
-        2,
-        2,
-        2,
-        2,
-        8,
-    ]  # one reads, one waits
+    quotas = {2: 2, 3: 2, 4: 2, 5: 2, 16: 8, 2047: 1023, 2048: 1024, 2050: 1024, 4096: 1024}
+    assert {count: quota_of(count) for count in quotas} == quotas  # of two one reads, one waits
 
 
 def test_readers_can_be_invented_up_to_the_documented_bounds() -> None:
