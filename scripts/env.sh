@@ -159,7 +159,11 @@ if [ "$0" = "${BASH_SOURCE[0]}" ]; then
     mixkv_environment
     exit
 fi
-PYTHON="${PYTHON:-}" MIXKV_SGLANG="${MIXKV_SGLANG:-}" MIXKV_DEVICE="${MIXKV_DEVICE:-}" \
-    bash "${BASH_SOURCE[0]}" || return 1
 MIXKV_VENV="$(mixkv_venv)" || return 1
+case " $* " in
+    *" --help "* | *" -h "*) # nothing is installed for it: without an environment, the script's head
+        [ -e "$MIXKV_VENV/.mixkv-stamp" ] || { sed -n '/^# /!q;s/^# //p' <(tail -n +2 "$0") && exit; } ;;
+    *) PYTHON="${PYTHON:-}" MIXKV_SGLANG="${MIXKV_SGLANG:-}" MIXKV_DEVICE="${MIXKV_DEVICE:-}" \
+        bash "${BASH_SOURCE[0]}" || return 1 ;;
+esac
 export PATH="$MIXKV_VENV/bin:$PATH"

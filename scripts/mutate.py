@@ -1,7 +1,9 @@
 """Test mutants of the package, each in a process that is forked with the libraries loaded.
 
 They are put into copies of the checkout. Results are kept in ~/.cache/sglang-mixkv until a Python
-or TOML file changes, so that a run resumes where the last one stopped.
+or TOML file changes, so that a run resumes where the last one stopped. One whose tests take too
+long is late: it may be the machine, so it is neither killed nor kept. Exit status: 1 if any
+survives; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "sglang_mixkv/*.py"  # or deeper
 ENDS = (signal.SIGINT, signal.SIGTERM)
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sglang-mixkv")
 
@@ -60,30 +63,42 @@ def part_of(file: str) -> dict[str, Any]:
 
 
 class Known:
-    """Results for the mutants of these files: True for one that was killed."""
+    """Results for the mutants of these files. `killed`: False for a survivor. `clean`: seconds that
+    these tests take without a mutant."""
 
     def __init__(self, files: list[str]) -> None:
         self._kept = CACHE / f"mutants-{hashlib.sha256(bytes(ROOT)).hexdigest()[:8]}.jsonl"
         code = [(ROOT / file).read_bytes() for file in files if file.endswith((".py", ".toml"))]
         tree = hashlib.sha256(b"".join(code)).hexdigest()
         self.killed: dict[Mutant, bool] = {}
+        self.clean: dict[str, float] = {}
         lines = self._kept.read_text().splitlines() if self._kept.exists() else []
         if lines[:1] == [tree]:
-            self.killed = {Mutant(*one): killed for one, killed in map(json.loads, lines[1:])}
+            for one, found in map(json.loads, lines[1:]):
+                if isinstance(one, str):
+                    self.clean[one] = found
+                else:
+                    self.killed[Mutant(*one)] = found
         else:
             CACHE.mkdir(parents=True, exist_ok=True)
             self._kept.write_text(tree + "\n")
 
-    def add(self, one: Mutant, killed: bool) -> None:
-        self.killed[one] = killed
+    def add(self, one: Mutant | str, found: float) -> None:
+        (self.clean if isinstance(one, str) else self.killed)[one] = found  # type: ignore[index]
         with self._kept.open("a") as file:
-            file.write(json.dumps([one, killed]) + "\n")
+            file.write(json.dumps([one, found]) + "\n")
 
 
 def choose(files: list[str], args: argparse.Namespace) -> list[Mutant]:
-    files = [f for f in sorted(files) if part_of(f) and is_in(f, args.paths or [ROOT])]
+    files = [f for f in sorted(files) if fnmatch(f, PACKAGE) and is_in(f, args.paths or [ROOT])]
     files = [file for file in files if not is_in(file, args.without)]
+    if not files:
+        sys.exit(f"no file of the package is in {' '.join(args.paths)}")
     changed = changed_since(args.since) if args.since else dict.fromkeys(files, range(10**6))
+    bare = [f for f in files if f in changed and not part_of(f) and mutants(ROOT, f, CONFIG)]
+    if bare:
+        print(f"not covered, no part of tests/mutants.toml has tests: {', '.join(bare)}")
+    files = [file for file in files if part_of(file)]
     found = [one for file in files if file in changed for one in mutants(ROOT, file, CONFIG)]
     equivalent = claimed(found, set(files))
     found = [one for one in found if one not in equivalent and one.line in changed[one.file]]
@@ -130,8 +145,8 @@ class Runner:
     """Runs tests on copies of these files, until `end` or a signal. No handler raises: what one
     raises in an import's or a fork's callback is lost."""
 
-    def __init__(self, files: list[str], folder: Path, jobs: int, end: float) -> None:
-        self._end, (self._signals, writes) = end, os.pipe()
+    def __init__(self, files: list[str], folder: Path, jobs: int, end: float, known: Known) -> None:
+        self._known, self._end, (self._signals, writes) = known, end, os.pipe()
         os.set_blocking(writes, False)
         signal.set_wakeup_fd(writes)
         for number in ENDS:
@@ -141,12 +156,12 @@ class Runner:
             for file in files:
                 (copy / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / file, copy / file, follow_symlinks=False)
-        self._clean: dict[str, float] = {}
         self._written = 10**9
         self.children: set[int] = set()
 
-    def run(self, todo: Iterable[Mutant]) -> Iterator[tuple[Mutant, bool]]:
-        """Yield each mutant with whether it was killed, in the order in which they end."""
+    def run(self, todo: Iterable[Mutant]) -> Iterator[tuple[Mutant, bool | None]]:
+        """Yield each mutant with whether it was killed, in the order in which they end; None if it
+        is late."""
         rest, free = iter(todo), list(self._copies)
         running: dict[int, tuple[int, Mutant, Path, float]] = {}
         while True:
@@ -162,7 +177,7 @@ class Runner:
             for fd in late.union(ready):
                 pid, one, copy, _ = running.pop(fd)
                 os.close(fd)
-                failed = self.stop(pid) != 0
+                failed = self.stop(pid) != 0 if fd in ready else None
                 shutil.copy2(ROOT / one.file, copy / one.file)
                 free.append(copy)
                 yield one, failed
@@ -177,19 +192,19 @@ class Runner:
 
     def _seconds(self, part: dict[str, Any], copy: Path) -> float:
         """How long the tests take without a mutant."""
-        tests = json.dumps(part["tests"])
-        if tests not in self._clean:
-            for module in ("numpy", "msgspec", "zmq", *part.get("preload", ())):
-                importlib.import_module(module)
-            self._wait((), 0)
+        tests, known = json.dumps(part["tests"]), self._known
+        for module in ("numpy", "msgspec", "zmq", *part.get("preload", ())):
+            importlib.import_module(module)
+        self._wait((), 0)
+        if tests not in known.clean:
             begun, pid = time.monotonic(), self._start(part, copy, None)
             ended = os.pidfd_open(pid)
             self._wait([ended], float("inf"))
             os.close(ended)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self.stop(pid):
                 sys.exit(f"these tests fail without a mutant: {tests}")
-            self._clean[tests] = time.monotonic() - begun
-        return self._clean[tests]
+            known.add(tests, time.monotonic() - begun)
+        return known.clean[tests]
 
     def _start(self, part: dict[str, Any], copy: Path, one: Mutant | None) -> int:
         if one:
@@ -217,32 +232,39 @@ class Runner:
         return os.waitpid(pid, 0)[1]
 
 
-def report(chosen: list[Mutant], known: Known) -> None:
-    """Print a line for each survivor, and one with the scores."""
+def report(chosen: list[Mutant], known: Known, late: int) -> int:
+    """Print a line for each survivor, and one with the scores. Return how many survive."""
     scores: dict[str, Counter[bool]] = defaultdict(Counter)
     for one in sorted(one for one in chosen if one in known.killed):
         scores[os.path.dirname(one.file)][known.killed[one]] += 1
         if not known.killed[one]:
             print(f"{one.file}:{one.line} {one.function}: {'  ->  '.join(one.change(ROOT))}")
     shares = [f"{f} {100 * s[True] // s.total()} % of {s.total()}" for f, s in scores.items()]
-    rest = len(chosen) - sum(s.total() for s in scores.values())
-    print(f"killed: {', '.join(shares) or 'none'}; {rest} not run", flush=True)
+    rest = len(chosen) - sum(s.total() for s in scores.values()) - late
+    print(f"killed: {', '.join(shares) or 'none'}; {late} late, {rest} not run", flush=True)
+    return sum(s[False] for s in scores.values())
 
 
 def main() -> None:
     args = arguments()
-    end = time.monotonic() + args.seconds
+    end, status, late, survivors = time.monotonic() + args.seconds, None, 0, 0
     files = [f for f in git("ls-files", "-co", "--exclude-standard") if (ROOT / f).is_file()]
     chosen, known = choose(files, args), Known(files)
     with tempfile.TemporaryDirectory(prefix="mixkv-mutants-", ignore_cleanup_errors=True) as folder:
-        runner = Runner(files, Path(folder), args.jobs, end)
+        runner = Runner(files, Path(folder), args.jobs, end, known)
         try:
             for one, killed in runner.run([m for m in chosen if m not in known.killed]):
-                known.add(one, killed)
+                if killed is None:
+                    late += 1
+                else:
+                    known.add(one, killed)
+        except SystemExit as ended:
+            status = ended.code
         finally:
             for pid in list(runner.children):
                 runner.stop(pid)
-            report(chosen, known)
+            survivors = report(chosen, known, late)
+    sys.exit(status or min(survivors, 1))
 
 
 if __name__ == "__main__":

@@ -57,3 +57,17 @@ def test_a_failed_step_leaves_no_stamp(
     assert done.returncode == status, done.stdout + done.stderr
     assert "installing" in done.stdout + done.stderr, done.stdout + done.stderr
     assert not list(tmp_path.glob(f".venv*/{STAMP}"))
+
+
+SCRIPTS = [p for p in (ROOT / "scripts").glob("*.sh") if re.search("source .*/env", p.read_text())]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_help_installs_nothing(script: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    before = set(tmp_path.rglob("*"))
+    command = ["bash", f"scripts/{script.name}", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    head = re.findall(r"^# (.*)", script.read_text().partition("set -")[0], re.M)
+    assert (done.returncode, (done.stdout + done.stderr).splitlines()) == (0, head)
+    assert set(tmp_path.rglob("*")) == before

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 pytest.importorskip("cosmic_ray")
 
 from mutants import OWN, mutants
+from rig.channel.threads import wait_for
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = '''\
@@ -97,6 +100,14 @@ def test_what_the_tools_own_operators_make_is_python(tmp_path: Path) -> None:
         compile(one.code(tmp_path), one.operator, "exec")
 
 
+COMMIT = ("-c user.name=a -c user.email=a@b commit -qm all",)
+
+
+def git(checkout: Path, *commands: str) -> None:
+    for command in commands:
+        subprocess.run(["git", *command.split()], cwd=checkout, check=True)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     tree = tmp_path / "checkout"
@@ -108,8 +119,7 @@ def checkout(tmp_path: Path) -> Path:
     (tree / "sglang_mixkv" / "small.py").write_text(PACKAGE)
     (tree / "tests" / "test_small.py").write_text(TESTS)
     (tree / "tests" / "mutants.toml").write_text(CONFIG)
-    for command in ("init -q", "add -A", "-c user.name=a -c user.email=a@b commit -qm all"):
-        subprocess.run(["git", *command.split()], cwd=tree, check=True)
+    git(tree, "init -q", "add -A", *COMMIT)
     return tree
 
 
@@ -123,8 +133,10 @@ def start(checkout: Path, *options: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def rows(checkout: Path, *options: str) -> list[str]:
-    found = start(checkout, *options).communicate(timeout=60)[0].splitlines()
+def rows(checkout: Path, *options: str, status: int = 0) -> list[str]:
+    running = start(checkout, *options)
+    found = running.communicate(timeout=60)[0].splitlines()
+    assert running.returncode == status, found
     assert not list((checkout.parent / "tmp").iterdir())
     status = ["git", "status", "--porcelain", "--ignored"]
     assert set(subprocess.check_output(status, cwd=checkout, text=True).split()) <= {
@@ -134,31 +146,82 @@ def rows(checkout: Path, *options: str) -> list[str]:
 
 
 def test_survivors_are_named_and_a_run_goes_on_where_it_stopped(checkout: Path) -> None:
-    assert rows(checkout, "--seconds", "0") == ["killed: none; 6 not run"]
-    assert rows(checkout, "sglang_mixkv") == [
+    assert rows(checkout, "--seconds", "0") == ["killed: none; 0 late, 6 not run"]
+    assert rows(checkout, "sglang_mixkv", status=1) == [
         DEFAULT,
         BOUNDARY,
-        "killed: sglang_mixkv 66 % of 6; 0 not run",
+        "killed: sglang_mixkv 66 % of 6; 0 late, 0 not run",
     ]
-    assert rows(checkout, "--seconds", "0")[-1].endswith("66 % of 6; 0 not run")
-    assert rows(checkout, "tests") == ["killed: none; 0 not run"]
+    assert rows(checkout, "--seconds", "0", status=1)[-1].endswith("66 % of 6; 0 late, 0 not run")
+
+
+def test_what_is_not_covered_is_named(checkout: Path) -> None:
+    (checkout / "sglang_mixkv" / "deep").mkdir()
+    (checkout / "sglang_mixkv" / "deep" / "bare.py").write_text(PACKAGE)
+    config = CONFIG.replace("sglang_mixkv/*.py", "sglang_mixkv/small.py")
+    (checkout / "tests" / "mutants.toml").write_text(config)
+    git(checkout, "add -A", *COMMIT)
+    bare = "not covered, no part of tests/mutants.toml has tests: sglang_mixkv/deep/bare.py"
+    none = "killed: none; 0 late, {} not run"
+    assert rows(checkout, "sglang_mixkv/deep") == [bare, none.format(0)]
+    assert rows(checkout, "--seconds", "0") == [bare, none.format(6)]
+    assert rows(checkout, "tests", status=1) == ["no file of the package is in tests"]
+
+
+def test_each_file_has_tests_or_a_reason_why_not() -> None:
+    config = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
+    patterns = [one for part in config["part"] for one in part["files"]]
+    files = {str(file.relative_to(ROOT)) for file in (ROOT / "sglang_mixkv").rglob("*.py")}
+    bare = {f for f in files if not any(fnmatch(f, one) for one in patterns)}
+    bare = {f for f in bare if mutants(ROOT, f, config)}
+    assert bare == set(config["uncovered"])
+
+
+LATE = """\
+import time
+
+from sglang_mixkv.small import least
+
+open({runs!r}, "a").write("x")
+
+
+def test_least():
+    if least(1, 2) != 1:
+        time.sleep(60)
+"""
+
+
+def test_a_late_mutant_is_not_kept_and_the_clean_run_is(checkout: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    (checkout / "tests" / "test_small.py").write_text(LATE.format(runs=str(runs)))
+    config = CONFIG.replace('"Nothing", "NumberReplacer",', "").replace("Lt_LtE", "Lt_GtE", 1)
+    (checkout / "tests" / "mutants.toml").write_text(config)
+    git(checkout, "add -A", *COMMIT)
+    assert rows(checkout) == ["killed: none; 1 late, 0 not run"]
+    assert runs.read_text() == "xx"
+    ending = start(checkout)
+    assert wait_for(lambda: runs.read_text() == "xxx")
+    ending.send_signal(signal.SIGTERM)
+    assert ending.communicate(timeout=60)[0] == "killed: none; 0 late, 1 not run\n"
+    assert ending.returncode == 130
 
 
 def test_only_changed_lines_and_a_draw(checkout: Path) -> None:
     small = checkout / "sglang_mixkv" / "small.py"
     small.write_text(PACKAGE.replace("if one", "if  one"))
-    assert rows(checkout, "--since", "HEAD", "--seconds", "60") == [
-        BOUNDARY, "killed: sglang_mixkv 50 % of 2; 0 not run",
+    assert rows(checkout, "--since", "HEAD", "--seconds", "60", status=1) == [
+        BOUNDARY, "killed: sglang_mixkv 50 % of 2; 0 late, 0 not run",
     ]  # fmt: skip
-    assert rows(checkout, "--draw", "3", "--seed", "4", "--seconds", "0")[-1].endswith("not run")
+    drawn = rows(checkout, "--draw", "3", "--seed", "4", "--seconds", "0", status=1)
+    assert drawn[-1].endswith("of 1; 0 late, 2 not run")
 
 
 def test_a_claim_is_taken_and_one_of_no_mutant_is_an_error(checkout: Path) -> None:
     config = checkout / "tests" / "mutants.toml"
     config.write_text(CONFIG + CLAIM.format("<"))
-    assert rows(checkout, "--seconds", "0") == ["killed: none; 5 not run"]
+    assert rows(checkout, "--seconds", "0") == ["killed: none; 0 late, 5 not run"]
     config.write_text(CONFIG + CLAIM.format(">"))
-    assert "not a mutant" in rows(checkout)[-1]
+    assert "not a mutant" in rows(checkout, status=1)[-1]
 
 
 def test_a_run_that_is_ended_leaves_nothing_behind(checkout: Path) -> None:
