@@ -92,10 +92,10 @@ OFF = "0", "false", "no", "n", "off"
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "y", "on"), True) | dict.fromkeys(OFF, False)
 _TRUTH: tuple[str, Any] = "1 or 0", lambda text: _TRUTHS[text.lower()]
 
-# Bounds. --mixkv-staging-mb: one reader may hold 4 GiB (MOST slots) in half of the largest: a prompt
-# of 131,072 tokens at 32 KiB each. SGLANG_MIXKV_PATIENCE: the smallest cuts the longest wait for
-# progress to one tick of the channel's threads; the largest makes the whole wait 300 s, as long as
-# SGLang waits for the target. SGLANG_MIXKV_PORT: the largest leaves a port for each GPU of a host.
+# Bounds. --mixkv-staging-mb: one reader may hold 4 GiB (MOST slots), a prompt of 131,072 tokens at
+# 32 KiB each. SGLANG_MIXKV_PATIENCE: the smallest cuts the longest wait for progress to one tick of
+# the channel's threads; the largest makes the whole wait 300 s, as long as SGLang waits for the
+# target. SGLANG_MIXKV_PORT: the largest leaves a port for each GPU of a host.
 SETTINGS = (
     Setting(
         "enabled", ENABLE_ENV, *_TRUTH,
