@@ -30,13 +30,13 @@ from common import Record, options, show
 
 from sglang_mixkv.channel import loop
 from sglang_mixkv.channel.data_plane import Extent, Read
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.draft.copier import Copier, Copy, Ended
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -20,12 +20,11 @@ from typing import Any
 
 import msgspec
 
-from sglang_mixkv.channel import data_plane, messages
+from sglang_mixkv.channel import data_plane, handshake, messages
+from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.plan import judge, make_plan
 from sglang_mixkv.decode.transfer import Opened, Request
-from sglang_mixkv.draft import handshake
-from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine import bootstrap, prefill_http
 from sglang_mixkv.errors import MixKVError

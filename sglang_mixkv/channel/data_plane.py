@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_mixkv.channel.slot_format import PROBE_OFFSET
+from sglang_mixkv.draft.slot_format import PROBE_OFFSET
 from sglang_mixkv.errors import refuse
 
 logger = logging.getLogger(f"sglang.{__name__}")

@@ -24,7 +24,7 @@ from functools import partial
 
 import msgspec
 
-from sglang_mixkv.draft.handshake import Row
+from sglang_mixkv.channel.handshake import Row
 
 
 class Severity(StrEnum):

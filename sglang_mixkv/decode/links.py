@@ -13,13 +13,13 @@ from typing import Any
 import zmq
 
 from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.channel.messages import Message
 from sglang_mixkv.channel.sockets import NOBLOCK, Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Peer, peer_of
 from sglang_mixkv.draft.copier import Store
-from sglang_mixkv.draft.handshake import Row
 
 logger = logging.getLogger(f"sglang.{__name__}")
 

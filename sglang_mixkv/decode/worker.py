@@ -19,7 +19,6 @@ import numpy as np
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
-from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Reporter, Worker
 from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
 from sglang_mixkv.channel.times import Times
@@ -29,6 +28,7 @@ from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.segments import Job
 from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Source
 from sglang_mixkv.draft.copier import Copy, HeldBack, Store
+from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.series import Cold, ColdReason
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from sglang_mixkv.channel.gate import Gate, launch_guarded
-from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.draft.gate import Gate, launch_guarded
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 if TYPE_CHECKING:
     from sglang_mixkv.channel.data_plane import DataPlane

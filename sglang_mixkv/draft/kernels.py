@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_mixkv.channel.slot_format import GOLDEN, HEADER, MIX, SEED, SlotCheck
+from sglang_mixkv.draft.slot_format import GOLDEN, HEADER, MIX, SEED, SlotCheck
 
 UNIT = 16  # bytes
 TOKENS, COLUMN = 64, 16  # a tile's tokens, and the words of each

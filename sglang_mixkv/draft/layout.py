@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.draft.cuda import is_over
+from sglang_mixkv.draft.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.errors import refuse
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_mixkv.channel.slot_format import HEADER, MASK, SEED, SlotCheck, weights
 from sglang_mixkv.draft.cuda import DeviceMemory, Driver, is_over, spare_captures
+from sglang_mixkv.draft.slot_format import HEADER, MASK, SEED, SlotCheck, weights
 
 Ints = NDArray[np.int64]
 

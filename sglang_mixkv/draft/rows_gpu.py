@@ -36,10 +36,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft.cuda import CudaError, Driver, Event, UnsafeError
 from sglang_mixkv.draft.kernels import COLUMN, TOKENS, UNIT, WARPS, compiled
 from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 MAX_BATCH = 64  # slots of a batch
 IN_FLIGHT = 2  # batches

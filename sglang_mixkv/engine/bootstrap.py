@@ -10,8 +10,8 @@ import math
 import msgspec
 from aiohttp import web
 
+from sglang_mixkv.channel.handshake import MAX_ROW_BYTES
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.draft.handshake import MAX_ROW_BYTES
 
 KEY, PATH = "mixkv_row", "/mixkv"
 SIZES = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")  # None before the first PUT

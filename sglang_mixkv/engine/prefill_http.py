@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 from aiohttp.abc import AbstractResolver
 
-from sglang_mixkv.draft.handshake import Row, read_row
+from sglang_mixkv.channel.handshake import Row, read_row
 from sglang_mixkv.engine.bootstrap import PATH, SIZES
 from sglang_mixkv.errors import MixKVError
 

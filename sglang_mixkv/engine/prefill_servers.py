@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
 from sglang_mixkv.background import Background
+from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import Peer
-from sglang_mixkv.draft.handshake import Row
 from sglang_mixkv.engine.names import Names
 from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of

@@ -16,13 +16,13 @@ from sglang.srt.runtime_context import get_spec
 from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
+from sglang_mixkv.channel.handshake import Row, StagingFacts, Target
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SlotPool, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
 from sglang_mixkv.draft.copier import Store
 from sglang_mixkv.draft.cuda import UnsafeError
-from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.engine import draft_pool, pool_hooks

@@ -23,10 +23,10 @@ import msgspec
 
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready, fail
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill.transfer import Chunk, Packing, ReaderTransfer, Request, Segment
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17

@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import msgspec
 
 from sglang_mixkv.channel.messages import Announced, Open, Ready
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 MAX_IN_FLIGHT = 16  # segments being packed at once: two READYs' worth for one reader
 

@@ -15,12 +15,12 @@ import zmq
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
-from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call, Reporter, Worker
 from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.channel.sockets import NOBLOCK, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, HeldBack, Store
+from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
 from sglang_mixkv.prefill.transfer import Segment

@@ -30,10 +30,10 @@ import zmq
 
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory, Peer
+from sglang_mixkv.channel.handshake import StagingFacts
 from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
-from sglang_mixkv.draft.handshake import StagingFacts
 
 READ = 8
 """Slots per read. Two reads are made, and the faster one counts."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_mixkv.draft.handshake import Target
+from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import sglang_version

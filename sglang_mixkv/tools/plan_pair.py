@@ -21,10 +21,10 @@ from unittest.mock import patch
 import msgspec
 
 from sglang_mixkv import __version__, refusals
+from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.compare import Difference, Severity, differences
 from sglang_mixkv.draft import layout
-from sglang_mixkv.draft.handshake import Row
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import msgspec
 
 from sglang_mixkv import refusals
+from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve, truth
-from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError

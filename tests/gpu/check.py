@@ -31,12 +31,12 @@ import torch
 import triton
 
 from sglang_mixkv.channel.loop import ASKED
-from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.sockets import Poller
 from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import GpuRows, gpu_rows
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 from .pools import SLOT, beside
 

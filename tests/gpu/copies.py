@@ -11,13 +11,13 @@ from rig.channel.threads import Decode, Prefill, Reads, wait_for
 from torch import Tensor
 
 from sglang_mixkv.channel.data_plane import Read
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket, gpu_rows
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 from .pools import SLOT, SLOTS, Ints
 

@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import Staging
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 from .copies import WAYS, Request
 from .pools import DSPARK, EAGLE3, HEAD, SLOT, Drafter, beside, pool, rows_of

@@ -23,10 +23,10 @@ import pytest
 import torch
 from rig.channel.threads import Decode, Event, Prefill
 
-from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft import rows as product
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 from .copies import TIMES, WAYS, Kernels, Request, ended, fetch, given, serve
 from .pools import as_bytes, pages_of, pool, rows_of, settle, wrong_bytes

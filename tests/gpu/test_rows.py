@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 from .copies import STAMP, WAYS, Request
 from .pools import DRAFTERS, DTYPES, HEAD, SLOT, Drafter, Ints, as_bytes, pool, rows_of, settle

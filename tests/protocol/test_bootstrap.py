@@ -13,7 +13,7 @@ import requests
 from rig.channel import servers
 from rig.ring.rank import free_port, wait_for_port
 
-from sglang_mixkv.draft.handshake import MAX_ROW_BYTES, Row, StagingFacts
+from sglang_mixkv.channel.handshake import MAX_ROW_BYTES, Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.engine.names import Names

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 import sglang_mixkv
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
+from sglang_mixkv.channel.handshake import StagingFacts, Target
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.times import Times
@@ -30,7 +31,6 @@ from sglang_mixkv.config import Config
 from sglang_mixkv.decode.transfer import peer_of
 from sglang_mixkv.draft import rows_gpu
 from sglang_mixkv.draft.cuda import UnsafeError
-from sglang_mixkv.draft.handshake import StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.engine import manager as managers

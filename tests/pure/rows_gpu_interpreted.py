@@ -22,14 +22,14 @@ from rig.channel.fake_cuda import CAPTURES, LAUNCH_FAILED, FakeCuda
 from rig.channel.invariants import outstanding, violations
 
 from sglang_mixkv.channel import loop
-from sglang_mixkv.channel.gate import Gate, launch_guarded
-from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.cuda import CudaError, UnsafeError
+from sglang_mixkv.draft.gate import Gate, launch_guarded
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import MAX_BATCH, GpuRows, Job
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 CPU = torch.device("cpu")
 OK, STALE, DIFFERS, ERROR = SlotCheck

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mixkv.channel import gate as gate_module
-from sglang_mixkv.channel.gate import Gate, launch_guarded
-from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.draft import gate as gate_module
 from sglang_mixkv.draft.copier import Copy, GpuCopier, HeldBack
+from sglang_mixkv.draft.gate import Gate, launch_guarded
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 
 class Batch:

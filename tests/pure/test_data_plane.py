@@ -30,7 +30,7 @@ from sglang_mixkv.channel.data_plane import (
 )
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
-from sglang_mixkv.channel.slot_format import HEADER, PROBE_OFFSET
+from sglang_mixkv.draft.slot_format import HEADER, PROBE_OFFSET
 
 SIZE, LOCAL, REMOTE = 100, 1000, 5000
 TEN = (LOCAL, REMOTE, 10)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from sglang_mixkv.channel.slot_format import HEADER, SlotCheck  # noqa: E402
 from sglang_mixkv.draft import rows as rows_module  # noqa: E402
 from sglang_mixkv.draft.rows import DraftRows, Staging, own_stream  # noqa: E402
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck  # noqa: E402
 
 CPU = torch.device("cpu")
 CANARY = 0xEE

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from sglang_mixkv.channel.handshake import MAX_ROW_BYTES, Row, StagingFacts, Target, read_row
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.compare import NO_DRAFTER, Severity, differences
-from sglang_mixkv.draft.handshake import MAX_ROW_BYTES, Row, StagingFacts, Target, read_row
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.window import WINDOWED, pages_left_out, window_of
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from sglang_mixkv.channel.handshake import Row, StagingFacts, Target, read_row
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.compare import Difference, Severity, differences
-from sglang_mixkv.draft.handshake import Row, StagingFacts, Target, read_row
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 
 DRAFT = DraftLayout(DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16"), 2, 0)

@@ -22,12 +22,12 @@ from rig.channel.invariants import outstanding
 from rig.channel.threads import CANARY, SEGMENT, Channel, Event, wait_for
 
 from sglang_mixkv.channel import data_plane, loop, sockets
-from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.sockets import EventQueue
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
 from sglang_mixkv.draft import copier
+from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill.transfer import MAX_IN_FLIGHT
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_mixkv.channel import slot_format
-from sglang_mixkv.channel.slot_format import weights
-from sglang_mixkv.draft import layout
+from sglang_mixkv.draft import layout, slot_format
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, Pages
+from sglang_mixkv.draft.slot_format import weights
 from sglang_mixkv.draft.window import BLOCKS, LLAMA_EAGLE3, WINDOWED, pages_left_out, window_of
 
 # ---------------------------------------------------------------- slots

@@ -11,11 +11,11 @@ from rig.channel.driven import BEGAN, PREFILL, READER, SLOTS, TOKENS, Decode, Pr
 from rig.channel.invariants import outstanding
 
 from sglang_mixkv.channel.messages import Ack, Fail
-from sglang_mixkv.channel.slot_format import HEADER, SlotCheck
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of, quota_of, share_of, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import RecentRooms
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 from sglang_mixkv.prefill import machine
 
 AT = BEGAN

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from rig.channel.contacts import contacted
 
 import mixkv_demo
+from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.config import Config
-from sglang_mixkv.draft.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank, routes
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rig.channel.contacts import contacted
 
+from sglang_mixkv.channel.handshake import Row, StagingFacts, Target
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import peer_of
-from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.errors import MixKVError
 
 SERVER, HOST = "10.0.0.9:8998", "10.0.0.1"

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from rig.channel import servers
 
+from sglang_mixkv.channel.handshake import Row, StagingFacts
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
-from sglang_mixkv.draft.handshake import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.errors import MixKVError
 
 FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 4, (100, 156), "bfloat16")

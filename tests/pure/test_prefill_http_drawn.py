@@ -18,8 +18,8 @@ from rig.process.answers import serving, silent
 
 web = pytest.importorskip("aiohttp.web")
 
+from sglang_mixkv.channel.handshake import MAX_ROW_BYTES, Row, Target  # noqa: E402
 from sglang_mixkv.channel.messages import PROTOCOL  # noqa: E402
-from sglang_mixkv.draft.handshake import MAX_ROW_BYTES, Row, Target  # noqa: E402
 from sglang_mixkv.engine import prefill_http  # noqa: E402
 from sglang_mixkv.engine.bootstrap import (  # noqa: E402
     KEY,

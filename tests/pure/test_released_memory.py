@@ -21,9 +21,9 @@ import pytest
 from rig.channel.invariants import outstanding
 from rig.channel.threads import SEGMENT, Channel, Decode, Prefill, wait_for
 
-from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import copier
+from sglang_mixkv.draft.gate import Gate
 
 HOLD_S = 0.2  # for what has to be waited for; who did not wait has taken the pool away by then
 LIMIT_S = 60

@@ -8,9 +8,9 @@ import pytest
 from rig.channel.driven import PREFILL, Decode
 
 from sglang_mixkv.channel.messages import Open, Ready
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.breaker import LONGEST_WAIT, STRIKES
+from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.series import FAILS, ColdReason
 
 OTHER = b"other___"

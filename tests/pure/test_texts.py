@@ -16,11 +16,11 @@ from rig.process.answers import serving
 pytest.importorskip("aiohttp")
 
 from sglang_mixkv.channel import data_plane
+from sglang_mixkv.channel.handshake import Row, Target
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.config import resolve
 from sglang_mixkv.decode import plan
 from sglang_mixkv.draft import layout
-from sglang_mixkv.draft.handshake import Row, Target
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.names import Names
 from sglang_mixkv.errors import MixKVError

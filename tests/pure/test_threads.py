@@ -30,14 +30,14 @@ from rig.channel.threads import (
     wait_for,
 )
 
-from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.messages import draw_instance
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.draft import copier
+from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 TOKENS = 20  # three segments
 PATIENCE = 3  # a busy machine of two cores

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 from rig.channel.driven import BEGAN, PREFILL, READER, TOKENS, Decode, Prefill
 
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 PATIENCE = (0.1, 1.0, 3.0)
 BEFORE, AT = -1e-6, 1e-9  # the clock's numbers are rounded

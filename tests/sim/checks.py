@@ -6,11 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.draft.copier import Copy
+from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill.machine import PagesReleased
 from sglang_mixkv.series import NOTES
 from tests.rig.channel.invariants import outstanding, violations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.copier import Copier, Copy, Ended, GpuCopier
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.messages import Message, encode
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.transfer import Source, instance_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.copier import Copy, HeldBack
+from sglang_mixkv.draft.slot_format import SlotCheck
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device
 from tests.sim.judge import Judge

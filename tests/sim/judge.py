@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Opened, instance_of
 from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.slot_format import SlotCheck
 from tests.sim.finding import Finding
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 EMPTY = 0  # zeroed
 EARLIER = 7  # rows of a request that had these pages before

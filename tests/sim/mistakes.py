@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from sglang_mixkv.channel import gate, slots
-from sglang_mixkv.channel.slot_format import SlotCheck
+from sglang_mixkv.channel import slots
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import breaker, segments
 from sglang_mixkv.decode import machine as decode
 from sglang_mixkv.decode import transfer as decode_transfer
 from sglang_mixkv.decode.worker import DecodeWorker
+from sglang_mixkv.draft import gate
+from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill import machine as prefill
 from sglang_mixkv.prefill import transfer as prefill_transfer
 from sglang_mixkv.prefill.worker import PrefillWorker

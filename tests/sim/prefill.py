@@ -9,9 +9,9 @@ import zmq
 
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.messages import Fail, Ready, decode
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.copier import Copy, HeldBack
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
 from sglang_mixkv.prefill.worker import PrefillWorker
 from tests.sim import memory

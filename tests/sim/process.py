@@ -23,7 +23,7 @@ from tests.sim import memory
 from tests.sim.workers import Blocked, Borrowed
 
 if TYPE_CHECKING:
-    from sglang_mixkv.channel.gate import Gate
+    from sglang_mixkv.draft.gate import Gate
     from tests.sim.sglang import Group
     from tests.sim.world import Place, World
 

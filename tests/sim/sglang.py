@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from sglang_mixkv.channel.handshake import Row, StagingFacts, Target
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode import plan as plans
 from sglang_mixkv.decode.transfer import Source
-from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.slot_format import SLOT_OVERHEAD
 from tests.rig.channel.contacts import contacted
 from tests.sim.decode import DecodeRank
 from tests.sim.prefill import Sender

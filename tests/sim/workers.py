@@ -7,9 +7,9 @@ from __future__ import annotations
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Call
 from sglang_mixkv.decode.worker import ReceiveHandle
+from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.prefill.worker import SendHandle
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import Any
 from rig.channel.invariants import strikes, violations
 
 from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as dact
@@ -18,6 +17,7 @@ from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.decode.segments import Job
 from sglang_mixkv.decode.transfer import Opened, Source
 from sglang_mixkv.draft.copier import Outcome
+from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
 from sglang_mixkv.prefill.machine import PagesReleased
 from sglang_mixkv.prefill.transfer import Segment

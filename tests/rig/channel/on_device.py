@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang_mixkv.channel.slot_format import SlotCheck
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 from .threads import PAGE
 

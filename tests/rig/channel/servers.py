@@ -15,12 +15,12 @@ from rig.channel.invariants import strikes
 from rig.channel.threads import HOST, Decode, Prefill, wait_for
 from rig.process.answers import serving
 
+from sglang_mixkv.channel.handshake import Row, StagingFacts, Target
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.transfer import server_of
 from sglang_mixkv.decode.worker import ReceiveHandle
-from sglang_mixkv.draft.handshake import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 

@@ -19,16 +19,16 @@ from rig.channel.invariants import left
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
-from sglang_mixkv.channel.slot_format import SLOT_OVERHEAD
+from sglang_mixkv.channel.handshake import StagingFacts
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
-from sglang_mixkv.draft.handshake import StagingFacts
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import SLOT_OVERHEAD
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
