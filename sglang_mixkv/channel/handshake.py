@@ -21,7 +21,9 @@ Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 class Target(msgspec.Struct, frozen=True):
     """The target's KV on one rank, as in SGLang's KV args. `heads`: over all ranks, 0 for MLA.
-    `entries`: this stage's buffers. `states`: SGLang's names for what else it sends."""
+    `entries`: this stage's buffers. `states`: SGLang's names for what else it sends. `drafts`:
+    buffers of a drafter that SGLang sends. The sizes that occur, `widths`: of a buffer's page;
+    `units`: of linear-attention state, for each row that TP cuts."""
 
     heads: Count
     entries: Count
@@ -30,6 +32,9 @@ class Target(msgspec.Struct, frozen=True):
     stages: Heads = 1
     dcp: Heads = 1
     states: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    drafts: Count = 0
+    widths: Annotated[tuple[Size, ...], Meta(max_length=64)] = ()
+    units: Annotated[tuple[Size, ...], Meta(max_length=64)] = ()
 
     @property
     def is_mla(self) -> bool:

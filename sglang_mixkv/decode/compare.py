@@ -21,10 +21,11 @@ import re
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from sglang_mixkv.channel.handshake import Row
+from sglang_mixkv.channel.handshake import Row, Target
 
 
 class Severity(StrEnum):
@@ -101,17 +102,27 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             "--dcp-size", f"{source.dcp} at {tps[0]}", f"{wanted.dcp} at {tps[1]}", thread_ends,
             f"{equal_tp} and --dcp-size, or --dcp-size 1 on prefill of an MLA target",
         )  # fmt: skip
+    stage = source.stages, prefill.pp_rank
+    for what, there, here in _like(source, wanted, prefill.attn_tp, decode.attn_tp):
+        if not there <= here and (wanted.stages == 1 or stage == (wanted.stages, decode.pp_rank)):
+            texts = [", ".join(map(str, sorted(side))) or "none" for side in (there, here)]
+            yield _refused(
+                what, texts[0], texts[1],
+                "SGLang does not compare it: bytes would land elsewhere, or its threads would exit",
+                "Start both sides with the same model, drafter, KV and state dtypes "
+                "(--kv-cache-dtype, --mamba-ssm-dtype) and attention backends",
+            )  # fmt: skip
     if source.is_mla or wanted.is_mla:
         return
     # maybe_send_extra; from SGLang 0.5.23 on, try_ensure_parallel_info has the first rule too.
-    whole = {*source.states} & {"minimax_index_k", "minimax_dense_kv", "block_scale"}
+    whole = {name for name in source.states if name.startswith(("minimax", "block_scale"))}
     is_swa = "swa" in source.states and (source.stages > 1 or prefill.engine.startswith("0.5.21"))
     if unequal and (whole or is_swa):
         yield _refused(
             f"target with {', '.join(sorted(whole or {'swa'}))} state at unequal TP", *tps,
             "SGLang does not split it by heads, and no request would be served", equal_tp,
         )  # fmt: skip
-    elif source.stages > 1 and any(name.startswith("minimax") for name in source.states):
+    elif source.stages > 1 and any(name.startswith("minimax") for name in whole):
         yield _refused(
             "pipeline stages of a MiniMax target", f"{source.stages} stages", f"{wanted.stages}",
             "SGLang does not send its state then", "Set --pp-size 1 on prefill",
@@ -142,6 +153,20 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             "pipeline stages of a target with KV heads over NIXL", f"{source.stages} stages",
             f"{wanted.stages}", thread_ends, f"{mooncake}, or --pp-size 1",
         )  # fmt: skip
+
+
+def _like(source: Target, wanted: Target, *tps: int) -> Iterator[tuple[str, set[Any], set[Any]]]:
+    """Yield what decode must have of prefill's target for each of its buffers to find its own."""
+    is_whole = source.stages == wanted.stages
+    yield "buffers of the target", {source.entries} if is_whole else set(), {wanted.entries}
+    yield "buffers of the MLA drafter", {source.drafts} - {0}, {wanted.drafts}
+    yield "state of the target", {*source.states}, {*wanted.states}
+    theirs, ours = (
+        {width // max(1, source.heads // tp) for width in side.widths}
+        for side, tp in zip((source, wanted), tps, strict=True)
+    )
+    yield "bytes of a token of the target, by head", theirs, ours
+    yield "bytes of a row of linear-attention state", {*source.units}, {*wanted.units}
 
 
 def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:

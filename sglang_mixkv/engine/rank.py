@@ -178,8 +178,15 @@ def _target(manager: Any) -> Target:
     lens = lens[: len(lens) - args.num_draft_entries]
     mla, half = manager.is_mla_backend or manager.is_hybrid_mla_backend, len(lens) // 2
     heads = getattr(args, "total_kv_head_num", 1)  # decode has it only with SGLang's staging
+    widths, units, states = {*lens}, set[int](), [state.value for state in args.state_types]
+    for state, sizes, dims in zip(
+        states, args.state_item_lens, args.state_dim_per_tensor, strict=True
+    ):
+        widths.update(sizes if state == "swa" else ())
+        units.update(size // max(1, dim) for size, dim in zip(sizes, dims, strict=state == "mamba"))
     return Target(
         heads=0 if mla else heads, entries=len(lens), layer_ids=bool(args.kv_layer_ids),
         even=mla or lens[:half] == lens[half:], stages=manager.pp_size or 1, dcp=manager.dcp_size,
-        states=tuple(dict.fromkeys(state.value for state in getattr(args, "state_types", ()))),
+        states=tuple(dict.fromkeys(states)), drafts=args.num_draft_entries,
+        widths=tuple(sorted({n // args.page_size for n in widths})), units=tuple(sorted(units)),
     )  # fmt: skip

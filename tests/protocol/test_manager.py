@@ -81,8 +81,12 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
     kv_args = SimpleNamespace(
         gpu_id=5,
         ib_device=None,
-        kv_item_lens=[7, 8, 9],
+        kv_item_lens=[7 * 16, 8 * 16, 9 * 16],
         num_draft_entries=1,
+        page_size=16,
+        state_types=[StateType.SWA],
+        state_item_lens=[[17 * 16, 8 * 16]],
+        state_dim_per_tensor=[[]],
         aux_item_lens=[1, 2],
         kv_layer_ids=[0, 1],
         total_kv_head_num=6,
@@ -109,7 +113,10 @@ def test_a_ranks_row_has_each_of_its_facts(rank_of: Callable[[Config], Any]) -> 
         "instance": one.instance, "rank_ip": "10.0.0.9", "rank_port": 9009,
         "address": "tcp://10.0.0.9:1", "attn_tp": 12, "attn_tp_rank": 11, "pp_rank": 10,
         "aux_item_lens": (1, 2), "backend": "mooncake", "topk": 3, "draft": LAYOUT, "patience": 0.7,
-        "target": Target(6, 2, layer_ids=True, even=False, stages=13, dcp=14),
+        "target": Target(
+            6, 2, layer_ids=True, even=False, stages=13, dcp=14, states=("swa",), drafts=1,
+            widths=(7, 8, 17),
+        ),
         "staging": StagingFacts("mooncake", b"endpoint", store.staging.address, size, slots),
     }  # fmt: skip
 
@@ -227,8 +234,13 @@ def test_a_port_of_its_own_or_any_free_one(gpu: Any, asked: int, port: int) -> N
     [
         ({}, {}, {}),
         ({}, {"kv_item_lens": [7, 8, 7, 8, 1]}, {"even": True, "entries": 4}),
-        ({}, {"kv_item_lens": [7, 8, 7, 8], "num_draft_entries": 0}, {"even": True, "entries": 4}),
-        ({}, {"num_draft_entries": 0}, {"entries": 3}),
+        (
+            {},
+            {"kv_item_lens": [7, 8, 7, 8], "num_draft_entries": 0},
+            {"even": True, "entries": 4, "drafts": 0},
+        ),
+        ({}, {"num_draft_entries": 0}, {"entries": 3, "drafts": 0, "widths": (7, 8, 9)}),
+        ({}, {"page_size": 4, "kv_item_lens": [48, 64, 12]}, {"widths": (12, 16)}),
         ({"is_mla_backend": True}, {}, {"heads": 0, "even": True}),
         ({"is_hybrid_mla_backend": True}, {}, {"heads": 0, "even": True}),
         ({}, {"kv_layer_ids": []}, {"layer_ids": False}),
@@ -236,8 +248,16 @@ def test_a_port_of_its_own_or_any_free_one(gpu: Any, asked: int, port: int) -> N
         ({}, {"total_kv_head_num": None}, {"heads": 1}),
         (
             {},
-            {"state_types": [StateType.SWA, StateType.MAMBA, StateType.SWA]},
-            {"states": ("swa", "mamba")},
+            {
+                "state_types": [StateType.SWA, StateType.MAMBA, StateType.DSA, StateType.SWA],
+                "state_item_lens": [[30, 20], [96, 96, 5], [77], [20]],
+                "state_dim_per_tensor": [[], [12, 4, 0], [], []],
+            },
+            {
+                "states": ("swa", "mamba", "dsa"),
+                "widths": (7, 8, 20, 30),
+                "units": (5, 8, 24),
+            },
         ),
     ],
 )
@@ -248,7 +268,8 @@ def test_a_target_is_what_sglangs_lists_say_of_it(
 ) -> None:  # fmt: skip
     """They have a drafter that SGLang moves behind it; and decode's have no number of heads."""
     plain = {"kv_item_lens": [7, 8, 9], "num_draft_entries": 1, "kv_layer_ids": [0],
-             "total_kv_head_num": 6} | kv_args  # fmt: skip
+             "total_kv_head_num": 6, "page_size": 1, "state_types": [], "state_item_lens": [],
+             "state_dim_per_tensor": []} | kv_args  # fmt: skip
     given = SimpleNamespace(**{k: v for k, v in plain.items() if v is not None})
     ours = SimpleNamespace(**{
         "local_ip": "", "rank_port": 1, "attn_tp_size": 2, "attn_tp_rank": 1, "pp_rank": 3,
@@ -256,7 +277,8 @@ def test_a_target_is_what_sglangs_lists_say_of_it(
         "kv_args": given} | manager)  # fmt: skip
     monkeypatch.setattr(ranks, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=None))
     row = other_rank().row(ours, "", None)
-    wanted = {"heads": 6, "entries": 2, "layer_ids": True, "even": False, "stages": 13, "dcp": 14}
+    wanted = {"heads": 6, "entries": 2, "layer_ids": True, "even": False, "stages": 13, "dcp": 14,
+              "drafts": 1, "widths": (7, 8)}  # fmt: skip
     assert row.target == Target(**(wanted | expected))
     assert (row.topk, row.pp_rank, row.staging) == (0, ours.pp_rank or 0, None)
 

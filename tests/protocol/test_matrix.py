@@ -291,37 +291,63 @@ def test_dcp_between_equal_servers(tp: int, dcp: int, heads: int, hybrid: bool) 
     )  # fmt: skip
 
 
+# ---------------------------------------------------------------- pairs that are refused
+
+
 @pytest.mark.transports(2)
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 4), (4, 2), (2, 2)])
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("draft", [None, Cache("mha", heads=4)])
-def test_other_dcp_sizes_are_refused_and_one_that_fits_is_served_later(
+def test_other_dcp_sizes_are_refused(
     sizes: tuple[int, int], hybrid: bool, draft: Cache | None
 ) -> None:
-    """SGLang's thread that registers decode ranks would end at a rank of the first decode server:
-    it meets none."""
     prefill_dcp, dcp = sizes
     decode_tp = 4 if prefill_dcp != dcp else 2
-    fits = Case(
-        4, 4, prefill_dcp=prefill_dcp, dcp=prefill_dcp, hybrid=hybrid, draft=draft,
-        requests=(Request(8), Request(23)), rounds=((0,), (1,)),
-    )  # fmt: skip
-    ports = [free_port()]
+    fits = Case(4, 4, prefill_dcp=prefill_dcp, dcp=prefill_dcp, hybrid=hybrid, draft=draft)
+    reason = refusal_of(fits, replace(fits, decode_tp=decode_tp, dcp=dcp))
+    assert f"--dcp-size: prefill has {prefill_dcp} at attention TP 4" in reason
+
+
+MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "buffers of the target": ({}, {"target": Cache("mla", layers=3, k_bytes=24)}),
+    "bytes of a token of the target": ({}, {"target": Cache("mla", layers=2, k_bytes=20)}),
+    "buffers of the MLA drafter": (
+        {"draft": Cache("mla", k_bytes=24)}, {"special": Special(draft_on={"decode": False})}
+    ),
+    "bytes of a row of linear-attention state": (
+        {"hybrid": True}, {"special": Special(state_dtype="bfloat16")}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.transports(2)
+@pytest.mark.parametrize("what", MISFITS)
+@pytest.mark.parametrize("decode_tp", [1, 2])
+def test_other_buffers_are_refused(what: str, decode_tp: int) -> None:
+    """Those of another model, or of the same one with other flags."""
+    both, changes = MISFITS[what]
+    fits = Case(2, 2, **both)
+    assert what in refusal_of(fits, replace(fits, decode_tp=decode_tp, **changes))
+
+
+def refusal_of(fits: Case, misfit: Case) -> str:
+    """Return why a decode server is refused. One that fits and comes later is served: SGLang's
+    threads on prefill would end at what the first one registers, so they must not see it."""
+    requests, ports = (Request(8), Request(23)), [free_port()]
     with ExitStack() as ends:
 
-        def run_side(case: Case, side: str) -> Servers:
-            servers = start(case, ports, [side])
+        def run_side(case: Case, side: str, *rounds: tuple[int, ...]) -> Servers:
+            servers = start(replace(case, requests=requests, rounds=rounds), ports, [side])
             ends.callback(servers.end)
             servers.all_sent()
             return servers
 
-        prefill = run_side(fits, "prefill")
-        misfit = replace(fits, decode_tp=decode_tp, dcp=dcp, rounds=((0,),))
-        refused = Outcome.of(run_side(misfit, "decode").reports())
-        served = Outcome.of(run_side(replace(fits, rounds=((1,),)), "decode").reports())
+        prefill = run_side(fits, "prefill", (0,), (1,))
+        refused = Outcome.of(run_side(misfit, "decode", (0,)).reports())
+        served = Outcome.of(run_side(fits, "decode", (1,)).reports())
         sent = Outcome.of(prefill.reports())
     assert refused.wrong == served.wrong == sent.wrong == []
     assert (refused.statuses, served.statuses) == ({"failed"}, {"success"})
-    assert f"--dcp-size: prefill has {prefill_dcp} at attention TP 4" in refused.reasons
-    assert [report.status for report in sent.prefill] == [["failed", "success"]] * 4
-    assert served.total("rooms_total", "warm") == 4
+    assert {tuple(report.status) for report in sent.prefill} == {("failed", "success")}
+    assert served.total("rooms_total", "warm") == fits.decode_tp
+    return refused.reasons

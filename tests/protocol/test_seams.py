@@ -201,7 +201,7 @@ def test_no_attribute_is_listed_in_vain() -> None:
     text = "\n".join(path.read_text() for path in MODULES if path.name != "seams.py")
     words = set(re.findall(r"\w+", text)) | rules_ask_for()
     assert LISTED - words == set()
-    assert len(LISTED) <= 129
+    assert len(LISTED) <= 131
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

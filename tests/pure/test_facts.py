@@ -196,6 +196,57 @@ def test_a_target_is_dealt_out_anew_from_one_rank_alone(target, backend, draft):
         assert all(one.what == "--dcp-size" and "thread" in one.consequence for one in found)
 
 
+HYBRID = but(MLA, states=("mamba",), widths=(576, 656), units=(96, 128), drafts=1)
+HEADS = but(GQA, heads=4, states=("swa",), widths=(512,))  # of two heads, at attention TP 2
+
+
+@pytest.mark.parametrize(
+    ("target", "there", "here", "tp", "what"),
+    [
+        (MLA, {"entries": 62}, {}, 2, "buffers of the target"),
+        (MLA, {"entries": 60}, {}, 4, "buffers of the target"),
+        (HYBRID, {"drafts": 0}, {}, 2, ""),
+        (HYBRID, {}, {"drafts": 0}, 2, "buffers of the MLA drafter"),
+        (HYBRID, {"drafts": 2}, {}, 4, "buffers of the MLA drafter"),
+        (HYBRID, {}, {"states": ("request_row", "mamba")}, 2, ""),
+        (HYBRID, {"states": ("request_row", "mamba")}, {}, 2, "state of the target"),
+        (HYBRID, {"widths": ()}, {}, 2, ""),
+        (HYBRID, {"widths": (576,)}, {}, 4, ""),
+        (HYBRID, {}, {"widths": (656,)}, 4, "bytes of a token of the target"),
+        (HYBRID, {"units": (96,)}, {}, 4, ""),
+        (HYBRID, {"units": (96, 64)}, {}, 4, "bytes of a row of linear-attention state"),
+        (HEADS, {}, {}, 2, ""),
+        (HEADS, {}, {"widths": (256,)}, 2, "bytes of a token of the target"),
+        (HEADS, {}, {"widths": (256,)}, 4, ""),  # one head
+        (HEADS, {}, {}, 4, "bytes of a token of the target"),
+        (HEADS, {}, {"widths": (256,)}, 8, ""),  # replicated
+        (HEADS, {"widths": (512, 1024)}, {"widths": (256, 512)}, 4, ""),  # a group of 8 heads
+        (HEADS, {"widths": (512, 1024)}, {"widths": (256,)}, 8, "bytes of a token of the target"),
+    ],
+)  # fmt: skip
+def test_each_buffer_of_prefill_finds_its_own_on_decode(target, there, here, tp, what):
+    """SGLang pairs them by their places, and reckons with prefill's sizes: where decode's differ,
+    it writes elsewhere, or its threads of either kind end (`_prepare_payload_xfer` over NIXL,
+    Mooncake's `transfer_worker`)."""
+    for backend in ("mooncake", "nixl"):
+        sides = (
+            row(attn_tp=2, target=but(target, **there), backend=backend),
+            row(attn_tp=tp, target=but(target, **here), backend=backend),
+        )
+        found = [one for one in differences(*sides) if "heads over NIXL" not in one.what]
+        assert [one.what[: len(what)] for one in found] == [what] * bool(what)
+        assert all(one.severity is Severity.REFUSED for one in found)
+
+
+def test_a_stage_has_a_part_of_what_decode_has():
+    """A stage of its own layers, and its like on decode; of other stages nothing is known."""
+    whole, first = but(HYBRID, stages=2, entries=40), but(MLA, stages=2, entries=21, widths=(656,))
+    assert differences(row(target=first), row(target=HYBRID)) == []
+    for decode_rank, entries, served in ((0, 40, False), (0, 21, True), (1, 40, True)):
+        decode = row(target=but(whole, entries=entries), pp_rank=decode_rank)
+        assert (differences(row(target=first), decode) == []) == served
+
+
 def test_the_remedy_for_a_mix_names_what_is_served():
     sides = (row(engine=engine, backend="mooncake") for engine in ("0.5.22", "0.6.0"))
     (found,) = differences(*sides)

@@ -19,7 +19,8 @@ DRAFT = DraftLayout(DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16
 STAGING = StagingFacts("nixl", b"agent", 1 << 40, 1 << 20, 64)
 ROW = Row(
     PROTOCOL, "0.3.0", "0.5.23", b"instance", "10.0.0.1", 9000, "tcp://10.0.0.1:9001", 2, 0, 0,
-    (64, 128), "nixl", Target(8, 8, layer_ids=False, even=True), 1, DRAFT, STAGING, 1.0,
+    (64, 128), "nixl", Target(8, 8, layer_ids=False, even=True, widths=(8,), units=(8,)), 1, DRAFT,
+    STAGING, 1.0,
 )  # fmt: skip
 
 # ---------------------------------------------------------------- bounds
@@ -29,13 +30,14 @@ NUMBERS = {
     "rank_port": (0, 65535), "attn_tp": (0, RANK), "attn_tp_rank": (0, RANK), "pp_rank": (0, RANK),
     "topk": (0, RANK), "protocol.1": (PROTOCOL[1], RANK), "aux_item_lens.0": (0, BIG),
     "target.heads": (0, COUNT), "target.entries": (0, COUNT), "target.stages": (1, RANK),
-    "target.dcp": (1, RANK), "draft.tp": (1, RANK), "draft.rank": (0, RANK),
+    "target.dcp": (1, RANK), "target.drafts": (0, COUNT), "target.widths.0": (0, BIG),
+    "target.units.0": (0, BIG), "draft.tp": (1, RANK), "draft.rank": (0, RANK),
     "draft.facts.total_heads": (1, RANK), "draft.facts.head_bytes.0": (1, COUNT),
     "staging.base": (0, BIG), "staging.slot_bytes": (1, 1 << 40), "staging.slots": (2, COUNT),
 }  # fmt: skip
 LENGTHS = {
     "aux_item_lens": (0, 256, [1]), "draft.facts.head_bytes": (1, 1024, [1]),
-    "target.states": (0, 64, ["x"]),
+    "target.states": (0, 64, ["x"]), "target.widths": (0, 64, [1]), "target.units": (0, 64, [1]),
     **dict.fromkeys(
         ("plugin", "engine", "rank_ip", "address", "backend", "draft.facts.architecture",
          "draft.facts.algorithm", "draft.facts.dtype", "staging.data_plane"), (0, 256, "x")),
@@ -155,6 +157,9 @@ def wrong(prefill: Row, decode: Row) -> set[str]:
         "--dcp-size": (source.dcp, prefill.attn_tp) != (wanted.dcp, decode.attn_tp)
         if source.dcp > 1
         else wanted.dcp > 1 and source.heads > 0,
+        # Entries of the same stage are paired by their places.
+        "buffers of the target": source.stages == wanted.stages
+        and source.entries != wanted.entries,
         # Rows are cut by K's width.
         "target with K and V": has_heads and not (same_tp or source.even),
         # It divides by the heads of a prefill rank, of which there are none.
@@ -176,7 +181,7 @@ def wrong(prefill: Row, decode: Row) -> set[str]:
 
 def names(found: list[Difference]) -> set[str]:
     known = (
-        "--dcp-size", "target with K and V", "target with",
+        "--dcp-size", "buffers of the target", "target with K and V", "target with",
         "pipeline stages of different", "pipeline stages of a target",
     )  # fmt: skip
     return {next(name for name in known if one.what.startswith(name)) for one in found}
@@ -200,7 +205,7 @@ def test_targets_are_refused_in_every_case_that_sglang_gets_wrong_and_in_no_othe
             assert len(found) == len(names(found))
             assert all(one.severity is Severity.REFUSED for one in found)
             seen |= names(found)
-    assert len(seen) == 5
+    assert len(seen) == 6
 
 
 # ---------------------------------------------------------------- releases, and what is said

@@ -228,7 +228,8 @@ def hybrid_pool(case: Case, full: Any, tp: int, layers: range) -> Any:
         conv=[(heads, 3)], temporal=(heads, 2, 2), intermediate_size=heads, conv_dim=heads,
         ssm_state_size=2, num_heads=heads, head_dim=2, state_size=2, conv_kernel=4,
     )  # fmt: skip
-    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    state_dtype = getattr(torch, case.special.state_dtype)
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=state_dtype)
     params = Mamba2CacheParams(shape=shape, dtype=dtype, layers=linear)
     state = MambaPool(
         size=len(case.requests), spec_state_size=0, cache_params=params,

@@ -31,6 +31,7 @@ class Special:
     surplus: Mapping[str, int] = field(default_factory=dict)  # by side (model.surplus_pages)
     stage_layers: Sequence[int] = ()  # of the target, of each of prefill's stages
     failed_rooms_stay_clean: bool = False
+    state_dtype: str = "float32"  # of a hybrid target's larger states, torch's name
 
 
 @dataclass
