@@ -71,3 +71,21 @@ def test_help_installs_nothing(script: Path, tmp_path: Path) -> None:
     head = re.findall(r"^# (.*)", script.read_text().partition("set -")[0], re.M)
     assert (done.returncode, (done.stdout + done.stderr).splitlines()) == (0, head)
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_checkout_that_the_guest_would_not_see(tmp_path: Path) -> None:
+    """By a sentence, and before a kernel is fetched."""
+    if Path(os.path.realpath(tmp_path)).parts[1] not in ("tmp", "run"):
+        pytest.skip("this machine's temporary files are elsewhere")
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    venv.create(tmp_path / ".venv")
+    ready = f"cat pyproject.toml scripts/env.sh scripts/overrides.txt | sha256sum > .venv/{STAMP}"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MIXKV_")}
+    done = subprocess.run(
+        ["bash", "-c", f"{ready} && bash scripts/rdma.sh"], cwd=tmp_path, env=env, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (77, "")
+    assert f"would not see {tmp_path}: move the checkout" in done.stderr
+    assert not (tmp_path / ".rdma").exists()

@@ -40,7 +40,7 @@ ALL, WAITING = ("mooncake", "nixl", "nixl-tcp"), ("mooncake", "nixl-tcp")
 # ---------------------------------------------------------------- bytes
 
 
-@over(*ALL, peers=2)
+@over(*ALL, "mooncake-6", peers=2)
 def test_bytes_are_right(reader: Reader) -> None:
     check_bytes(reader)
 
@@ -218,7 +218,7 @@ def test_a_broken_connection_is_made_anew(reader: Reader) -> None:
         assert reader.wait(reader.start(idle, *LIST)) == [""]
 
 
-@over(*ALL)
+@over(*ALL, "mooncake-6")
 def test_endpoints(reader: Reader) -> None:
     check_endpoints(reader)
 

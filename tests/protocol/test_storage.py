@@ -35,7 +35,8 @@ def shared() -> Iterator[dict[str, Any]]:
 
 
 def opt_in(patch: pytest.MonkeyPatch, algorithm: str | None = "EAGLE3", **config: bool) -> None:
-    published = SimpleNamespace(speculative_algorithm=algorithm)
+    # --tp-size is not the attention-TP size that ranks hold heads by (Rank's `tp`).
+    published = SimpleNamespace(speculative_algorithm=algorithm, tp_size=8)
     setattr(published, ATTRIBUTE, Config(**{"enabled": True, **config}))
     patch.setattr(plugin, "_published", lambda: published)
     patch.setattr(storage, "get_server_args", lambda: published)

@@ -58,8 +58,11 @@ class Way(NamedTuple):
     peer: Place = Place()
 
 
+TCP = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
+V6 = Place("::1")
 WAYS = {
-    "mooncake": Way("mooncake", {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}),
+    "mooncake": Way("mooncake", TCP),
+    "mooncake-6": Way("mooncake", {**TCP, "MC_USE_IPV6": "1"}, V6, V6),
     "nixl": Way("nixl"),
     "nixl-tcp": Way("nixl", {"UCX_TLS": "tcp"}),
 }
@@ -231,7 +234,13 @@ def go(way: str) -> Way:
 
 def enter(way: Way) -> Way:
     """Give this process the environment of the way."""
-    for name in ("MC_TCP_ENABLE_CONNECTION_POOL", "MC_FORCE_TCP", "MOONCAKE_PROTOCOL", "UCX_TLS"):
+    for name in (
+        "MC_TCP_ENABLE_CONNECTION_POOL",
+        "MC_FORCE_TCP",
+        "MOONCAKE_PROTOCOL",
+        "UCX_TLS",
+        "MC_USE_IPV6",
+    ):
         os.environ.pop(name, None)
     os.environ.update({**ENV, **way.env})
     return way
