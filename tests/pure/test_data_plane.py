@@ -4,6 +4,8 @@ tests/protocol/test_data_planes.py."""
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import socket
 import struct
 import threading
@@ -18,8 +20,9 @@ from typing import Any
 import msgspec
 import pytest
 from rig.process.answers import silent
+from rig.process.forks import in_fork
 
-from sglang_mixkv.channel import mooncake
+from sglang_mixkv.channel import mooncake, nixl
 from sglang_mixkv.channel.data_plane import (
     DataPlane,
     Endpoint,
@@ -446,3 +449,53 @@ def test_a_name_whose_connection_broke_is_taken_from_nobody_that_reads(reads: in
     plane.forget(one)
     plane.forget(two)
     assert (agent.known, dict(plane._named)) == (set(), {})
+
+
+class Transfers(Agent):
+    """`asked`: the memory of each list of descriptors, [kind, device of each range]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, set[int]]] = []
+
+    def register_memory(self, regions: list[tuple[int, int, int, str]], kind: str) -> None:
+        self.asked.append((kind, {device for _, _, device, _ in regions}))
+
+    def get_agent_metadata(self) -> bytes:
+        return b"metadata"
+
+    def get_xfer_descs(self, ranges: list[tuple[int, int, int]], kind: str) -> Any:
+        self.asked.append((kind, {device for _, _, device in ranges}))
+
+    def initialize_xfer(self, *_: Any) -> str:
+        return "a handle"
+
+    def transfer(self, _: str) -> str:
+        return "PROC"
+
+
+@pytest.mark.parametrize(("here", "there"), [(3, 1), (0, 2), (None, 1), (3, None), (None, None)])
+def test_nixl_names_the_gpu_that_each_side_has(here: int | None, there: int | None) -> None:
+    agent = Transfers()
+    plane, _ = nixl_with(agent)
+    plane.register(Memory(LOCAL, SIZE, here))
+    peer = Peer(Endpoint("nixl", b"a", Memory(REMOTE, SIZE, there), b""))
+    plane._open(peer)
+    plane.start("it", peer, [TEN, TEN])
+    own, other = (("DRAM", {0}) if gpu is None else ("VRAM", {gpu}) for gpu in (here, there))
+    assert agent.asked == [own, own, other]
+
+
+def agent_of_process_seven() -> str:
+    """With one seed, as SGLang's ranks."""
+    os.getpid = lambda: 7
+    random.seed(1)
+    name: str = nixl._new_agent().name
+    return name
+
+
+def test_agents_of_two_containers_have_two_names() -> None:
+    """Processes there may have one number."""
+    pytest.importorskip("nixl")
+    one, other = in_fork(agent_of_process_seven), in_fork(agent_of_process_seven)
+    assert one != other
