@@ -27,6 +27,8 @@ ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
 PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
 API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # for servers with --api-key; only the commands read it
+# A file for what a launch resolves to, instead of a server, and the GPU to resolve it for.
+PLAN_ENV, PLAN_GPU_ENV = "SGLANG_MIXKV_PLAN", "SGLANG_MIXKV_PLAN_GPU"
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -145,7 +147,7 @@ SETTINGS = (
 
 _OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
 _OWN = re.compile(r"SGLANG_\w*MIX_?KV")
-_KNOWN = {*_OF_VARIABLE, API_KEY_ENV}
+_KNOWN = {*_OF_VARIABLE, API_KEY_ENV, PLAN_ENV, PLAN_GPU_ENV}
 
 
 def variable(name: str, text: str) -> Any:

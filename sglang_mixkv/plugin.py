@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -30,9 +31,10 @@ def register() -> None:
     try:
         _register()
     except Exception as error:
-        from sglang_mixkv.config import resolve_if_enabled
+        from sglang_mixkv.config import PLAN_ENV, resolve_if_enabled
 
-        if "--enable-mixkv" not in sys.argv and not resolve_if_enabled(None).enabled:
+        is_asked = "--enable-mixkv" in sys.argv or os.environ.get(PLAN_ENV)
+        if not is_asked and not resolve_if_enabled(None).enabled:
             raise
         from sglang_mixkv.engine.releases import stop
 
@@ -44,10 +46,13 @@ def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_mixkv.config import PLAN_ENV
     from sglang_mixkv.engine.seams import HOOKS
 
     for target, name in HOOKS.items():
         HookRegistry.register(target, functools.partial(_around, name), HookType.AROUND)
+    if os.environ.get(PLAN_ENV):  # the row has what `validate` would refuse
+        return _hook("sglang_mixkv.tools.plan_launch.register")()
     register_resolution_hook(VALIDATION)(validate)
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import os
+import gc
+import io
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from contextlib import redirect_stdout
+from threading import Timer
+from typing import Any
+
+import msgspec
 
 from sglang_mixkv.channel.slots import share_of, slots_of
 from sglang_mixkv.draft.layout import readers_of
 from sglang_mixkv.tools import as_json, bounded, parser, point
+from sglang_mixkv.tools.plan_launch import read_row
 from sglang_mixkv.tools.plan_pair import Plan, make_plan
 from sglang_mixkv.tools.plan_server import GPUS, Server, read
+from sglang_mixkv.tools.plan_text import load
 
 ROLES = ("prefill", "decode")
 ABOUT = """\
@@ -28,8 +36,8 @@ def main(argv: list[str]) -> int:
     made = parser("plan", ABOUT)
     add = made.add_argument
     for role in ROLES:
-        of = f"launch line or flags of the {role} server, or a file (- for stdin) with them"
-        add(f"--{role}", metavar="LINE", required=True, help=of)
+        of = f"launch line or flags of the {role} server; or a file, FILE#/POINTER or - for stdin, "
+        add(f"--{role}", metavar="LINE", required=True, help=of + "with them or with a row")
     both = "GPU to resolve both lines for (default: the first on which SGLang starts them)"
     add("--gpu", choices=GPUS, help=both)
     add("--json", action="store_true", help="print JSON")
@@ -37,46 +45,116 @@ def main(argv: list[str]) -> int:
         of = f"number of {role} servers, to size each rank's slots (default: 1)"
         add(f"--{role}-servers", metavar="N", type=bounded(1, 1000), default=1, help=of)
     args = vars(made.parse_args(argv))
-    servers, errors = [], dict[str, str]()
-    stdin = sys.stdin.read() if "-" in (args["prefill"], args["decode"]) else ""
+    # Importing SGLang makes many objects that all stay: the collector would take 40 % of the time.
+    gc.disable()
+    patience = Timer(1, print, ["SGLang is being asked about both lines ..."], {"file": sys.stderr})
+    patience.daemon = True
+    if sys.stderr.isatty():
+        patience.start()
+    try:
+        with redirect_stdout(io.StringIO()) as said:
+            plan = _plan(args)
+        print(*(f"SGLang: {line}\n" for line in said.getvalue().splitlines()), sep="", end="",
+              file=sys.stderr)  # fmt: skip
+    finally:
+        patience.cancel()
+        gc.freeze()
+        gc.enable()
+    if plan is None:
+        return 2
+    numbers = [args[f"{role}_servers"] for role in ROLES]
+    print(as_json(whole(plan, *numbers)) if args["json"] else text(plan, *numbers))
+    return 1 if plan.findings else 0
+
+
+def _plan(args: dict[str, Any]) -> Plan | None:
+    """Read both lines and plan for them; print the errors of both instead."""
+    servers, rows, errors = list[Server](), list[Server](), dict[str, str]()
+    stdin = sys.stdin.read() if any(args[r].partition("#")[0] == "-" for r in ROLES) else ""
     for role in ROLES:
         try:
-            args[role] = _text(args[role], stdin)
-            servers.append(read(role, args[role], gpu=args["gpu"]))
+            args[role] = load(args[role], stdin)
+            row = read_row(args[role], role)
+            rows += [row] if row else []
+            servers.append(row or read(role, args[role], gpu=args["gpu"]))
         except (OSError, ValueError) as error:  # an error that both lines have is printed once
             errors.setdefault(str(error).replace(f"{role}: ", ""), str(error))
         except ImportError as error:
             errors["SGLang"] = f"{error}. Run plan in the servers' image, which has SGLang."
-    if errors:
-        print(*(f"error: {error}" for error in errors.values()), sep="\n", file=sys.stderr)
-        return 2
-    if len({one.gpu for one in servers} - {""}) > 1:  # one starts only on the last: perhaps both do
-        again = [read(one.role, args[one.role], gpu=[*GPUS][-1]) for one in servers]
-        servers = servers if any(one.stock for one in again) else again
-    plan = make_plan(*servers)
-    print(as_json(plan) if args["json"] else text(plan, *(args[f"{r}_servers"] for r in ROLES)))
-    return 1 if plan.findings else 0
+    try:
+        if not errors and len({one.gpu for one in servers} - {""}) > 1:
+            # One starts only on the last: perhaps both do.
+            again = [one if one in rows else read(one.role, args[one.role], gpu=[*GPUS][-1])
+                     for one in servers]  # fmt: skip
+            servers = servers if any(one.stock for one in again) else again
+        if not errors:
+            return make_plan(*servers)
+    except ImportError as error:
+        errors["SGLang"] = f"{error}. Run plan in the servers' image, which has SGLang."
+    print(*(f"error: {error}" for error in errors.values()), sep="\n", file=sys.stderr)
+    return None
 
 
-def _text(given: str, stdin: str) -> str:
-    """Return the text of the file or stdin that `given` names, else `given`. Raises OSError."""
-    if not os.path.isfile(given):
-        return stdin if given == "-" else given
-    return Path(given).read_text(encoding="utf-8-sig", errors="replace")
+class Transfer(msgspec.Struct, frozen=True):
+    """What the plugin would move, its memory, and how ranks share that at worst: when every decode
+    rank reads from every server. `slots`: those that two ranks share, which hold `tokens`; with 0,
+    `enough_mb` of staging gives each a slot."""
+
+    heads: int
+    bytes_per_token: int
+    ranks: int
+    prefill_mb: int
+    decode_mb: int
+    readers: int
+    sources: int
+    slots: int
+    tokens: int
+    enough_mb: int
+
+
+def transfer(plan: Plan, prefills: int = 1, decodes: int = 1) -> Transfer | None:
+    """Size what the plugin moves, if it moves anything or is asked to."""
+    facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
+    is_asked = plan.need and (plan.need.needed or any(side.enabled for side in sides))
+    if not is_asked or facts is None or facts != plan.prefill.facts:
+        return None
+    held, needed = (max(1, facts.total_heads // side.attention_tp) for side in sides)
+    heads = min(held, needed)
+    ranks = needed // heads
+    groups = [side.attn_dp_size * side.dp_size for side in sides]
+    readers = decodes * groups[1] * readers_of(*(side.attention_tp for side in sides))
+    sources = prefills * groups[0] * ranks
+    counts, sizes = zip(*(slots_of(side.config.staging_mb) for side in sides), strict=True)
+    slots = min(map(share_of, counts, (readers, sources)))
+    return Transfer(
+        heads, facts.bytes_per_token(heads), ranks, sides[0].config.staging_mb,
+        sides[1].config.staging_mb, readers, sources, slots,
+        slots * facts.tokens_in(min(sizes), heads),
+        -(-16 * max(readers, sources) // 3),  # three quarters of the slots are shared, of 4 MiB
+    )  # fmt: skip
+
+
+def whole(plan: Plan, prefills: int, decodes: int) -> dict[str, Any]:
+    """Return the plan for JSON, with its sizes; equal widths of heads as counts."""
+    found: dict[str, Any] = msgspec.to_builtins(plan)
+    for side in ROLES:
+        for model in filter(None, (found[side]["target"], found[side]["draft"])):
+            model["facts"]["head_bytes"] = Counter(map(str, model["facts"]["head_bytes"]))
+    return {**found, "transfer": transfer(plan, prefills, decodes)}
 
 
 def text(plan: Plan, prefills: int = 1, decodes: int = 1) -> str:
     """Return the answer for so many servers of each role."""
     lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
-    if plan.need and (plan.need.needed or plan.prefill.enabled or plan.decode.enabled):
-        lines += _transfer(plan, prefills, decodes)
+    if moved := transfer(plan, prefills, decodes):
+        lines += _transfer(moved, prefills, decodes)
     lines += ["", "findings:" if plan.findings else "findings: none", *_list(plan.findings)]
     return "\n".join([*lines, *["notes:"] * bool(plan.notes), *_list(plan.notes)])
 
 
 def _answer(plan: Plan) -> str:
     need = plan.need
-    if need is None:
+    if need is None or (need.needed and (plan.prefill.refused or plan.decode.refused)):
         return "Neither stock SGLang nor the plugin serves this pair: see the findings."
     if not need.needed:
         return f"You do not need the plugin: {need.reason}."
@@ -107,30 +185,18 @@ def _models(plan: Plan) -> Iterator[str]:
         yield f"drafter  {draft}, {draft.facts.algorithm}, {draft.facts.dtype}{bytes_of}"
 
 
-def _transfer(plan: Plan, prefills: int, decodes: int) -> Iterator[str]:
-    """Say what the plugin would move, how much memory it takes, and how ranks share that at worst:
-    when every decode rank reads from every server."""
-    facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
-    if facts is None or facts != plan.prefill.facts:
-        return
-    held, needed = (max(1, facts.total_heads // side.attention_tp) for side in sides)
-    heads = min(held, needed)
-    size, ranks = facts.bytes_per_token(heads), needed // heads
-    where = f"from each of {ranks} prefill ranks" if ranks > 1 else "from one prefill rank"
-    yield f"reads    {heads} of the drafter's heads, {size:,} bytes per token, {where}"
-    each = (f"{side.config.staging_mb:,} MiB on each {side.role} rank" for side in sides)
-    yield f"staging  {', '.join(each)}, outside --mem-fraction-static"
-    groups = [side.attn_dp_size * side.dp_size for side in sides]
-    readers = decodes * groups[1] * readers_of(*(side.attention_tp for side in sides))
-    sources = prefills * groups[0] * ranks
-    counts, sizes = zip(*(slots_of(side.config.staging_mb) for side in sides), strict=True)
-    if slots := min(map(share_of, counts, (readers, sources))):
-        tokens = slots * facts.tokens_in(min(sizes), heads)
-        share = f"two ranks then share {slots} slots, which hold {tokens:,} tokens"
-    else:  # three quarters of the slots are shared, of 4 MiB each
-        enough = -(-16 * max(readers, sources) // 3)
-        share = f"then some have no slot; with --mixkv-staging-mb {enough} each has one"
-    busy = f"{readers:,} decode ranks read a prefill rank, and a decode rank reads {sources:,}"
+def _transfer(moved: Transfer, prefills: int, decodes: int) -> Iterator[str]:
+    where = f"from each of {moved.ranks} prefill ranks" if moved.ranks > 1 else "from one prefill "
+    size = f"{moved.bytes_per_token:,} bytes per token"
+    where += "rank" * (moved.ranks == 1)
+    yield f"reads    {moved.heads} of the drafter's heads, {size}, {where}"
+    each = f"{moved.prefill_mb:,} MiB on each prefill rank, {moved.decode_mb:,} MiB on each decode"
+    yield f"staging  {each} rank, outside --mem-fraction-static"
+    share = f"two ranks then share {moved.slots} slots, which hold {moved.tokens:,} tokens"
+    if not moved.slots:
+        share = f"then some have no slot; with --mixkv-staging-mb {moved.enough_mb} each has one"
+    ranks = f"{moved.readers:,} decode ranks read" if moved.readers > 1 else "1 decode rank reads"
+    busy = f"{ranks} a prefill rank, and a decode rank reads {moved.sources:,}"
     busy += f" (--prefill-servers {prefills}, --decode-servers {decodes}): {share}"
     yield from point(busy, "busy     ")
 

@@ -12,15 +12,25 @@ from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import sglang_version
-from sglang_mixkv.tools.plan_text import unreadable
+from sglang_mixkv.tools.plan_shell import unreadable
+
+
+class Facts(DraftFacts, frozen=True):
+    """Without a wire's bounds: 0 heads if each rank has the same rows (MLA)."""
+
+    architecture: str
+    algorithm: str
+    total_heads: int
+    head_bytes: tuple[int, ...]
+    dtype: str
 
 
 class Model(msgspec.Struct, frozen=True):
-    """`facts`: 0 heads if each rank has the same rows (MLA). `hybrid`: some layers have a state
+    """`hybrid`: some layers have a state
     instead of KV. `window`: how far back a drafter reads (draft/window.py). `states`: beside KV,
     what SGLang does not cut by heads. `met`: more values that SGLang compares when a pair meets."""
 
-    facts: DraftFacts
+    facts: Facts
     layers: int
     hybrid: bool = False
     window: int | None = None
@@ -77,7 +87,7 @@ def model_of(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     is_v4 = model_config.is_deepseek_v4(config.hf_config)
     alike = config.attention_arch == model_config.AttentionArch.MLA or is_v4
     widths = [] if alike else [config.head_dim, config.v_head_dim]
-    facts = DraftFacts(
+    facts = Facts(
         config.hf_config.architectures[0], view.speculative_algorithm or "" if is_draft else "",
         0 if alike else config.get_total_num_kv_heads(),
         tuple(width * dtype.itemsize for width in widths for _ in range(layers)),
@@ -92,7 +102,10 @@ def model_of(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     if is_v4:  # get_pd_kv_layout and get_dsv41_spec_layout in disaggregation/utils.py
         is_wide = view.dsv4_attn_backend == "trtllm"
         met["kv_layout"] = f"trtllm's {is_wide}, {os.environ.get('SGLANG_DSV4_KV_LAYOUT')}"
-        if 2 in getattr(config.hf_config, "compress_ratios", ()) and algorithm.is_dspark():
+        if (
+            2 in (getattr(config.hf_text_config, "compress_ratios", None) or ())
+            and algorithm.is_dspark()
+        ):
             met["dsv41_spec_layout"] = {"num_draft_tokens": view.speculative_num_draft_tokens}
     return Model(
         facts, layers, bool(mambaish_config(config)), window,

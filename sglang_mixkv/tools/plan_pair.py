@@ -12,11 +12,15 @@ tests/protocol/test_stock.py tests these cases.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import enum
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 
@@ -26,12 +30,11 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.compare import Difference, Severity, differences
 from sglang_mixkv.draft import layout
 from sglang_mixkv.draft.layout import DraftLayout
-from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_model import Model
 from sglang_mixkv.tools.plan_server import Server
 
-SCHEMA = 7
+SCHEMA = 8
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -124,39 +127,71 @@ def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
 
 def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
     """Run SGLang's own check of a pair that meets, except for what _findings reports itself."""
-    from sglang.srt.disaggregation.base.conn import StateType
-    from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo, requests
-
     none, target = {"kv_layout": None, "dsv41_spec_layout": None}, decode.target
     published = msgspec.structs.asdict(prefill) | prefill.target.met | {
         "attn_tp_size": prefill.attention_tp, "page_size": None, "kv_cache_dtype": None,
         "follow_bootstrap_room": True, "dp_size": 1,
     }  # fmt: skip
-    answer = {f.name: published[f.name] for f in fields(PrefillServerInfo) if f.name in published}
-    here: Any = SimpleNamespace(**none | msgspec.structs.asdict(decode) | target.met | {
+    answer = SimpleNamespace(status_code=200)
+    sglang = _check_of_sglang(SimpleNamespace(get=lambda *_, **__: answer))
+    answer.json = lambda: {f.name: published[f.name] for f in fields(sglang["PrefillServerInfo"])
+                           if f.name in published}  # fmt: skip
+    manager = type("Decode", (), {one: sglang[one] for one in _OF_MANAGER})()
+    vars(manager).update(none | msgspec.structs.asdict(decode) | target.met | {
         "attn_tp_size": decode.attention_tp, "attn_cp_rank": 0, "pp_rank": 0,
         "is_mla_backend": not (target.kv_heads or target.hybrid), "kv_cache_dtype_str": "",
         "is_hybrid_mla_backend": not target.kv_heads and target.hybrid, "prefill_info_table": {},
         "enable_all_cp_ranks_for_transfer": False, "kv_args": SimpleNamespace(
-            page_size=0, engine_rank=0, state_types=[*map(StateType, target.states)]),
-        "_resolve_rank_mapping": lambda info: CommonKVManager._resolve_rank_mapping(here, info),
+            page_size=0, engine_rank=0, state_types=[*map(sglang["StateType"], target.states)]),
     })  # fmt: skip
-    response = SimpleNamespace(status_code=200, json=lambda: answer)
     try:
-        with patch.object(requests, "get", lambda *_, **__: response):
-            CommonKVManager.try_ensure_parallel_info(here, "prefill")
+        manager.try_ensure_parallel_info("prefill")
     except (AssertionError, RuntimeError, ValueError) as error:
         yield f"SGLang refuses the pair when it meets: {error}"
 
 
+_OF_MANAGER = "try_ensure_parallel_info", "_resolve_rank_mapping"
+
+
+def _check_of_sglang(requests: Any) -> dict[str, Any]:
+    """Compile SGLang's check of a pair from its source. Importing its module would take as long as
+    all the rest, for classes that the check does not use. Raises ImportError without SGLang."""
+    found = find_spec("sglang")
+    if found is None or found.origin is None:
+        raise ImportError("No module named 'sglang'")
+    folder, wanted = Path(found.origin).parent / "srt" / "disaggregation", list[ast.stmt]()
+    for file in ("base/conn.py", "common/conn.py"):
+        for node in ast.parse((folder / file).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name in ("StateType", "PrefillServerInfo"):
+                wanted.append(node)
+            elif isinstance(node, ast.ClassDef) and node.name == "CommonKVManager":
+                wanted += (one for one in node.body if getattr(one, "name", "") in _OF_MANAGER)
+    quiet = SimpleNamespace(**dict.fromkeys(("debug", "error", "warning_once"), lambda *_: None))
+    names: dict[str, Any] = {"__name__": __name__, "dataclasses": dataclasses, "enum": enum,
+                             "logger": quiet, "requests": requests}  # fmt: skip
+    flags = annotations.compiler_flag
+    exec(compile(ast.Module(wanted, []), "conn.py", "exec", flags, dont_inherit=True), names)
+    return names
+
+
 def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     """List SGLang's refusals, the plugin's if it is asked for or needed, and the pair's."""
+    is_needed = need is not None and need.needed
     for server in (prefill, decode):
         yield from server.stock
-        if server.enabled or (need is not None and need.needed):
+        if server.enabled or is_needed:
             yield from server.refused
-    if prefill.enabled != decode.enabled:
-        yield "[MIXKV-PAIR-01] --enable-mixkv: on one side only. Set it on both, or on neither."
+        if server.mode != server.role:
+            text = f"expected --disaggregation-mode {server.role}; got {server.mode}"
+            is_both = prefill.mode == decode.mode
+            hint = "Both lines have the same" if is_both else "Are the two launch lines swapped?"
+            yield f"[MIXKV-START-03] {server.role}: {text}. {hint}"
+    on = [side.role for side in (prefill, decode) if side.enabled]
+    if len(on) == 1:
+        both = "both" if is_needed else "both, or on neither"
+        yield f"[MIXKV-PAIR-01] --enable-mixkv: only on {on[0]}. Set it on {both}."
+    elif not on and is_needed and not (prefill.refused or decode.refused):
+        yield "[MIXKV-PAIR-01] --enable-mixkv: on neither side, and the pair needs it."
     if prefill.dp_size > 1:  # CommonKVSender.__init__ in common/conn.py: DP rank 0 for each
         text = "replicas (--dp-size without DP attention), SGLang fails requests of all but one"
         yield f"prefill: of {prefill.dp_size} {text}. Start each as its own server."
@@ -168,11 +203,12 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
         ("disaggregation_enable_kv_checksum", "metadata rows differ"),
     ):
         sides = getattr(prefill, name), getattr(decode, name)
-        yield from _differ(f"--{name.replace('_', '-')}", *sides, why)
+        if prefill.resolved and decode.resolved:
+            yield from _differ(f"--{name.replace('_', '-')}", *sides, why)
     yield from _models(prefill, decode)
 
 
-_TARGETS = "target", "pipeline stages"
+_TARGETS = "target", "pipeline stages", "--dcp-size"
 _TCP = "over Mooncake's TCP, this target's chunks of about 2,048+ tokens fail at unequal sizes"
 
 
@@ -198,7 +234,7 @@ def _row(server: Server, topk: int) -> Row:
     """Make the row that a server's ranks would publish, without what only a running rank knows."""
     facts, tp = server.facts, server.attention_tp or 1
     draft = DraftLayout(facts, tp, 0) if facts else None
-    of_rank = sglang_version(), bytes(8), "", 0, "", tp, 0, 0, ()
+    of_rank = server.sglang, bytes(8), "", 0, "", tp, 0, 0, ()
     backend = server.disaggregation_transfer_backend
     return Row(PROTOCOL, __version__, *of_rank, backend, server.stage, topk, draft)
 

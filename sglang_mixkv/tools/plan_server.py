@@ -6,9 +6,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import pkgutil
+import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -19,12 +21,13 @@ import msgspec
 
 from sglang_mixkv import refusals
 from sglang_mixkv.channel.handshake import Target
-from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve, truth
+from sglang_mixkv.config import SETTINGS, Config, add_flags, nearest, resolve, truth
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_model import Model, model_of, stage_of
-from sglang_mixkv.tools.plan_text import Line, split, unreadable
+from sglang_mixkv.tools.plan_shell import Line, unreadable
+from sglang_mixkv.tools.plan_text import Given, split
 
 OF_HOST = (
     "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
@@ -35,9 +38,10 @@ GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """FLAGS are SGLang's, resolved. `enabled`: opted in. `gpu`: the one it was resolved for.
-    `attention_tp`: 0 if TP does not divide. `stage`: the target's part in the first pipeline stage.
-    `tcp`: Mooncake is told to use TCP. `stock`: why SGLang does not start it; `refused`: why the
-    plugin does not."""
+    `mode`: its own, where `role` is the one asked for. `sglang`: the release that resolved it;
+    `resolved`: to the end. `attention_tp`: 0 if TP does not divide. `stage`: the target's part in
+    the first pipeline stage. `tcp`: Mooncake is told to use TCP. `stock`: why SGLang does not start
+    it; `refused`: why the plugin does not."""
 
     attn_cp_size: int = 1
     enable_kv_cache_sharding: bool | None = False
@@ -55,10 +59,13 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     enabled: bool
     config: Config
     gpu: str
+    sglang: str
     attention_tp: int
     target: Model
     stage: Target
     draft: Model | None
+    mode: str
+    resolved: bool = True
     tcp: bool = False
     stock: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -67,17 +74,19 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def facts(self) -> DraftFacts | None:
         """The facts of a drafter with KV heads."""
-        return self.draft.facts if self.draft and self.draft.kv_heads else None
+        if self.draft is None or not self.draft.kv_heads:
+            return None
+        return DraftFacts(*msgspec.structs.astuple(self.draft.facts))
 
 
 FLAGS = Server.__struct_fields__[:12]
 
 
-def read(role: str, text: str, *, gpu: str | None = None) -> Server:
+def read(role: str, given: Given | str, *, gpu: str | None = None) -> Server:
     """Resolve a launch line. `gpu`: a name in GPUS; None for the first on which SGLang starts it.
     Raises MixKVError or ValueError if it cannot be read, ImportError without SGLang."""
     try:
-        line = split(text, role)
+        line = split(given, role)
         with alone(line.environ):
             return _read(role, line, [gpu] if gpu else [*GPUS])
     except MixKVError as error:
@@ -87,82 +96,120 @@ def read(role: str, text: str, *, gpu: str | None = None) -> Server:
 
 
 def _read(role: str, line: Line, gpus: list[str]) -> Server:
-    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
 
-    args, of_dynamo = parse(line)
+    args, of_dynamo, ends = parse(line)
+    refused = [f"{role}: {why}" for why in of_dynamo]
     config = resolve(args, line.environ)
     _check_models(args)
-    notes = [*_unread(role, line, of_dynamo, args)]
-    refused = list[str]()
+    notes = [*line.notes, *_of_host(args)]
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
         if config.enabled and line.launcher:  # flags alone may be incomplete
             refused.append(f"[MIXKV-START-03] {role}: {refusals.SINGLE_SERVER}")
         else:
-            notes.append(f"{role}: taken as --disaggregation-mode {role}, which is not given")
+            notes.append(f"taken as --disaggregation-mode {role}, which is not given")
     args.device = args.device or "cuda"
-    gpus = gpus if args.device == "cuda" else [""]
+    made, gpu, stock = resolved(lambda: ServerArgs.from_cli_args(args), gpus)
+    return server_of(made, gpu, [*stock, *ends], config, role=role, refused=refused, notes=notes)
+
+
+def resolved(make: Callable[[], Any], gpus: list[str]) -> tuple[Any, str, list[str]]:
+    """Resolve and check new arguments for the first GPU on which SGLang starts them. Return them,
+    the GPU, and why SGLang does not start them."""
+    made = make()
+    gpus = gpus if (made.device or "cuda") == "cuda" else [""]
     for gpu in (*gpus, gpus[0]):  # if none will do, the first says why
-        server_args = ServerArgs.from_cli_args(args)
-        # `refused` has what the plugin's hook would raise.
-        setattr(server_args, ATTRIBUTE, Config())
+        made = make()
         with as_on(gpu) if gpu else nullcontext():
-            stock = [*_not_started(role, server_args)]
+            stock = [*_not_started(made)]
         if not stock:
             break
-    if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for it here
-        stock, notes = [], [*notes, f"{role}: SGLang's checks for {args.device} were not run"]
-    view = resolving_view(server_args)
-    notes += _amd(role, view, line.environ)
+    return made, gpu, stock
+
+
+def server_of(
+    made: Any, gpu: str, stock: list[str], config: Config, *, role: str = "",
+    refused: Sequence[str] = (), notes: Sequence[str] = (),
+) -> Server:  # fmt: skip
+    """Describe resolved arguments. `role`: the one asked for, if not that of the arguments.
+    Raises MixKVError for a model that SGLang cannot read."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view, notes, refused = resolving_view(made), [*notes], [*refused]
+    if view.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for it here
+        stock, notes = [], [*notes, f"SGLang's checks for {view.device} were not run"]
+    notes += _amd(view)
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
     if values["attn_dp_size"] is None:  # SGLang up to 0.5.21 has no such flag
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
         values["dp_size"] //= values["attn_dp_size"]
     parts = values["attn_dp_size"] * view.attn_cp_size
-    target = model_of(server_args, view, is_draft=False)
-    draft = model_of(server_args, view, is_draft=True) if refusals.has_drafter(view) else None
+    target = model_of(made, view, is_draft=False)
+    draft = model_of(made, view, is_draft=True) if refusals.has_drafter(view) else None
     attention_tp = view.tp_size // parts if parts and not view.tp_size % parts else 0
     # SGLang finds the drafter in a target with MTP or DSPARK; else it would load the target as one.
-    if draft and args.speculative_draft_model_path in (None, args.model_path):
+    if draft and made.speculative_draft_model_path in (None, made.model_path):
         is_same = draft.facts.architecture == target.facts.architecture
         is_none = is_same and view.speculative_draft_model_path is None
         if is_none or draft.facts.algorithm in ("EAGLE3", "STANDALONE"):
             text = "needs --speculative-draft-model-path: the target has no such drafter"
-            stock.append(f"{role}: {draft.facts.algorithm} {text}")
+            stock.append(f"{draft.facts.algorithm} {text}")
     if draft and draft.kv_heads and view.hicache_storage_backend == refusals.STORED:
         text = f"only servers of attention TP {attention_tp} find its draft KV in Mooncake's store"
-        notes.append(f"{role}: with the plugin, {text}")
-    refused += _refused(role, line, view, args)
+        notes.append(f"with the plugin, {text}")
+    given, tokens = made.speculative_num_draft_tokens, view.speculative_num_draft_tokens
+    if not stock and given not in (None, tokens):
+        notes.append(f"SGLang takes --speculative-num-draft-tokens {tokens} instead of {given}")
+    mode = view.disaggregation_mode
+    role = role or mode
+    refused += (f"[MIXKV-START-03] {role}: {why}"
+                for why in refusals.broken(rules(), view, os.environ, made))  # fmt: skip
+    stage = stage_of(target, view)
     return Server(
-        **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=tuple(stock),
-        attention_tp=attention_tp, target=target, stage=stage_of(target, view), draft=draft,
-        refused=tuple(refused), notes=tuple(notes),
-        tcp="MC_FORCE_TCP" in line.environ or line.environ.get("MOONCAKE_PROTOCOL") == "tcp",
+        **values, role=role, mode=mode, enabled=config.enabled, config=config, gpu=gpu,
+        sglang=sglang_version(), attention_tp=attention_tp, target=target, stage=stage, draft=draft,
+        stock=tuple(f"{role}: {why}" for why in (*stock, *_ends(view, stage))),
+        resolved=not stock, refused=tuple(refused), notes=tuple(f"{role}: {n}" for n in notes),
+        tcp="MC_FORCE_TCP" in os.environ or os.environ.get("MOONCAKE_PROTOCOL") == "tcp",
     )  # fmt: skip
 
 
-def _unread(role: str, line: Line, of_dynamo: list[str], args: argparse.Namespace) -> Iterator[str]:
-    """Note what was left out of account, and clear the flags that only the server's host knows."""
-    if line.unread:
-        yield f"{role}: no shell runs here, so this is taken literally: {' '.join(line.unread)}"
-    if of_dynamo:
-        yield f"{role}: taken as Dynamo's own flags, and not checked: {' '.join(of_dynamo)}"
+def _ends(view: Any, stage: Target) -> Iterator[str]:
+    """Say what ends SGLang in the constructors of its two queues (disaggregation/prefill.py and
+    decode.py)."""
+    from sglang.srt.environ import envs
+
+    if not envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        return
+    name, is_prefill = "SGLANG_DISAGG_STAGING_BUFFER=1", view.disaggregation_mode == "prefill"
+    chunk, page = view.chunked_prefill_size or 8192, view.page_size or 1
+    if stage.is_mla:
+        yield f"SGLang ends at its start, since {name} is for targets with KV heads: unset it"
+    elif is_prefill and (chunk <= 0 or chunk % page):
+        text = f"needs --chunked-prefill-size to be a positive multiple of the page, {page}"
+        yield f"SGLang ends at its start, since {name} {text}; got {chunk}"
+    elif is_prefill and view.pp_size > 1 and view.disaggregation_transfer_backend != "mooncake":
+        yield f"SGLang ends at its start, since {name} with --pp-size above 1 needs Mooncake"
+
+
+def _of_host(args: argparse.Namespace) -> Iterator[str]:
+    """Clear the flags that only the server's host knows, with a note."""
     for name in OF_HOST:
         if value := getattr(args, name, None):
             setattr(args, name, None)
             flag = f"--{name.replace('_', '-')}"
-            yield f"{role}: {flag} {value} depends on the server's host, and was not checked"
+            yield f"{flag} {value} depends on the server's host, and was not checked"
 
 
-def _amd(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
+def _amd(view: Any) -> Iterator[str]:
     """Note an AMD GPU, which shows only in these backends, or in this image's torch."""
     import torch
 
     flags = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
     named = {"aiter", "wave"} & {getattr(view, flag) for flag in flags}
-    if named or truth("SGLANG_USE_AITER", environ) or torch.version.hip:
-        yield f"{role}: no AMD GPU has run the plugin; torch would make its copies there, slowly"
+    if named or truth("SGLANG_USE_AITER", os.environ) or torch.version.hip:
+        yield "no AMD GPU has run the plugin; torch would make its copies there, slowly"
 
 
 def _check_models(args: argparse.Namespace) -> None:
@@ -181,7 +228,7 @@ def _check_models(args: argparse.Namespace) -> None:
         raise unreadable(f"{flag} {path}: {text}")
 
 
-def _not_started(role: str, server_args: Any) -> Iterator[str]:
+def _not_started(made: Any) -> Iterator[str]:
     """Yield what SGLang raises or, if an error has no text, the source line that raises it. A step
     of its resolution that raises does not hide later errors."""
     from sglang.srt.arg_groups import pipeline
@@ -195,25 +242,28 @@ def _not_started(role: str, server_args: Any) -> Iterator[str]:
             raised.append(error)
 
     with patch.object(pipeline, "run_hook", lambda step, args: go_on(run, step, args)):
-        go_on(server_args.resolve_once)
-        go_on(server_args.check_server_args)
+        go_on(made.resolve_once)
+        go_on(made.check_server_args)
     said = (ValueError, RuntimeError, AssertionError)  # others may follow from an earlier one
     raised[1:] = [error for error in raised[1:] if isinstance(error, said) and str(error)]
-    texts = (str(e) or str(traceback.extract_tb(e.__traceback__)[-1].line) for e in raised)
-    for text in dict.fromkeys(" ".join(text.split()) for text in texts):
-        yield f"{role}: SGLang {sglang_version()} does not start it: {text}"
+    yield from dict.fromkeys(f"SGLang {sglang_version()} does not start it: "
+                             f"{_words(error, made)}" for error in raised)  # fmt: skip
 
 
-def _refused(role: str, line: Line, view: Any, args: argparse.Namespace) -> Iterator[str]:
-    given = {word.partition("=")[0] for word in line.flags} if line.is_dynamos else set()
-    for setting in SETTINGS:
-        if setting.flag in given:
-            yield f"{role}: Dynamo's parser ends at {setting.flag}: set {setting.environ} instead"
-    for reason in refusals.broken(rules(), view, line.environ, args):
-        yield f"[MIXKV-START-03] {role}: {reason}"
-    if view.disaggregation_mode != role:
-        text = f"expected --disaggregation-mode {role}; got {view.disaggregation_mode}"
-        yield f"[MIXKV-START-03] {role}: {text}. Are the two launch lines swapped?"
+SPECULATION = ("num_steps", "eagle_topk", "num_draft_tokens")
+
+
+def _words(error: Exception, made: Any) -> str:
+    """Return an error's text. SGLang has none of its own for speculative flags without the
+    others."""
+    text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+    values = {f"--speculative-{name.replace('_', '-')}": getattr(made, f"speculative_{name}", None)
+              for name in SPECULATION}  # fmt: skip
+    missing = [flag for flag, value in values.items() if value is None]
+    is_bare = isinstance(error, TypeError) or not str(error)
+    if is_bare and made.speculative_algorithm and 0 < len(missing) < len(values):
+        text += f" ({' and '.join(missing)} missing: give all three, or none)"
+    return " ".join(text.split())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -221,22 +271,84 @@ class _Parser(argparse.ArgumentParser):
         raise unreadable(message)
 
 
-def parse(line: Line) -> tuple[argparse.Namespace, list[str]]:
-    """Return the parsed flags, and those taken as Dynamo's. Raises MixKVError with all words that
-    SGLang does not know."""
+def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the parsed flags, those of the plugin that Dynamo refuses, and why Dynamo does not
+    start it. Raises MixKVError with all flags that SGLang does not know."""
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
-    parser, words = _parser(), list(line.flags)
+    parser, words = _parser(), [*line.flags]
+    refused, ends = list[str](), list[str]()
+    merger, settings = ConfigArgumentMerger(parser), line.settings
+    if any(word.startswith("--config=") for word in words):
+        raise unreadable("SGLang takes --config FILE only, and ignores --config=FILE")
     try:
-        if "--config" in words:
-            words = list(ConfigArgumentMerger(parser).merge_config_with_args(words))
+        if settings:
+            words = [*merger._convert_config_to_args(settings), *_without(words, *_FILES)]
+        elif "--config" in words:
+            words = list(merger.merge_config_with_args(words))
     except Exception as error:  # from SGLang or the YAML parser
         raise unreadable(f"--config: {error}") from None
+    if line.is_dynamos:
+        given = {word.partition("=")[0] for word in words}
+        refused += (f"Dynamo's parser ends at {one.flag}: set {one.environ} instead"
+                    for one in SETTINGS if one.flag in given)  # fmt: skip
+        words = _after_dynamo(words)
     args, unknown = parser.parse_known_args(words)
-    if unknown and not line.is_dynamos:
-        hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
-        raise unreadable(f"SGLang does not know {' '.join(unknown)}{hint}")
-    return args, unknown
+    # A value may be a key: only flags are printed, and words without one.
+    names = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown
+    hint = nearest(names[0], parser._option_string_actions) if names else ""
+    if names and not line.is_dynamos:
+        raise unreadable(f"SGLang does not know {' '.join(names)}{hint}")
+    if names:
+        ends.append(f"neither Dynamo nor SGLang {sglang_version()} knows {' '.join(names)}{hint}")
+    return args, refused, ends
+
+
+_FILES = "--config", "--disagg-config", "--disagg-config-key"
+
+
+def _without(words: list[str], *names: str) -> list[str]:
+    """Return the words without these flags and their values."""
+    pairs = zip(["", *words], words, strict=False)
+    return [w for before, w in pairs if before not in names and w.partition("=")[0] not in names]
+
+
+_DYNAMOS = re.compile(
+    r"--(?:no-)?(?:(?:dyn|router|nats|tcp-tls|disagg-config|multimodal-embedding-cache|media-output"
+    r"|structural-tag)\b.*|use-sglang-tokenizer|gateway-workers|embedding-\w+(?:-\w+)?|namespace"
+    r"|endpoint(?:-types)?|(?:discovery|store)-backend|(?:request|response|event)-plane|connector"
+    r"|custom-jinja-template|dump-config-to|enable-(?:multimodal|rl)|dedicated-mm-encoder|fpm-trace"
+    r"|engine-(?:route|request-limit)|frontend-decoding|health-check-payload|output-modalities"
+    r"|(?:rerank|image-diffusion|video-generation)-worker|kv-(?:state-endpoint|events)"
+    r"|sglang-trace-level|exclude-tools-when-tool-choice-none|disable-piecewise-cuda-graph)"
+)
+"""Flags of dynamo.sglang 1.6 and 1.7, for where Dynamo is not installed."""
+
+
+_OF_DYNAMO = (
+    "dynamo.common.configuration.groups.router_args:parse_worker_router_config",
+    "dynamo.common.configuration.groups.runtime_args:DynamoRuntimeArgGroup",
+    "dynamo.sglang.backend_args:DynamoSGLangArgGroup",
+)
+
+
+def _after_dynamo(words: list[str]) -> list[str]:
+    """Return the words that Dynamo's parser, if it is here, leaves to SGLang's."""
+    try:
+        of_router, *groups = map(pkgutil.resolve_name, _OF_DYNAMO)
+    except ImportError:
+        is_own = [bool(_DYNAMOS.fullmatch(word.partition("=")[0])) for word in words]
+        values = zip([False, *is_own], ["", *words], words, is_own, strict=False)
+        return [
+            word
+            for of_own, before, word, own in values
+            if not own and not (of_own and "=" not in before and word[:2] != "--")
+        ]
+    parser = _Parser(add_help=False)
+    for group in groups:
+        group().add_arguments(parser)
+    rest: list[str] = of_router(parser.parse_known_args(words)[1])[1]
+    return _without(rest, "--disable-piecewise-cuda-graph")
 
 
 @cache

@@ -1,168 +1,280 @@
-"""Find the command that starts a server in a launch line, script, Kubernetes manifest or compose
-file. The text is split into commands with their variables, and SGLang's or Dynamo's command is
-taken, even inside a word, as in `bash -c "..."`. No shell runs."""
+"""Find a server's launch line in what people have: a line, a script, or a node of a YAML or JSON
+file.
+
+Data is pointed at: `FILE#/DOC/key/0` is a JSON Pointer (RFC 6901) with the document's number first.
+Without one, the file has to hold exactly one launch for the role. Scripts: plan_shell.py.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import stat
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools.plan_shell import LAUNCHER, Line, lines_of, unreadable, value_of
 
-_LAUNCHER = re.compile(
-    r"(?:\S*/)?sglang serve|\S*\bsglang[./]launch_server(?:\.py)?|dynamo\.sglang(?:\.\w+)*"
+LIMIT = 4 << 20
+CONTAINER = ("entrypoint", "command", "args")
+ASK = (
+    "Let the launch itself say it, in its own environment: SGLANG_MIXKV_PLAN={role}.json COMMAND "
+    "ends before it loads a model, and plan --{role} {role}.json reads what it wrote"
 )
-_ASSIGNMENT = re.compile(r"(?:--env=|-e)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\((\w+)\)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
-_COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
-_ARRAY = re.compile(r"(?<!\S)(\w+\+?)=\(([^()]*)\)")
-_COMPUTED = re.compile(r"\$\(\(?[^()]*\)\)?|`[^`]*`")
-_REDIRECTION = re.compile(r"\d?[<>]")
-_PLACE = re.compile(r"--(?:node-rank|(?:\w+-)*port|host|base-gpu-id|dist-init-addr)[ =]\S+")
-_OF_CONTAINER = ("entrypoint", "command", "args")
 
 
-def unreadable(text: str) -> MixKVError:
-    return MixKVError("MIXKV-START-04", f"{text}.")
+class Given(NamedTuple):
+    """What a role was given: `text`, and the `file` and `pointer` that it came from, if any."""
+
+    text: str
+    file: str = ""
+    pointer: str = ""
 
 
-class Line(NamedTuple):
-    """A server's flags. `launcher`: the command that takes them, "" if unknown. `unread`: what a
-    shell would replace, and SGLang's variables that are set but not exported."""
+def load(given: str, stdin: str = "") -> Given:
+    """Read what `given` names: a file or stdin, with a pointer or without, or the text itself.
+    Raises MixKVError for a file that is none, or too large."""
+    path, mark, pointer = (given, "", "") if os.path.lexists(given) else given.partition("#")
+    is_file = os.path.lexists(path) and (not mark or pointer.startswith("/"))
+    if path == "-":
+        return Given(stdin, path, pointer)
+    if not is_file:
+        return Given(given)
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise unreadable(f"{path} is no regular file: give its text on stdin, as -")
+    if found.st_size > LIMIT:
+        text = f"{path} has {found.st_size:,} bytes; expected a launch line, manifest or row of up"
+        raise unreadable(f"{text} to {LIMIT:,}: cut the log to the row's line")
+    return Given(Path(path).read_text(encoding="utf-8-sig", errors="replace"), path, pointer)
 
-    environ: dict[str, str]
-    flags: list[str]
-    launcher: str = ""
-    unread: tuple[str, ...] = ()
 
-    @property
-    def is_dynamos(self) -> bool:
-        return self.launcher.startswith("dynamo.")
-
-
-def split(text: str, role: str = "") -> Line:
-    """Return the only launch line, or the only one with this role. Raises MixKVError if there is
-    none, or more than one."""
+def split(given: Given | str, role: str) -> Line:
+    """Return the only launch line for this role. Raises MixKVError if there is none, more than one,
+    or one that only a shell can read."""
+    given = Given(given) if isinstance(given, str) else given
     try:
-        found = _lines_of_yaml(text) or [*_lines_of_script(text, {})]
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # odd YAML, or shlex
-        raise error if isinstance(error, MixKVError) else unreadable(str(error)) from None
-    mode = re.compile(rf"--disaggregation-mode[ =]{role}\b")
-    for is_better in (
-        lambda line: line.launcher,
-        lambda line: "--model-path" in line.flags,
-        lambda line: mode.search(" ".join(line.flags)),
-    ):
-        found = [*filter(is_better, found)] or found
+        found = _pointed(given, role) if given.pointer else _found(given)
+    except RecursionError:
+        raise unreadable("its YAML is nested too deep") from None
+    fits = (lambda line: line.mode == role, lambda line: line.mode not in ("prefill", "decode"),
+            lambda line: True)  # fmt: skip
+    each = ([(where, line) for where, line in found if is_fit(line)] for is_fit in fits)
+    fitting = next(filter(None, each), [])
+    fitting = [one for one in fitting if one[1].launcher] or fitting
     # Nodes of a server, and equal servers, have one line each: the first stands for all.
-    lines = {_PLACE.sub("", " ".join(line.flags)): line for line in found[::-1]}
+    lines = {line.key: line for _, line in fitting[::-1]}
     if len(lines) != 1:
-        each = [f"\n  {' '.join((line.launcher, *line.flags)):.90}" for line in found]
-        text = "Give SGLang's or Dynamo's, or a script, manifest or compose file with one"
-        raise unreadable(f"expected one launch line, got {len(lines)}{''.join(each)}\n{text}")
+        raise unreadable(_none_or_more([where for where, _ in fitting], given, role))
     (line,) = lines.values()
-    words = (word for word in line.flags if "$" in word or "`" in word)
-    return line._replace(unread=(*line.unread, *words))
+    if line.stop:
+        command = ASK.format(role=role).replace("COMMAND", _command(given))
+        raise unreadable(f"plan runs no shell, and {line.stop}. {command}")
+    return line
 
 
-def _line(words: list[str], environ: Mapping[str, str]) -> Iterator[Line]:
-    """Find a command's launch line, if it has flags, or the lines of a script in it."""
-    starts = (n for n, word in enumerate(words, 1) if _LAUNCHER.fullmatch(word)
-              or _LAUNCHER.fullmatch(" ".join(words[max(0, n - 2) : n])))  # fmt: skip
-    begin = next(starts, 0)
-    launcher = words[begin - 1] if begin else ""
-    script = next((word for word in words if " " in word and _LAUNCHER.search(word)), "")
-    if not begin:
-        begin = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
-    before = words if script and not launcher else words[:begin]
-    own = {**environ, **_assigned(before, environ)}
-    if script and not launcher:
-        yield from _lines_of_script(script, own)
-    elif flags := words[begin:]:
-        end = next((n for n, word in enumerate(flags) if _REDIRECTION.match(word)), len(flags))
-        model = [] if flags[0].startswith("-") else ["--model-path"]
-        yield Line(own, [*model, *flags[:end]], launcher)
+def _command(given: Given) -> str:
+    is_script = given.file not in ("", "-") and not given.pointer
+    return f"bash {shlex.quote(given.file)}" if is_script else "COMMAND"
 
 
-def _assigned(words: list[str], known: Mapping[str, str]) -> dict[str, str]:
-    found = dict[str, str]()
-    for name, is_more, value in (m.groups() for w in words if (m := _ASSIGNMENT.fullmatch(w))):
-        found[name] = known.get(name, "") + value if is_more else value
-    return found
+def _none_or_more(places: list[str], given: Given, role: str) -> str:
+    ask = ASK.format(role=role)
+    if "{{" in given.text:
+        return f"it has a template's {{{{ }}}}: render it first. {ask}"
+    if not places:
+        whose = f" in {given.file}" if given.file else "; nor is it a file here"
+        return f"expected a launch line of SGLang or Dynamo, found none{whose}. {ask}"
+    each = "".join(f"\n  --{role} {shlex.quote(f'{given.file}{where}')}" if where[0] == "#"
+                   else f"\n  {where}" for where in places)  # fmt: skip
+    return f"expected one launch for {role}, got {len(places)}; choose one:{each}\n{ask}"
 
 
-def _filled(word: str, known: Mapping[str, str]) -> list[str]:
-    """Expand known variables in a word; a word that is just a variable with flags is split."""
-    filled = _VARIABLE.sub(lambda v: known.get(v[1] or v[2] or v[3], v[4] or v[0]), word)
-    if not (_VARIABLE.fullmatch(word) and filled.lstrip().startswith("-")):
-        return [filled]
-    return shlex.split(filled) if "[" in word else filled.split()
+def _found(given: Given) -> list[tuple[str, Line]]:
+    """Find all launches, with their pointers or lines."""
+    documents = _documents(given.text)
+    if any(isinstance(one, dict | list) for one in documents):
+        maps, seen = _maps(documents), set[int]()
+        found = [
+            (f"#/{n}{where}", line) for n, one in enumerate(documents)
+            for where, line in _walk(one, "", maps, [], seen, "services" in (one or ()))
+        ]  # fmt: skip
+        if found or "\n" in given.text.strip():
+            return found
+    return [(f"line {line.number}", line) for line in lines_of(given.text, {})]
 
 
-def _lines_of_script(text: str, environ: Mapping[str, str]) -> Iterator[Line]:
-    known, exported, has_begun = dict(environ), dict(environ), False
-    for whole in _commands(text):
-        words = [part for word in whole for part in _filled(word, known)]
-        if has_begun and words and words[0].startswith("--"):
-            text = "is cut off from its command by a comment or a missing backslash"
-            raise unreadable(f"{words[0]} {text}: a shell starts the server without it")
-        lines = [*_line(words, exported)]
-        has_begun = any(line.launcher for line in lines)
-        unread = tuple(n for n in known if n.startswith("SGLANG_") and n not in exported)
-        yield from (line._replace(unread=(*line.unread, *unread)) for line in lines)
-        if not lines:
-            known |= _assigned(words, known)
-            names = [word.partition("=")[0] for word in words] if "export" in words else []
-            exported |= {name: known[name] for name in names if name in known}
-
-
-def _commands(text: str) -> Iterator[list[str]]:
-    """Split a script into the words of each command, without comments."""
-    text = _COMMENT.sub(lambda found: found[1] or "", text.replace("\r\n", "\n"))
-    text = text.replace("\\\n", " ")
-    text = _ARRAY.sub(lambda found: f"{found[1]}={shlex.quote(f' {found[2]}')}", text)
-    text = _COMPUTED.sub(lambda found: re.sub(r"[\s;&|]+", "\N{NO-BREAK SPACE}", found[0]), text)
-    lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;&|")
-    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
-    for is_end, words in groupby(lexer, lambda word: word != "" and set(word) <= set("\n;&|")):
-        if not is_end:
-            yield [*words]
-
-
-def _lines_of_yaml(text: str) -> list[Line]:
-    """Find the launch lines in a manifest, compose file or list of words; none in other text."""
+def _documents(text: str) -> list[Any]:
     import yaml
 
     try:
-        documents = [*yaml.safe_load_all(text)]
-    except yaml.YAMLError:
+        return [*yaml.safe_load_all(text)]
+    except (yaml.YAMLError, ValueError):
         return []
-    wholes = [{"args": one} if isinstance(one, list) else one for one in documents]
-    return [line for one in wholes if not isinstance(one, str) for line in _containers(one)]
 
 
-def _containers(node: Any) -> Iterator[Line]:
-    """Find launch lines at any depth: in nodes with a command, and in values that are scripts."""
-    if isinstance(node, str) and _LAUNCHER.search(node):
-        yield from _lines_of_script(node, {})
+def _pointed(given: Given, role: str) -> list[tuple[str, Line]]:
+    """Follow a pointer; an entry that is YAML itself can be pointed into."""
+    node: Any = _documents(given.text)
+    maps, volumes, is_compose = _maps(node), list[Any](), False
+    for word in given.pointer.split("/")[1:]:
+        key = word.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, str):
+            node = next(iter(_documents(node)), None)
+        if isinstance(node, dict):
+            volumes = node.get("volumes") or volumes
+            is_compose = is_compose or "services" in node
+        try:
+            node = node[int(key) if isinstance(node, list) else key]
+        except (KeyError, IndexError, ValueError, TypeError):
+            has = [*node] if isinstance(node, dict) else f"{len(node or ())} entries"
+            raise unreadable(f"{given.file}#{given.pointer} has no {key!r}; found {has}") from None
+    lines = [*_node(node, maps, volumes, is_compose)]
+    return [(f"#{given.pointer}", line) for line in lines]
+
+
+def _node(node: Any, maps: Any, volumes: list[Any], is_compose: bool) -> Iterator[Line]:
+    """Read a node that is pointed at: a container, flags, words, or a line or YAML in a string."""
+    if isinstance(node, str):
+        inner = next(iter(_documents(node)), None)
+        if isinstance(inner, dict | list):
+            yield from _node(inner, maps, volumes, is_compose)
+        else:
+            yield from lines_of(node, {})
+    elif isinstance(node, list):
+        yield from _container({"args": node}, maps, volumes, is_compose)
+    elif isinstance(node, dict) and any(key in node for key in CONTAINER):
+        yield from _container(node, maps, volumes, is_compose)
     elif isinstance(node, dict):
-        given = [node[key] for key in _OF_CONTAINER if isinstance(node.get(key), str | list)]
-        words = [str(w) for g in given for w in (shlex.split(g) if isinstance(g, str) else g)]
-        environ = dict[str, str]()
-        own = node.get("env") or node.get("environment") or {}
-        for one in own.items() if isinstance(own, dict) else own:
-            if isinstance(one, dict):  # Kubernetes has pairs, compose NAME=VALUE or a mapping
-                one = one["name"], one.get("value")
-            name, value = one.partition("=")[::2] if isinstance(one, str) else one
-            if value is not None:
-                environ[name] = " ".join(_filled(str(value), environ))
-        unread = ("envFrom",) if node.get("envFrom") else ()
-        for line in _line([part for word in words for part in _filled(word, environ)], environ):
-            yield line._replace(unread=(*line.unread, *unread))
-        node = [node[key] for key in node if key not in _OF_CONTAINER]
-    if isinstance(node, list):
-        for child in node:
-            yield from _containers(child)
+        yield Line({}, [], config=node)
+
+
+def _walk(
+    node: Any, where: str, maps: Any, volumes: list[Any], seen: set[int], is_compose: bool
+) -> Iterator[tuple[str, Line]]:
+    """Find launches at any depth, each node once: containers, flags with a role, and scripts."""
+    if isinstance(node, str):
+        inner = next(iter(_documents(node)), None) if "disaggregation" in node else None
+        if isinstance(inner, dict) and _mode_of(inner):
+            yield where, Line({}, [], config=inner)
+        elif LAUNCHER.search(node):
+            yield from ((where, line) for line in lines_of(node, {}) if line.launcher)
+    elif isinstance(node, dict | list) and id(node) not in seen:
+        seen.add(id(node))
+        children: Any = enumerate(node) if isinstance(node, list) else node.items()
+        if isinstance(node, dict):
+            volumes = node.get("volumes") or volumes
+            if _mode_of(node):
+                yield where, Line({}, [], config=node)
+            for line in _container(node, maps, volumes, is_compose):
+                if line.launcher or "--model-path" in " ".join(line.flags):
+                    yield where, line
+            children = [(key, one) for key, one in children if key not in CONTAINER]
+        elif not where and all(isinstance(one, str | int | float) for one in node):
+            yield from ((where, line) for line in _container({"args": node}, maps, [], False))
+            return
+        for key, child in children:
+            step = str(key).replace("~", "~0").replace("/", "~1")
+            yield from _walk(child, f"{where}/{step}", maps, volumes, seen, is_compose)
+
+
+def _mode_of(flags: Mapping[Any, Any]) -> str:
+    names = ("disaggregation-mode", "disaggregation_mode")
+    return next((str(flags[name]) for name in names if name in flags), "")
+
+
+def _maps(documents: list[Any]) -> dict[str, dict[str, Any]]:
+    """The data of each ConfigMap in the file, by its name."""
+    found = [one for one in documents if isinstance(one, dict) and one.get("kind") == "ConfigMap"]
+    return {str((one.get("metadata") or {}).get("name")): one.get("data") or {} for one in found}
+
+
+def _container(node: dict[Any, Any], maps: Any, volumes: list[Any], is_compose: bool
+               ) -> Iterator[Line]:  # fmt: skip
+    """Read a container: its words, its own variables, and the files that ConfigMaps mount."""
+    given = [node[key] for key in CONTAINER if isinstance(node.get(key), str | list)]
+    if not given:
+        return
+    notes, environ, outside = list[str](), dict[str, str](), dict[str, str]()
+    fill = _compose if is_compose else _kubernetes
+    own = node.get("env") or node.get("environment") or {}
+    for one in own.items() if isinstance(own, dict) else own if isinstance(own, list) else ():
+        if isinstance(one, dict):  # Kubernetes has pairs, compose NAME=VALUE or a mapping
+            one = one.get("name"), one.get("value", None if "valueFrom" in one else "")
+        name, value = (*one.split("=", 1), None)[:2] if isinstance(one, str) else one
+        name = str(name)
+        if value is None:
+            outside[name] = "comes from outside the file"
+        else:
+            environ[name], why = fill(str(value), environ, outside, notes)
+            outside |= {name: why} if why else {}
+    if outside:
+        notes.append(f"{', '.join(outside)}: set outside the file, and not read")
+    for key in ("envFrom", "env_file"):
+        if node.get(key):
+            notes.append(f"{key}: its variables were not read")
+    try:
+        parts = [one if isinstance(one, list) else shlex.split(one) for one in given]
+    except ValueError as error:
+        raise unreadable(str(error)) from None
+    words = [fill(str(word), environ, outside, notes) for part in parts for word in part]
+    for line in lines_of(words, environ, outside):
+        yield line._replace(notes=(*notes, *line.notes), mounted=_mounted(node, maps, volumes))
+
+
+def _compose(text: str, _: Any, outside: Mapping[str, str], notes: list[str]) -> tuple[str, str]:
+    """Expand $NAME and ${NAME:-default} as compose does; $$ stands for $."""
+    missing = list[str]()
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found[2] or found[3], found[4]
+        if found[1]:
+            return "$"
+        if default is None:
+            missing.append(name)
+            return found[0]
+        notes.append(f"{name} is taken as {default!r}, its default")
+        return default
+
+    word = re.sub(r"\$(?:(\$)|(\w+)|\{(\w+)(?::?-([^{}]*)|[^{}]*)\})", value, text)
+    return word, f"{missing[0]} is of the shell that runs compose" if missing else ""
+
+
+def _kubernetes(
+    text: str, environ: Mapping[str, str], outside: Mapping[str, str], _: Any
+) -> tuple[str, str]:
+    """Expand $(NAME); $$(NAME) stands for $(NAME) itself."""
+    missing = list[str]()
+
+    def value(found: re.Match[str]) -> str:
+        if found[1]:
+            return f"$({found[2]})"
+        if found[2] not in environ:
+            missing.append(found[2])
+        return environ.get(found[2], found[0])
+
+    word = re.sub(r"\$(\$?)\((\w+)\)", value, text)
+    why = "is filled in by what starts the container"
+    return word, f"{missing[0]} {outside.get(missing[0], why)}" if missing else ""
+
+
+def _mounted(node: dict[Any, Any], maps: Any, volumes: list[Any]) -> dict[str, str]:
+    """The files that a container's volumes have from ConfigMaps of the same file, by path."""
+    sources = {one.get("name"): one.get("configMap") for one in volumes if isinstance(one, dict)}
+    found = dict[str, str]()
+    for mount in node.get("volumeMounts") or ():
+        source = sources.get(mount.get("name")) or {}
+        data, at = maps.get(source.get("name"), {}), str(mount.get("mountPath", "")).rstrip("/")
+        items = {one["key"]: one.get("path", one["key"]) for one in source.get("items") or ()}
+        for key, text in data.items():
+            path = items.get(key, key)
+            if mount.get("subPath"):
+                found |= {at: str(text)} if mount["subPath"] == path else {}
+            elif not items or key in items:
+                found[f"{at}/{path}"] = str(text)
+    return found
+
+
+__all__ = ["Given", "Line", "load", "split", "unreadable", "value_of"]

@@ -61,10 +61,11 @@ def pair(prefill_tp: int, decode_tp: int, heads: int, **changes: Any) -> tuple[S
         "dp_size": 1, "pp_size": 1, "dcp_size": 1, "page_size": 16, "kv_cache_dtype": "auto",
         "disaggregation_transfer_backend": "mooncake",
         "disaggregation_enable_kv_checksum": False, "speculative_eagle_topk": 1, "target": MLA,
-        "draft": eagle3(heads), "stage": Target(0, 61, layer_ids=False, even=True), **changes,
+        "draft": eagle3(heads), "stage": Target(0, 61, layer_ids=False, even=True),
+        "sglang": sglang_version(), **changes,
     }  # fmt: skip
-    prefill = Server(role="prefill", attention_tp=prefill_tp, **fields)
-    return prefill, replace(prefill, role="decode", attention_tp=decode_tp)
+    prefill = Server(role="prefill", mode="prefill", attention_tp=prefill_tp, **fields)
+    return prefill, replace(prefill, role="decode", mode="decode", attention_tp=decode_tp)
 
 
 # ---------------------------------------------------------------- whether it is needed
@@ -196,7 +197,8 @@ def test_a_plan_says_how_servers_share_slots(readers: int, staging_mb: int, shar
     prefill, decode = pair(2, 1, 8)
     prefill = replace(prefill, config=Config(staging_mb=staging_mb))
     said = " ".join(tool.text(make_plan(prefill, decode), 1, readers).split())
-    assert f"{readers} decode ranks read a prefill rank, and a decode rank reads 2 (" in said
+    ranks = f"{readers} decode ranks read" if readers > 1 else "1 decode rank reads"
+    assert f"{ranks} a prefill rank, and a decode rank reads 2 (" in said
     assert share in said
     groups = replace(decode, attn_dp_size=8)
     assert "busy     24 decode ranks" in tool.text(make_plan(prefill, groups), 1, 3)
@@ -220,7 +222,12 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"attn_cp_size": 2}, {"dcp_size": 2}, "SGLang refuses .*requires prefill attention CP=1"),
         ({"dp_size": 2}, {}, "of 2 replicas .* SGLang fails .* Start each as its own"),
         ({"tcp": True, "target": GQA}, {"tcp": True, "target": GQA}, "Mooncake's TCP.*Use RDMA"),
-        ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: on one side only"),
+        ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: only on decode. Set it on both\.$"),
+        ({"enabled": False, "attention_tp": 1}, {}, "Set it on both, or on neither"),
+        ({"enabled": False}, {"enabled": False}, "on neither side, and the pair needs it"),
+        ({"mode": "decode"}, {"mode": "prefill"}, "prefill; got decode. Are the two .* swapped"),
+        ({"mode": "decode"}, {"attention_tp": 2}, "prefill; got decode. Both lines have the same"),
+        ({"dcp_size": 2, "stage": Target(0, 61, False, True, dcp=2)}, {}, "--dcp-size: prefill"),
         ({"attention_tp": 3}, {"attention_tp": 2}, "one divides the other"),
         ({}, {"attention_tp": 0}, "one divides the other"),
         ({"draft": eagle3(8, "EAGLE")}, {}, "prefill: .*Eagle3 is a drafter for .* not EAGLE"),
@@ -232,6 +239,7 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"target": replace(MLA, layers=62)}, {}, r"target: prefill has .*62 layers\), decode has"),
         ({"stock": ("prefill: no",), "page_size": 64}, {"refused": ("decode: neither",)},
          "prefill: no\ndecode: neither\n.*page-size"),
+        ({"stock": ("prefill: no",), "page_size": 64, "resolved": False}, {}, "^prefill: no$"),
     ],
 )  # fmt: skip
 def test_findings(prefill: dict[str, Any], decode: dict[str, Any], reason: str) -> None:
@@ -239,8 +247,9 @@ def test_findings(prefill: dict[str, Any], decode: dict[str, Any], reason: str) 
     plan = plan_with(prefill, decode)
     found, text = "\n".join(plan.findings), tool.text(plan)
     assert re.search(reason, found), found
-    no_route = "PAIR-04" in found or "SGLang refuses the pair when it meets" in found
-    assert text.startswith("Neither stock SGLang nor") == no_route == (not plan.need)
+    no_route = any(one in found for one in ("PAIR-04", "when it meets", "--dcp-size"))
+    assert no_route == (not plan.need)
+    assert text.startswith("Neither stock SGLang nor") == (no_route or "refused" in decode)
 
 
 def test_sglang_is_asked_about_a_pair() -> None:
@@ -367,7 +376,7 @@ def test_a_line_for_amd_gpus(monkeypatch: pytest.MonkeyPatch, line: str, is_amd:
         view = SimpleNamespace(
             attention_backend=None, prefill_attention_backend=None, decode_attention_backend=None
         )
-        assert [*plan_server._amd("decode", view, {})]
+        assert [*plan_server._amd(view)]
 
 
 @of_the_newest
@@ -408,7 +417,6 @@ def test_drafters(tmp_path: Path, line: str, shape: Any) -> None:
           "hierarchical-cache"]),
         (flags("--tp 4 --dp 3 --enable-dp-attention"), ["prefill: .*tp_size % .*dp_size"]),
         (flags("--use-ray"), [r"\[MIXKV-START-03\] prefill: --use-ray is not supported"]),
-        (flags("--disaggregation-mode decode"), ["two launch lines swapped"]),
         (f"SGLANG_RUST_SERVER=1 x {flags()}", ["SGLANG_RUST_SERVER=1 is not"]),
     ],
 )  # fmt: skip
@@ -426,13 +434,13 @@ def test_what_does_not_start_is_found(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (flags("--page-sze 8"), "not know --page-sze 8; the closest match is --page-size"),
-        (flags("--mixkv-stging 8 x --no-such"), "--mixkv-stging 8 x --no-such.*--mixkv-staging-mb"),
+        (flags("--page-sze 8"), "not know --page-sze; the closest match is --page-size"),
+        (flags("--mixkv-stging 8 x --no-such"), "--mixkv-stging --no-such.*--mixkv-staging-mb"),
         (flags("--tp two"), "argument --tp-size.*invalid int value"),
         ("--model-path 'x", "No closing quotation"),
         (f"SGLANG_ENABLE_MIXKV=maybe x --model-path {TARGET}", "SGLANG_ENABLE_MIXKV .*'maybe'"),
         ("--tp 2", "--model-path is missing"),
-        ("prefill.sh", "expected one launch line, got 0"),
+        ("prefill.sh", "expected a launch line of SGLang or Dynamo, found none"),
         (f"--model-path {TARGET}-2", "--model-path .*-2: neither a folder .*config.json"),
         (flags(draft=Path("no/such")), "--speculative-draft-model-path no/such: neither"),
     ],

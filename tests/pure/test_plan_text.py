@@ -1,19 +1,26 @@
-"""The launch line in what people have: commands, scripts, manifests, compose files.
+"""The launch line in what people have: commands, scripts, manifests, compose files, and nodes that
+a pointer names.
 
 Shapes are those of public lines: SGLang's documentation and issues, recipes of Dynamo,
-LeaderWorkerSets, RoleBasedGroups, StormServices, scripts of benchmarks.
+LeaderWorkerSets, RoleBasedGroups, StormServices, scripts of benchmarks. What is not read is either
+named in a note, or it stops plan with the command that answers instead: nothing is left out in
+silence.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglang_mixkv.tools.plan_text import split
+from sglang_mixkv.tools.plan_text import LIMIT, Given, load, split
 
 RUN = "python3 -m sglang.launch_server --model-path m"
-ON = "SGLANG_ENABLE_MIXKV"
+ON, A, PREFILL = "SGLANG_ENABLE_MIXKV", {"A": "1"}, "--disaggregation-mode prefill"
 POD = """\
 apiVersion: apps/v1
 kind: Deployment
@@ -32,6 +39,7 @@ spec:
             - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
           livenessProbe: {{exec: {{command: [curl, --fail, localhost]}}}}
 """
+IN_POD, OF_POD = {ON: "1", "MODEL": "m"}, ("POD_IP: set outside the file",)
 LWS = """\
 kind: LeaderWorkerSet
 spec:
@@ -40,16 +48,10 @@ spec:
       spec:
         containers:
           - command: [python3, -m, sglang.launch_server]
-            args:
-              - --model-path
-              - m
-              # - --tp
-              # - "8"
-              - --nnodes=2
-              - --node-rank
-              - $(LWS_WORKER_INDEX)
+            args: [--model-path, m, --nnodes, $(LWS_GROUP_SIZE), --node-rank,
+              $(LWS_WORKER_INDEX), --host, 0.0.0.0]
     workerTemplate: {spec: {containers: [{command: [sh, -c, "python3 -m sglang.launch_server
-      --model-path m --nnodes=2 --node-rank $LWS_WORKER_INDEX > log 2>&1"]}]}}
+      --model-path m --nnodes $LWS_GROUP_SIZE --node-rank $LWS_WORKER_INDEX > log 2>&1"]}]}}
 ---
 kind: Service
 spec: {ports: [{port: 30000}]}
@@ -65,130 +67,240 @@ services:
     environment: [SGLANG_ENABLE_MIXKV=1, OTHER]
   decode:
     <<: *server
-    command: sglang serve m --disaggregation-mode decode --tp 4
-    environment: {SGLANG_ENABLE_MIXKV: 1, NCCL_DEBUG:}
+    command: sglang serve m --disaggregation-mode decode --tp $$TP ${MORE}
+    environment: {SGLANG_ENABLE_MIXKV: 1, NCCL_DEBUG: }
   router: {command: [python3, -m, sglang_router.launch_router, --pd-disaggregation]}
 """
-SCRIPT = """\
+SCRIPT = f"""\
 #!/usr/bin/env bash\r
 set -euo pipefail  # don't go on\r
-export SGLANG_ENABLE_MIXKV=1 MODEL="${MODEL:-m}"\r
+export SGLANG_ENABLE_MIXKV=1 MODEL="${{MODEL:-m}}"\r
 SGLANG_LOCAL=1\r
 curl --fail http://registry/health; mkdir --parents /log\r
-for rank in 0; do\r
-  CUDA_VISIBLE_DEVICES=0 python3 -m sglang.launch_server --model-path $MODEL \\\r
-    --disaggregation-mode prefill --tp 2 \\\r
+for rank in 0 1; do\r
+  CUDA_VISIBLE_DEVICES=$rank python3 -m sglang.launch_server --model-path $MODEL \\\r
+    {PREFILL} --tp 2 --port 3000$rank \\\r
     --host "$(hostname -i | head --lines 1)" 2>&1 | tee --append /log/prefill &\r
 done\r
 python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://127.0.0.1:30000\r
 """
-OPTIONS = """\
-ARGS=(
-    --model-path m   # the target
-    --tp 2
-)
-ARGS+=(--json-model-override-args '{"a": 1}')
+OPTIONS = f"""\
 option="--page-size 64 "
 option+=" --dtype bfloat16"
-sglang serve "${ARGS[@]}" ${option}
+EXTRA=""
+{RUN} ${{option}} $EXTRA --tp 8
 """
-TWO = f"{RUN} --disaggregation-mode prefill --tp 2\n{RUN} --disaggregation-mode=decode --tp 4"
+TWO = f"{RUN} {PREFILL} --tp 2\n{RUN} --disaggregation-mode=decode --tp 4"
+HOST = "--host $(hostname -i | head --lines 1)"
+
+READ = {  # text; variables; flags; what the notes say, in order
+    # commands
+    f"{RUN} --tp 8 > log 2>&1 &": ({}, "--model-path m --tp 8"),
+    "--model-path m --tp 8  # one rank per GPU": ({}, "--model-path m --tp 8"),
+    f"A=1 nohup env {ON}=1 sglang serve m --x '# no; comment'":
+        ({"A": "1", ON: "1"}, "--model-path m --x # no; comment"),
+    f"docker run --gpus '\"device=0\"' -e A=1 --env={ON}=1 image bash -c \"{RUN} --tp 8\"":
+        ({"A": "1", ON: "1"}, "--model-path m --tp 8"),
+    f"export {ON}=1\ndocker run -e {ON} --env-file a.env image {RUN}":
+        ({}, "--model-path m", "comes from outside", "--env-file were not read"),
+    f"srun --export=ALL,{ON}=1 numactl --membind=0 {RUN} --node-rank $SLURM_PROCID":
+        ({ON: "1"}, "--model-path m", "--node-rank: SLURM_PROCID is not set in it"),
+    f"pylet submit '{RUN} --port $PORT' --name a\npylet submit '{RUN} --port $PORT' --name b":
+        ({}, "--model-path m", "--port: PORT is not set"),
+    "python /opt/sglang/launch_server.py --model-path m": ({}, "--model-path m"),
+    f"ssh host '{RUN} --tp 8'": ({}, "--model-path m --tp 8"),
+    f"kubectl exec -it pod -- {RUN} --tp 8": ({}, "--model-path m --tp 8"),
+    f"torchrun --nproc-per-node 8 -m {RUN.partition('-m ')[2]}": ({}, "--model-path m"),
+    f"nsys profile --trace cuda -o x {RUN}": ({}, "--model-path m"),
+    f"bash -c '\n  {RUN} \\\n   --tp 8\n'": ({}, "--model-path m --tp 8"),
+    "sglang serve --tp 8 m": ({}, "--tp 8 m"),  # SGLang refuses it, too
+    f"{RUN} --api-key 'pa$$word'": ({}, "--model-path m --api-key pa$$word"),
+    f"{RUN} --api-key $KEY --tp 8":
+        ({}, "--model-path m --tp 8", "--api-key: KEY is not set in it, and plan does not need"),
+    # scripts
+    SCRIPT: ({ON: "1", "MODEL": "m", "CUDA_VISIBLE_DEVICES": "$rank"},
+             f"--model-path m {PREFILL} --tp 2 {HOST}", "MODEL is taken as 'm', its default",
+             "--port: rank is changed by for in line 6", "--host: only a shell computes it",
+             "SGLANG_LOCAL is set but not exported"),
+    OPTIONS: ({}, "--model-path m --page-size 64 --dtype bfloat16 --tp 8"),
+    f"A=1\nexport A\n{RUN} ${{X:-}}": (A, "--model-path m", "X is taken as '', its default"),
+    f"declare -x {ON}=1\n{RUN}": ({ON: "1"}, "--model-path m"),
+    f"# {RUN} --tp 4\n{RUN} --tp 8": ({}, "--model-path m --tp 8"),
+    f"start() {{\n {RUN} --tp 8\n}}\nstart": ({}, "--model-path m --tp 8"),
+    f"for i in 0 1; do\n{RUN} --port 3000$i &\ndone":
+        ({}, "--model-path m", "--port: i is changed by for in line 1"),
+    f"cd /opt && export A=1 && {RUN}": (A, "--model-path m"),
+    f"docker rm -f a || true\n{RUN}": ({}, "--model-path m"),
+    TWO: ({}, f"--model-path m {PREFILL} --tp 2"),
+    # manifests
+    LWS: ({}, "--model-path m --host 0.0.0.0", "--nnodes: LWS_GROUP_SIZE is filled in",
+          "--node-rank: LWS_WORKER_INDEX is filled in"),
+    COMPOSE: ({ON: "1"}, f"--model-path m {PREFILL} --tp 2", "OTHER: set outside the file",
+              "MODEL is taken as 'm', its default"),
+    'args: ["--model-path", "m", "--tp", "8"]': ({}, "--model-path m --tp 8"),
+    "- --model-path\n- m\n- --tp\n- 8\n": ({}, "--model-path m --tp 8"),
+    f"data:\n  run.sh: |\n    export A=1\n    {RUN} \\\n      --tp 8\n":
+        (A, "--model-path m --tp 8"),
+    "services: {a: {image: x, env_file: [a.env], command: python3 -m sglang.launch_server "
+    "--model-path m}}": ({}, "--model-path m", "env_file: its variables were not read"),
+    "services: {a: {command: sh -c 'sglang serve m --tp $$TP', environment: {TP: 8}}}":
+        ({"TP": "8"}, "--model-path m --tp 8"),
+    f"containers: [{{env: [{{name: {ON}, valueFrom: {{}}}}], command: [sglang, serve, m]}}]":
+        ({}, "--model-path m", f"{ON}: set outside the file"),
+    **{POD.format(command=command): (IN_POD, "--model-path m --tp 8", *OF_POD) for command in (
+        'command: [python3, -m, sglang.launch_server, --model-path, $(MODEL), --tp, "8"]',
+        "command: [sglang, serve, $(MODEL)]\n          args: [--tp, 8]",
+        "command: [/bin/sh, -c]\n          args:\n            - |\n              set -e\n"
+        "              exec python3 -m sglang.launch_server \\\n"
+        '                --model-path "$MODEL" --tp 8 > log\n',
+        "args:\n          - --model-path\n          - $(MODEL)\n          - --tp\n"
+        '          - "8"',
+    )},
+    POD.format(command="envFrom: [{configMapRef: {name: a}}]\n          command: [sglang, serve, "
+               "m, --x, $$(MODEL)]"):
+        (IN_POD, "--model-path m --x $(MODEL)", *OF_POD, "envFrom: its variables were not read"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "environ", "flags", "unread"),
-    [
-        # commands
-        (f"{RUN} --tp 8 > log 2>&1 &", {}, "--model-path m --tp 8", []),
-        ("--model-path m --tp 8  # one rank per GPU", {}, "--model-path m --tp 8", []),
-        (f"A=1 nohup env {ON}=1 sglang serve m --x '# no; comment'", {"A": "1", ON: "1"},
-         "--model-path m --x # no; comment", []),
-        (f"docker run --gpus '\"device=0\"' -e A=1 --env={ON}=1 image bash -c \"{RUN} --tp 8\"",
-         {"A": "1", ON: "1"}, "--model-path m --tp 8", []),
-        (f"docker run --env {ON}=1 --entrypoint sh image -c 'exec {RUN} --tp $TP'", {ON: "1"},
-         "--model-path m --tp $TP", ["$TP"]),
-        (f"srun --nodes=2 numactl --membind=0 {RUN} --node-rank $SLURM_PROCID", {},
-         "--model-path m --node-rank $SLURM_PROCID", ["$SLURM_PROCID"]),
-        (f"pylet submit '{RUN} --port $PORT' --name a\npylet submit '{RUN} --port $PORT' --name b",
-         {}, "--model-path m --port $PORT", ["$PORT"]),
-        ("python /opt/sglang/launch_server.py --model-path m", {}, "--model-path m", []),
-        ("prefill.sh --enable-metrics", {}, "--enable-metrics", []),
-        # scripts
-        (SCRIPT, {ON: "1", "MODEL": "m", "CUDA_VISIBLE_DEVICES": "0"},
-         "--model-path m --disaggregation-mode prefill --tp 2 --host "
-         "$(hostname\xa0-i\xa0head\xa0--lines\xa01)",
-         ["SGLANG_LOCAL", "$(hostname\xa0-i\xa0head\xa0--lines\xa01)"]),
-        (OPTIONS, {}, '--model-path m --tp 2 --json-model-override-args {"a": 1} --page-size 64 '
-         "--dtype bfloat16", []),
-        (f"if true; then\n  export A=1\nfi\n{ON}=1\nexport {ON}\n{RUN}", {"A": "1", ON: "1"},
-         "--model-path m", []),
-        (f"cat > run.sh <<EOF\n{RUN}\nEOF", {}, "--model-path m", []),
-        (TWO, {}, "--model-path m --disaggregation-mode prefill --tp 2", []),
-        # manifests
-        (LWS, {}, "--model-path m --nnodes=2 --node-rank $(LWS_WORKER_INDEX)",
-         ["$(LWS_WORKER_INDEX)"]),
-        (COMPOSE, {ON: "1", "OTHER": ""}, "--model-path m --disaggregation-mode prefill --tp 2",
-         []),
-        ('args: ["--model-path", "m", "--tp", "8"]', {}, "--model-path m --tp 8", []),
-        ("- --model-path\n- m\n- --tp\n- 8\n", {}, "--model-path m --tp 8", []),
-        (f"data:\n  run.sh: |\n    export A=1\n    {RUN} \\\n      --tp 8\n", {"A": "1"},
-         "--model-path m --tp 8", []),
-        *((POD.format(command=command), {ON: "1", "MODEL": "m"},
-           "--model-path m --tp 8", [])
-          for command in (
-              'command: [python3, -m, sglang.launch_server, --model-path, $(MODEL), --tp, "8"]',
-              "command: [sglang, serve, $(MODEL)]\n          args: [--tp, 8]",
-              "command: [/bin/sh, -c]\n          args:\n            - |\n              set -e\n"
-              "              exec python3 -m sglang.launch_server \\\n"
-              '                --model-path "$MODEL" --tp 8 > log\n',
-              "args:\n          - --model-path\n          - $(MODEL)\n          - --tp\n"
-              '          - "8"',
-          )),
-        (POD.format(command=f"envFrom: []\n          command: [bash, -c, '{RUN}']").replace(
-            "envFrom: []", "envFrom: [{configMapRef: {name: a}}]"),
-         {ON: "1", "MODEL": "m"}, "--model-path m", ["envFrom"]),
-    ],
-)  # fmt: skip
-def test_the_line_that_starts_a_server(
-    text: str, environ: dict[str, str], flags: str, unread: list[str]
-) -> None:
+@pytest.mark.parametrize("text", READ)
+def test_a_line_is_read(text: str) -> None:
     """Of two the one of the role; Kubernetes and compose fill variables in, too."""
+    environ, flags, *notes = READ[text]
     found = split(text, "prefill")
-    assert (found.environ, " ".join(found.flags), [*found.unread]) == (environ, flags, unread)
+    assert (found.environ, " ".join(found.flags), found.stop) == (environ, flags, "")
+    assert len(found.notes) == len(notes), found.notes
+    assert [bool(re.search(re.escape(a), b)) for a, b in zip(notes, found.notes, strict=True)] == [
+        True
+    ] * len(notes), found.notes
 
 
-def test_the_other_role_of_the_same_text() -> None:
-    for text in (TWO, COMPOSE):
-        found = split(text, "decode")
-        assert found.flags[-1] == "4"
-        assert found.environ.get("NCCL_DEBUG", "None") == "None"
+STOPPED = {  # what only a shell knows; which line stops plan, and why
+    f"{RUN} $EXTRA --tp 8": "line 1 has $EXTRA: EXTRA is not set in it",
+    f'{RUN} --tp "$1" "$@"': "line 1 has $1: 1 is an argument of the script",
+    f'{RUN} --tp 8 "$@"': "line 1 has $@: only a shell computes it",
+    f"docker run image sh -c 'exec {RUN} --tp $TP'": "line 1 has $TP: TP is not set in it",
+    f"ARGS=$(flags)\n{RUN} $ARGS": "ARGS is computed in line 1",
+    f"ARGS=(--tp 2)\n{RUN} ${{ARGS[@]}}": "${ARGS[@]}: only a shell computes it",
+    f'F="--tp 8"\n[ "$ON" = 1 ] && F+=" {ON}"\n{RUN} $F': "F is set under a condition in line 2",
+    f'if [ "$R" = prefill ]; then TP=8; else TP=1; fi\n{RUN} --tp $TP':
+        "TP is set in a branch, a loop or a function in line 1",
+    f'if [ "$R" = prefill ]; then\n  TP=8\nelse\n  TP=1\nfi\n{RUN} --tp $TP': "line 4",
+    f'case "$1" in\n  prefill) TP=8 ;;\nesac\n{RUN} --tp $TP': "a function in line 2",
+    f"set_tp() {{ TP=8; }}\nset_tp\n{RUN} --tp $TP": "a function in line 1",
+    f"TP=4\nTP=8\n{RUN} --tp $TP": "TP is set again in line 2",
+    f"read TP\n{RUN} --tp $TP": "TP is changed by read in line 1",
+    f"source /etc/mixkv.env\n{RUN} --tp 8": "line 1 (source) can set anything",
+    f"set -a; . ./mixkv.env; set +a\n{RUN}": "line 1 (.) can set anything",
+    f"[Service]\nEnvironment={ON}=1\nExecStart=/usr/bin/{RUN}": "line 1 ([Service])",
+    f"cat > run.sh <<EOF\n{RUN}\nEOF": "line 1 (cat <<) can set anything",
+    f"export {ON}=1\nunset {ON}\n{RUN}": f"{ON} is changed by unset in line 2",
+    f"export {ON}=1\nenv -u {ON} {RUN}": "env -u drops variables",
+    f"[ -n $1 ] && export {ON}=1\n{RUN}": f"{ON} is set under a condition in line 1",
+    f"{ON}=$1 {RUN}": f"{ON} 1 is an argument",
+    "containers: [{command: [sglang, serve, m, --tp, $(TP)]}]": "$(TP): TP is filled in by",
+    "services: {a: {command: sglang serve m --tp $TP}}": "TP is of the shell that runs compose",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", STOPPED)
+def test_a_shell_is_not_imitated(text: str, tmp_path: Path) -> None:
+    """plan says which line stopped it, and how the launch answers itself."""
+    script = tmp_path / "a run.sh"
+    script.write_text(text)
+    with pytest.raises(ValueError, match="START-04") as caught:
+        split(load(str(script)), "prefill")
+    assert STOPPED[text] in str(caught.value)
+    command = f"SGLANG_MIXKV_PLAN=prefill.json bash {shlex.quote(str(script))} ends before"
+    assert command in str(caught.value)
+    assert "plan --prefill prefill.json" in str(caught.value)
+
+
+CONFIG = """\
+kind: ConfigMap
+metadata: {name: pair}
+data:
+  decode.yaml: "disaggregation-mode: decode\\ntp-size: 1"
+  both: "prefill: {disaggregation-mode: prefill, tp-size: 2}"
+  run~/it: python3 -m sglang.launch_server --model-path m --tp 3
+---
+spec:
+  volumes: [{name: flags, configMap: {name: pair, items: [{key: decode.yaml, path: a.yaml}]}},
+            {name: all, configMap: {name: pair}}]
+  containers:
+    - {command: [dynamo.sglang, --config, /etc/a.yaml],
+       volumeMounts: [{name: flags, mountPath: /etc}]}
+    - {command: [dynamo.sglang, --disagg-config, /x, --disagg-config-key, prefill],
+       volumeMounts: [{name: all, mountPath: /x, subPath: both}]}
+    - {command: [sleep, inf]}
+"""
 
 
 @pytest.mark.parametrize(
-    ("text", "is_dynamos"),
-    [(RUN, False), ("python3 -m dynamo.sglang --model-path m", True),
-     ("python3 -m dynamo.sglang.worker --model-path m", True), ("--model-path m", False)],
+    ("pointer", "role", "mode", "size"),
+    [("", "prefill", "prefill", 2), ("", "decode", "decode", 1),
+     ("#/1/spec/containers/0", "decode", "decode", 1),
+     ("#/1/spec/containers/1/command", "prefill", "", None),
+     ("#/0/data/decode.yaml", "decode", "decode", 1),
+     ("#/0/data/both/prefill", "prefill", "prefill", 2),
+     ("#/0/data/run~0~1it", "decode", "", "3")],
 )  # fmt: skip
-def test_dynamos_launcher(text: str, is_dynamos: bool) -> None:
-    assert split(text).is_dynamos == is_dynamos
+def test_data_is_pointed_at(
+    tmp_path: Path, pointer: str, role: str, mode: str, size: object
+) -> None:
+    """Containers, words, flags, lines, and YAML in a string; files that a ConfigMap mounts."""
+    file = tmp_path / "pair.yaml"
+    file.write_text(CONFIG)
+    found = split(load(f"{file}{pointer}"), role)
+    given = dict(zip(found.flags, found.flags[1:], strict=False))
+    assert (found.mode, found.settings.get("tp-size", given.get("--tp"))) == (mode, size)
+
+
+def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
+    """No value of theirs is printed, and each is read."""
+    file = tmp_path / "a b.yaml"
+    sides = (f"{RUN} --api-key secret --tp {tp} {PREFILL}".split() for tp in (2, 4))
+    file.write_text(f"a/b: {{command: {next(sides)}}}\nc: [{{args: {next(sides)}}}]\n")
+    with pytest.raises(ValueError, match="got 2; choose one") as caught:
+        split(load(str(file)), "prefill")
+    assert "secret" not in str(caught.value)
+    pasted = re.findall(r"--prefill ('.*')\n", str(caught.value))
+    assert [split(load(*shlex.split(one)), "prefill").flags[-3] for one in pasted] == ["2", "4"]
+    with pytest.raises(ValueError, match=r"got 2; choose one:\n  line 1\n  line 2\n"):
+        split(f"{RUN}\n{RUN}-2", "prefill")
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("given", "words"),
     [
-        ("", "expected one launch line, got 0\n"),
-        ("prefill.sh", "got 0\n.*or a script, manifest"),
+        ("", "expected a launch line of SGLang or Dynamo, found none"),
+        ("prefill.sh --enable-metrics", "nor is it a file here"),
         ("--model-path 'm", "No closing quotation"),
-        (f"{RUN}\n{RUN}-2", "got 2\n  .*launch_server --model-path m\n  .*--model-path m-2\n"),
-        ("vllm serve a --x 1\nother --y 2", r"got 2\n   --x 1\n   --y 2"),
         (f"{RUN} \\\n  # --dp 8 \\\n  --tp 8", "--tp is cut off from its command"),
         (f"{RUN}\n  --tp 8", "--tp is cut off from its command"),
-        (f"{RUN}\n  # --dp 8\n  --tp 8", "--tp is cut off from its command"),
-        ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "START-04"),
-        ("a: &a [*a]", "recursion depth"),
+        ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "none"),
+        ("args: [--model-path, m, --tp, {{ .Values.tp }}]", "render it first"),
+        ("a: &a [*a]", "expected a launch line"),
+        (f"a: {'[' * 2000}", "START-04"),
+        (Given("a: {b: 1}", "f", "/0/c"), r"f#/0/c has no 'c'; found \['a'\]"),
+        (Given("a: [1]", "f", "/0/a/7"), r"has no '7'; found 1 entries"),
+        (Given("a", "f", "/3"), r"has no '3'"),
     ],
-)
-def test_no_line_or_more_than_one(text: str, words: str) -> None:
+)  # fmt: skip
+def test_what_is_no_line(given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        split(text)
+        split(given, "prefill")
     assert re.match(r"\[MIXKV-START-04\] ", str(caught.value))
+
+
+def test_a_file_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    """A folder, a FIFO that nobody writes to, a file of 1 GiB: none is opened."""
+    os.mkfifo(tmp_path / "fifo")
+    with open(tmp_path / "large", "wb") as large:
+        large.truncate(1 << 30)
+    for name, words in ((".", "no regular file"), ("fifo", "no regular file"),
+                        ("large", f"1,073,741,824 bytes; .* {LIMIT:,}")):  # fmt: skip
+        for pointer in ("", "#/0/a"):
+            with pytest.raises(ValueError, match=words):
+                load(f"{tmp_path / name}{pointer}")
+    assert load("-#/0/a", "text") == Given("text", "-", "/0/a")
+    assert load("a#b") == Given("a#b")

@@ -1,0 +1,163 @@
+"""A launch that is only planned: with SGLANG_MIXKV_PLAN=FILE, a server writes what SGLang makes of
+its arguments as one row, and ends before it loads a model. `plan` reads rows beside lines.
+
+HTTP, gRPC and Dynamo starts resolve their arguments (`resolve_once`), may add to them, and check
+them (`check_server_args`): both are hooked, and nothing is unless the variable is set. Without a
+GPU, arguments are resolved as for `plan --gpu`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import msgspec
+
+from sglang_mixkv import __version__
+from sglang_mixkv.config import PLAN_ENV, PLAN_GPU_ENV, Config, config_of, truth
+from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools.plan_server import GPUS, Server, as_on, resolved, server_of
+from sglang_mixkv.tools.plan_shell import unreadable
+from sglang_mixkv.tools.plan_text import Given
+
+SCHEMA = 1
+MARK = '{"sglang_mixkv_plan":'
+_SEEN = "_mixkv_planned"
+_for_good = ExitStack()  # this process ends before it could be left
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What a launch wrote. `error`: why there is no server, in SGLang's words or the plugin's."""
+
+    sglang_mixkv_plan: int
+    plugin: str
+    sglang: str
+    server: Server | None = None
+    error: str = ""
+
+
+class _Head(msgspec.Struct):
+    sglang_mixkv_plan: int
+    plugin: str
+    sglang: str
+
+
+def rows_in(text: str) -> Iterator[str]:
+    """Yield the rows in a file or a log, where each is a part of a line."""
+    for found in re.finditer(re.escape(MARK), text):
+        yield text[found.start() :].partition("\n")[0].rstrip()
+
+
+def read_row(given: Given, role: str) -> Server | None:
+    """Read the row in a text; None if it has none. Raises MixKVError for one that is of another
+    version, damaged or foreign, and for several."""
+    rows = {*rows_in(given.text)} if not given.pointer else set()
+    if not rows:
+        return None
+    again = f"write it again with sglang-mixkv {__version__}"
+    if len(rows) > 1:
+        raise unreadable(f"{role}: expected one row of {PLAN_ENV}, got {len(rows)} that differ")
+    try:
+        head = msgspec.json.decode(*rows, type=_Head)
+        if head.sglang_mixkv_plan != SCHEMA:
+            text = f"the row has format {head.sglang_mixkv_plan}, of sglang-mixkv {head.plugin}"
+            raise unreadable(f"{role}: {text}; expected {SCHEMA}: {again}")
+        row = msgspec.json.decode(*rows, type=Row)
+    except msgspec.MsgspecError as error:
+        raise unreadable(f"{role}: the row is damaged ({error}): {again}") from None
+    if row.server is None:
+        raise unreadable(f"{role}: SGLang {row.sglang} did not resolve the launch: {row.error}")
+    return msgspec.structs.replace(row.server, role=role)
+
+
+def register() -> None:
+    """Hook both steps of a launch. Raises SystemExit for a GPU that plan does not know."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    gpu = os.environ.get(PLAN_GPU_ENV, "")
+    if gpu not in ("", *GPUS):
+        raise SystemExit(f"{PLAN_GPU_ENV}: expected {' or '.join(GPUS)}; got {gpu!r}")
+    of = "sglang.srt.server_args.ServerArgs."
+    HookRegistry.register(f"{of}resolve_once", around_resolve, HookType.AROUND)
+    HookRegistry.register(f"{of}check_server_args", around_check, HookType.AROUND)
+
+
+def around_resolve(original: Callable[[Any], None], server_args: Any) -> None:
+    """Resolve for a GPU on which SGLang starts these arguments; end with the errors if none is."""
+    if hasattr(server_args, _SEEN) or getattr(server_args, "_resolution_finished", False):
+        return original(server_args)
+    try:
+        gpus = _gpus(server_args)
+
+        def make() -> Any:
+            made = copy.deepcopy(server_args)
+            setattr(made, _SEEN, "a copy")
+            return made
+
+        made, gpu, stock = resolved(make, gpus)
+        if stock:
+            _end(made, gpu, stock, config_of(server_args))
+    except Exception as error:
+        _write(server_args, error=f"{type(error).__name__}: {error}")
+    setattr(server_args, _SEEN, gpu)
+    if gpu:
+        _for_good.enter_context(as_on(gpu))
+    return original(server_args)
+
+
+def around_check(original: Callable[[Any], None], server_args: Any) -> None:
+    """Check the arguments, write their row, and end."""
+    gpu, stock = getattr(server_args, _SEEN, ""), list[str]()
+    if gpu == "a copy":
+        return original(server_args)
+    try:
+        original(server_args)
+    except Exception as error:
+        stock.append(f"SGLang {sglang_version()} does not start it: {error}")
+    _end(server_args, gpu, stock, config_of(server_args))
+
+
+def _gpus(server_args: Any) -> list[str]:
+    """Return the GPUS to try; none on a host that has one, or for another device."""
+    import torch
+
+    named, is_cpu = os.environ.get(PLAN_GPU_ENV), truth("SGLANG_USE_CPU_ENGINE", os.environ)
+    has_own = torch.accelerator.is_available() or (is_cpu and not named)
+    if server_args.device not in (None, "cuda") or has_own:
+        return [""]
+    server_args.device = "cuda"
+    return [named] if named else [*GPUS]
+
+
+def _end(made: Any, gpu: str, stock: list[str], config: Config) -> NoReturn:
+    try:
+        server = server_of(made, gpu, stock, config)
+    except Exception as error:
+        words = error.text if isinstance(error, MixKVError) else f"{type(error).__name__}: {error}"
+        _write(made, error="; ".join([*stock, words.rstrip(".")]))
+    _write(made, server)
+
+
+def _write(made: Any, server: Server | None = None, error: str = "") -> NoReturn:
+    """Write the row on the first node, and end this process: status 0, or 1 if FILE cannot be
+    written. Threads of a launcher (Dynamo's runtime) would keep an exit waiting."""
+    status, path = 0, os.environ[PLAN_ENV]
+    if not getattr(made, "node_rank", 0):
+        text = msgspec.json.encode(Row(SCHEMA, __version__, sglang_version(), server, error))
+        try:  # does not wait for the reader of a FIFO
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+            with open(file, "wb") as out:
+                out.write(text + b"\n")
+        except OSError as problem:
+            sys.stderr.write(f"{PLAN_ENV}={path}: {problem.strerror}\n")
+            status = 1
+        sys.stdout.write(f"\n{text.decode()}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
