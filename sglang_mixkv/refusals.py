@@ -88,6 +88,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "without --enable-mixkv",
     ),
     _flag("--use-ray", "start without Ray"),
+    Rule(
+        "--smg-grpc-mode",  # --grpc-mode is its old name
+        lambda a: getattr(a, "smg_grpc_mode", False) or getattr(a, "grpc_mode", False),
+        "its requests do not pass SGLang's tokenizer, where the plugin looks for room numbers in "
+        "use; serve HTTP, or start without --enable-mixkv",
+    ),
     _flag("--enable-pd-role-switch", "drop the flag"),
     _flag(
         "--disaggregation-decode-allocation-policy prefill_complete",

@@ -13,6 +13,8 @@ _SRT = "sglang.srt."
 _ARGS, _PD = f"{_SRT}server_args:ServerArgs.", f"{_SRT}disaggregation."
 _PREFILL, _DECODE = f"{_PD}prefill:PrefillBootstrapQueue.", f"{_PD}decode:DecodePreallocQueue."
 _TOKENIZER = f"{_SRT}managers.tokenizer_manager:TokenizerManager."
+_SCHEDULER = f"{_SRT}managers.scheduler:Scheduler."
+_DISPATCH = f"{_SRT}managers.data_parallel_controller:DataParallelController."
 _CONN, _CONTEXT, _POOL = f"{_PD}common.conn:", f"{_SRT}runtime_context:", f"{_SRT}mem_cache."
 _STORE = f"{_POOL}storage.mooncake_store.mooncake_store:MooncakeStore."
 _MANAGER, _SENDER, _RECEIVER, _SERVER = (
@@ -30,8 +32,18 @@ _FUNCTIONS = {
     f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.pool_hooks.around_extend",
     # resumed requests have new draft rows
     f"{_DECODE}resume_retracted_reqs": "-> engine.pool_hooks.around_resume",
-    # refuses a room number that is used twice, or cannot be sent
+    # refuse a room number that is missing, used twice, or cannot be sent, where SGLang first
+    # computes with it: in a batch, at its tokenizer, at its DP controller, at its schedulers
+    f"{_SRT}managers.io_struct:GenerateReqInput._normalize_bootstrap_params":
+        "-> guards.room_reuse.around_numbering",
     f"{_TOKENIZER}_init_req_state": "obj request -> guards.room_reuse.around_request",
+    f"{_DISPATCH}follow_bootstrap_room_scheduler": "req -> guards.room_reuse.around_dispatch",
+    f"{_DISPATCH}round_robin_scheduler": "req",  # has a scheduler refuse it
+    f"{_SCHEDULER}handle_generate_request": "recv_req -> guards.room_reuse.around_intake",
+    f"{_SCHEDULER}handle_embedding_request": "recv_req -> guards.room_reuse.around_intake",
+    # answers what a scheduler refuses
+    f"{_SRT}managers.scheduler_components.output_sender:SenderWrapper.send_output":
+        "output recv_obj",
     # makes this rank's side of the channel
     f"{_MANAGER}__init__": "args disaggregation_mode server_args is_mla_backend",
     f"{_MANAGER}_register_topology_row": "url payload",  # this rank's row travels with SGLang's
@@ -56,7 +68,7 @@ _FUNCTIONS = {
     f"{_SERVER}_setup_routes": "",  # GET /mixkv
     f"{_SERVER}_handle_route_put": "request",  # takes a rank's row out of its registration
     # replaced on a scheduler with a drafter: attaches no storage tier except Mooncake's store
-    f"{_SRT}managers.scheduler:Scheduler.attach_hicache_storage_wrapped": "recv_req",
+    f"{_SCHEDULER}attach_hicache_storage_wrapped": "recv_req",
     # renames the objects of a rank's heads in Mooncake's store
     f"{_STORE}register_mem_pool_host": "-> engine.storage.around_register",
     f"{_SRT}arg_groups.resolution_hooks:register_resolution_hook": "name",  # checks at start
@@ -95,7 +107,10 @@ _NAMES = {
     _SERVER: "app attn_cp_size attn_tp_size dp_size pp_size",  # GET /mixkv, once all ranks are in
     # the events of early sends, and of forwards
     f"{_PD}prefill:SchedulerDisaggregationPrefillMixin": "_early_send_wait_event",
-    f"{_SRT}managers.scheduler:Scheduler": "forward_stream",
+    _SCHEDULER: "disaggregation_mode forward_stream ipc_channels",
+    # the answer of one that refuses a request
+    f"{_SRT}managers.scheduler_components.ipc_channels:SchedulerIpcChannels": "send_to_tokenizer",
+    f"{_SRT}managers.io_struct:AbortReq": "finished_reason rid",
     # a server's ranks, also as keys of GET /route's answer; those that requests contact
     f"{_CONN}PrefillRankInfo": "rank_ip rank_port",
     f"{_CONN}PrefillServerInfo": "target_tp_ranks",
@@ -145,7 +160,7 @@ _NAMES = {
         "device disaggregation_decode_allocation_policy disaggregation_decode_enable_radix_cache "
         "disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup "
         "disaggregation_mode disaggregation_transfer_backend enable_flexkv enable_hisparse "
-        "enable_kv_cache_sharding enable_memory_saver enable_metrics "
+        "enable_kv_cache_sharding enable_memory_saver enable_metrics grpc_mode smg_grpc_mode "
         "enable_multi_layer_eagle enable_pd_role_switch enable_unified_cache_external_linker "
         "enable_unified_memory extra_metric_labels hicache_storage_backend kv_canary "
         "prefill_attention_backend radix_cache_backend served_model_name speculative_algorithm "

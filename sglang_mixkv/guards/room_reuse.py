@@ -1,25 +1,29 @@
-"""Refuses a request whose room number is in use, as when samples (`n` > 1) share their request's.
+"""Refuses a request whose room number is in use, as when samples (`n` > 1) share their request's,
+or that names none, or no prefill server.
 
 fault   SGLang's tables have one entry per number (CommonKVManager, in common/conn.py under
         disaggregation/). A second request gets the first one's metadata and KV, and deletes the
         entry when it ends, which can crash SGLang's schedulers (prefill.py, pop_bootstrapped:
-        "Unexpected poll state", KeyError)
+        "Unexpected poll state", KeyError). Its front ends check numbers little, or not at all
 patch   none yet
 until   SGLang refuses such requests itself, or its tables tell apart those that share a number
 
-A server refuses such a request when it receives it. One that slips through, for example from a
-client that calls both servers itself and repeats a number, fails without harming any other.
+A server refuses such a request when it receives it: in its tokenizer, or, if it came past that one,
+in its scheduler. A number in use that slips through, for example from a client that calls both
+servers itself and repeats it, fails without harming any other.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.errors import MixKVError, refuse
@@ -31,6 +35,14 @@ newest: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
 _own = itertools.count(-1, -1)  # SGLang's numbers are never negative
 
 
+def around_numbering(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap GenerateReqInput._normalize_bootstrap_params, which numbers a batch from one room."""
+    room = request.bootstrap_room
+    if not (isinstance(room, list) or _is_number(room)):
+        raise _no_number(room)
+    return original(request, *args, **kwargs)
+
+
 def around_request(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -38,37 +50,76 @@ def around_request(
     becomes HTTP 400. Only decode looks for earlier requests with the number: in true retraction,
     prefill may get a request again, under its number, before it has answered the first."""
     rooms, is_decode = list(_rooms(request)), manager.disaggregation_mode.value == "decode"
-    if rooms and getattr(request, "parallel_sample_num", 1) > 1:
+    if getattr(request, "parallel_sample_num", 1) > 1:
         raise _refusal(f"n = {request.parallel_sample_num}, whose samples would share one")
-    states, numbers = manager.rid_to_state, set[int]()
-    for _, room, host, port in rooms:
-        if not _is_number(room):
-            raise _refusal(f"{type(room).__name__} outside that range")
-        if not _is_address(host, port, is_decode):
-            expected = "a bootstrap_host, and a bootstrap_port from 1 to 65535 or none"
-            raise _refusal(f"{host!r:.99} and {port!r:.99}", expected)
+    states, used = manager.rid_to_state, dict[int, str]()
+    for rid, *where in rooms:
+        if problem := _problem(is_decode, *where):
+            raise problem
+        room, host, _ = where
+        if host == FAKE_BOOTSTRAP_HOST:
+            continue
         first = _requests.get(room)
-        if room in numbers or (first is not None and states.get(first.obj.rid) is first):
+        if room in used or (first is not None and states.get(first.obj.rid) is first):
             raise _refusal(f"{room}, which is in use")
-        numbers.add(room)
+        used[room] = rid
     made = original(manager, request, *args, **kwargs)
     if is_decode:
-        _requests.update({room: states[rid] for rid, room, *_ in rooms})
+        _requests.update({room: states[rid] for room, rid in used.items()})
     return made
 
 
+def around_dispatch(
+    original: Callable[..., Any], controller: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap DataParallelController.follow_bootstrap_room_scheduler, which needs a number. A request
+    without one goes to any scheduler, which answers it."""
+    follows = _is_number(getattr(request, "bootstrap_room", None))
+    send = original if follows else type(controller).round_robin_scheduler
+    return send(controller, request, *args, **kwargs)
+
+
+def around_intake(
+    original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap Scheduler.handle_generate_request and handle_embedding_request, which get what did not
+    come through SGLang's tokenizer, too. Each rank refuses it, and the first one answers."""
+    where = (getattr(request, name, None) for name in _FIELDS)
+    problem = _problem(scheduler.disaggregation_mode.value == "decode", *where)
+    if problem is None:
+        return original(scheduler, request, *args, **kwargs)
+    status = HTTPStatus.BAD_REQUEST
+    reason = {"type": "abort", "status_code": status, "message": str(problem)}
+    answer = AbortReq(rid=request.rid, finished_reason=reason)
+    return scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
+
+
+_FIELDS = "bootstrap_room", "bootstrap_host", "bootstrap_port"
+
+
 def _rooms(request: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield rid, room, host and port of each request in a batch, except SGLang's own warm-up and
-    health checks, which share numbers and transfer nothing."""
-    names = ("rid", "bootstrap_room", "bootstrap_host", "bootstrap_port")
-    values = [getattr(request, name, None) for name in names]
+    """Yield rid, room, host and port of each request in a batch."""
+    values = [getattr(request, name, None) for name in ("rid", *_FIELDS)]
     count = len(values[0]) if isinstance(values[0], list) else 0
     lists = [one if count and isinstance(one, list) else [one] * max(1, count) for one in values]
     if any(len(one) != len(lists[0]) for one in lists):
         raise _refusal("lists that are not as long as the batch")
-    for rid, room, host, port in zip(*lists, strict=True):
-        if room is not None and host != FAKE_BOOTSTRAP_HOST:
-            yield rid, room, host, port
+    yield from zip(*lists, strict=True)
+
+
+def _problem(is_decode: bool, room: Any, host: Any, port: Any) -> MixKVError | None:
+    """Return why the request is refused. SGLang's own warm-up and health checks transfer nothing,
+    and name a host that is none; they share numbers."""
+    if not _is_number(room):
+        return _no_number(room)
+    if host == FAKE_BOOTSTRAP_HOST or _is_address(host, port, is_decode):
+        return None
+    expected = "a bootstrap_host, and a bootstrap_port from 1 to 65535 or none"
+    return _refusal(f"{host!r:.99} and {port!r:.99}", expected)
+
+
+def _no_number(room: Any) -> MixKVError:
+    return _refusal("none" if room is None else f"{type(room).__name__} outside that range")
 
 
 def _is_number(room: Any) -> bool:
@@ -89,7 +140,7 @@ def _refusal(got: str, expected: str = "") -> MixKVError:
         "MIXKV-PAIR-09",
         expected or "a bootstrap_room from 0 to 2^63 - 1 that no other request uses", got,
         "it would get another request's KV, or none, and SGLang's schedulers could crash",
-        "Send each sample as its own request, with n = 1, through the router",
+        "Send each sample as its own request, with n = 1, to the router",
     )  # fmt: skip
 
 
@@ -113,9 +164,9 @@ class RoomUse:
         super().__init__(mgr, bootstrap_addr, number, *args, **kwargs)  # type: ignore[call-arg]
         newest[number] = self
         if not is_free:
-            kind = f"{type(bootstrap_room).__name__} outside that range"
-            problem = f"{bootstrap_room}, which is in use" if is_number else kind
-            mgr.record_failure(number, str(_refusal(problem)))
+            in_use = f"{bootstrap_room}, which is in use" if is_number else ""
+            problem = _refusal(in_use) if in_use else _no_number(bootstrap_room)
+            mgr.record_failure(number, str(problem))
             mgr.request_status[number] = self.conclude_state = KVPoll.Failed
             if mgr.local.mode == "decode":  # prefill's requests are not counted
                 mgr.local.reporter(Note("reused"))

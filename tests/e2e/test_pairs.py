@@ -89,6 +89,15 @@ def test_samples_that_would_share_a_number_are_refused(pd: Measured) -> None:
     same([pd.deployment.ask(prompts(pair=pd.case.pair)[0])], pd.reference.fixed[:1])
 
 
+def test_a_plain_request_at_a_pod_costs_nobody_else_anything(pd: Measured) -> None:
+    """Its client is told of the router."""
+    body = request_body(prompts(pair=pd.case.pair)[0])
+    for server in pd.deployment.servers:
+        with pytest.raises(RequestFailed, match=r"HTTP 400 .*MIXKV-PAIR-09.* got none.* router"):
+            generate(server.url, body)
+    same([pd.deployment.ask(prompts(pair=pd.case.pair)[0])], pd.reference.fixed[:1])
+
+
 def test_a_request_without_a_prefill_server(pd: Measured) -> None:
     """In stock it ends decode's scheduler."""
     body, decode = request_body(prompts(pair=pd.case.pair)[0]), pd.deployment.servers[1].url

@@ -443,7 +443,7 @@ def test_a_sender_that_has_succeeded_leaves_its_number_to_the_next_one(
 def test_a_number_that_cannot_be_sent_fails_where_a_use_of_it_begins(number: Any) -> None:
     manager = MagicMock(request_status={}, local=SimpleNamespace(mode="prefill"))
     again = type("Use", (DraftSender, Stock), {})(manager, "h:1", number)
-    assert refused(manager, again, type(number).__name__)
+    assert refused(manager, again, "none" if number is None else type(number).__name__)
 
 
 # ---------------------------------------------------------------- around SGLang's queues

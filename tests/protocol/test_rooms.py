@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -27,7 +28,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.guards.room_reuse import RoomUse, around_request
+from sglang_mixkv.guards.room_reuse import RoomUse, around_numbering, around_request
 
 REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
 
@@ -59,17 +60,28 @@ TOP = (1 << 63) - 1
 
 @pytest.mark.parametrize(
     ("rooms", "is_taken"),
-    [(0, True), (TOP, True), ([0, TOP], True), ([7, None], True), (-1, False), (TOP + 1, False),
+    [(0, True), (TOP, True), ([0, TOP], True), ([7, None], False), (-1, False), (TOP + 1, False),
+     (None, False), ([None], False), ({}, False),
      (1 << 64, False), pytest.param(10**5000, False, id="huge"), (True, False), (1.0, False),
-     ("1", False), ([[1]], False), ([7, TOP + 1], False), ([-1, 7], False), ([7, "8"], False),
-     ([7, 7], False)],
+     ("1", False), ([[1]], False), ([7, TOP + 1], False), ([-1, 7], False), ([7, "8"], False)],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_a_number_that_cannot_be_sent_is_refused_where_a_request_is_taken(
     rooms: Any, is_taken: bool, mode: str
 ) -> None:
-    many = isinstance(rooms, list)
-    check_taken(mode, is_taken, [[1]] * len(rooms) if many else [1], rooms, "h")
+    """Also as a health check, also for a batch that is numbered from one room, where SGLang adds to
+    it first."""
+    for host in "h", FAKE_BOOTSTRAP_HOST:
+        many = isinstance(rooms, list)
+        check_taken(mode, is_taken, [[1]] * len(rooms) if many else [1], rooms, host)
+        if not many:
+            check_taken(mode, is_taken and rooms < TOP, [[1], [2]], rooms, host)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_requests_of_one_batch_share_no_number_and_health_checks_may(mode: str) -> None:
+    for host in "h", FAKE_BOOTSTRAP_HOST:
+        check_taken(mode, host != "h", [[1], [1]], [7, 7], host)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +126,15 @@ def check_taken(
     request = GenerateReqInput(
         input_ids=prompts, bootstrap_room=room, bootstrap_host=host, bootstrap_port=port
     )
-    request.normalize_batch_and_arguments()
+    numbering: Any = partial(
+        around_numbering, GenerateReqInput._normalize_bootstrap_params, request
+    )
+    request._normalize_bootstrap_params = numbering  # type: ignore[method-assign]
     manager = TokenizerManager.__new__(TokenizerManager)
     manager.rid_to_state, manager.enable_trace = {}, False
     manager.disaggregation_mode = DisaggregationMode(mode)
     with nullcontext() if is_taken else pytest.raises(MixKVError, match="MIXKV-PAIR-09"):
+        request.normalize_batch_and_arguments()
         around_request(TokenizerManager._init_req_state, manager, request)
     assert bool(manager.rid_to_state) == is_taken
 
@@ -172,7 +188,8 @@ def test_a_request_that_sglang_does_not_take_has_no_number() -> None:
 
 def test_what_sglang_gives_and_takes_is_handed_on() -> None:
     manager, _ = taking("prefill")
-    original, request = MagicMock(return_value="SGLang's"), SimpleNamespace(rid="a")
+    original = MagicMock(return_value="SGLang's")
+    request = SimpleNamespace(rid="a", bootstrap_room=7)
     assert around_request(original, manager, request, 1, created=2) == "SGLang's"
     original.assert_called_once_with(manager, request, 1, created=2)
 
@@ -181,11 +198,11 @@ def test_what_sglang_gives_and_takes_is_handed_on() -> None:
 def test_samples_of_a_request_share_its_number_and_warm_ups_theirs(mode: str) -> None:
     _, take = taking(mode)
     many = {"sampling_params": {"n": 2}}
-    with pytest.raises(MixKVError, match=r"MIXKV-PAIR-09.*n = 2"):
-        take(12, **many)
+    for host in "h", FAKE_BOOTSTRAP_HOST:
+        with pytest.raises(MixKVError, match=r"MIXKV-PAIR-09.*n = 2"):
+            take(12, host, **many)
     for _ in range(2):
-        take(13, FAKE_BOOTSTRAP_HOST, **many)
-        take(None, **many)
+        take(13, FAKE_BOOTSTRAP_HOST)
 
 
 def test_a_batch_that_counts_up_from_one_number_is_refused_where_it_leaves_the_bounds() -> None:

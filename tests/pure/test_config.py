@@ -111,6 +111,8 @@ REFUSED = [
     ({"speculative_algorithm": "UNO"}, "it has no draft KV to move"),
     ({"decoupled_spec_role": "drafter"}, "--decoupled-spec-role"),
     ({"device": "npu:0"}, "--device other"),
+    ({"smg_grpc_mode": True, "grpc_mode": True}, "--smg-grpc-mode"),
+    ({"grpc_mode": True}, "--smg-grpc-mode"),
     *(({flag[2:].replace("-", "_"): True}, flag) for flag in (
         "--use-ray", "--enable-pd-role-switch", "--enable-hisparse", "--enable-unified-memory",
         "--enable-kv-cache-sharding", "--enable-multi-layer-eagle")),
