@@ -6,9 +6,9 @@ reads these tables outside a server.
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple
 
+from sglang_mixkv.decode.cold import FAILS, ColdReason
 from sglang_mixkv.errors import REASONS
 
 PREFILL, DECODE = "prefill", "decode"
@@ -41,57 +41,43 @@ MEMORY = "Raise --mixkv-staging-mb"
 SAME_DRAFTER = "Give both sides the same drafter"
 TRACEBACK = "See the traceback in the log"
 _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
-
-
-class ColdReason(StrEnum):
-    """Why a decode rank's room is cold. The value is the reason's name in metrics and in a FAIL;
-    `spec` is for the log. An unknown name becomes OTHER."""
-
-    spec: NoteSpec
-
-    def __new__(cls, name: str, message: str = "", remedy: str = "", logged: bool = True) -> Self:
-        one = str.__new__(cls, name)
-        one._value_, one.spec = name, NoteSpec(message, remedy, logged=logged)
-        return one
-
-    @classmethod
-    def _missing_(cls, value: object) -> ColdReason:
-        return cls.OTHER
-
-    # fmt: off
-    DEADLINE = "deadline", "draft KV did not come in time", NETWORK
-    LOST = ("lost", "the channel's connection is lost",
-            "Is it up? Its port (SGLANG_MIXKV_PORT) must be open")
-    READ = "read", "its staging buffer could not be read", NETWORK
-    SLOTS = "slots", "no slot of this rank was free", MEMORY
-    STALLED = "stalled", "this process was stalled", "Look at the load of this host"
-    STALE = "stale", "the slot no longer held what was announced", REPORT
-    UNPACK = "unpack", "draft KV could not be unpacked", TRACEBACK
-    PROTOCOL = "protocol", "an announcement that does not fit", REPORT
-    PREFILL_PACK = "prefill_pack", "prefill could not pack", "See prefill's log"
-    PREFILL_SLOW = "prefill_slow", "prefill gave up packing", "Look at prefill's load, and its log"
-    PREFILL_HEADS = "prefill_heads", "prefill does not serve these heads", MEMORY + " on prefill"
-    PREFILL_FULL = "prefill_full", "too many rooms without a request", "See prefill's log"
-    PREFILL_RESTARTED = "prefill_restarted", "it was restarted", "Nothing to do: decode reconnects"
-    PREFILL_OTHER = "prefill_other", "prefill gave a reason that this release does not know", REPORT
-    NO_DRAFTER = "no_drafter", "one side runs without a drafter", SAME_DRAFTER, False
-    MISMATCH = "mismatch", "the two sides' drafters differ", SAME_DRAFTER, False
-    BREAKER = ("breaker", "three requests in a row had no draft KV",
-               "The other reasons say why", False)
-    PREFILL_ABORTED = ("prefill_aborted", "prefill aborted them",
-                       "Nothing to do: their clients went away", False)
-    REPEATED = ("repeated", "their room number was used before, by a request that was not warm",
-                "Nothing to do", False)
-    UNSENT = "unsent", "a message of the room could not be made", TRACEBACK, False
-    BROKEN = "broken", "the channel did not decide in time, or has ended", "See decode's log", False
-    OTHER = "other", "a reason that this release does not know", REPORT, False
-    # fmt: on
-
-
-Cold = ColdReason | Literal[""]  # why a request is cold; "" while it is not
+_R = ColdReason
 
 NOTES: dict[str, NoteSpec] = {  # by a note's `what`
-    **{reason: reason.spec for reason in ColdReason},
+    _R.DEADLINE: NoteSpec("draft KV did not come in time", NETWORK),
+    _R.LOST: NoteSpec(
+        "the channel's connection is lost", "Is it up? Its port (SGLANG_MIXKV_PORT) must be open"
+    ),
+    _R.READ: NoteSpec("its staging buffer could not be read", NETWORK),
+    _R.SLOTS: NoteSpec("no slot of this rank was free", MEMORY),
+    _R.STALLED: NoteSpec("this process was stalled", "Look at the load of this host"),
+    _R.STALE: NoteSpec("the slot no longer held what was announced", REPORT),
+    _R.UNPACK: NoteSpec("draft KV could not be unpacked", TRACEBACK),
+    _R.PROTOCOL: NoteSpec("an announcement that does not fit", REPORT),
+    _R.PREFILL_PACK: NoteSpec("prefill could not pack", "See prefill's log"),
+    _R.PREFILL_SLOW: NoteSpec("prefill gave up packing", "Look at prefill's load, and its log"),
+    _R.PREFILL_HEADS: NoteSpec("prefill does not serve these heads", MEMORY + " on prefill"),
+    _R.PREFILL_FULL: NoteSpec("too many rooms without a request", "See prefill's log"),
+    _R.PREFILL_RESTARTED: NoteSpec("it was restarted", "Nothing to do: decode reconnects"),
+    _R.PREFILL_OTHER: NoteSpec("prefill gave a reason that this release does not know", REPORT),
+    _R.NO_DRAFTER: NoteSpec("one side runs without a drafter", SAME_DRAFTER, logged=False),
+    _R.MISMATCH: NoteSpec("the two sides' drafters differ", SAME_DRAFTER, logged=False),
+    _R.BREAKER: NoteSpec(
+        "three requests in a row had no draft KV", "The other reasons say why", logged=False
+    ),
+    _R.PREFILL_ABORTED: NoteSpec(
+        "prefill aborted them", "Nothing to do: their clients went away", logged=False
+    ),
+    _R.REPEATED: NoteSpec(
+        "their room number was used before, by a request that was not warm",
+        "Nothing to do",
+        logged=False,
+    ),
+    _R.UNSENT: NoteSpec("a message of the room could not be made", TRACEBACK, logged=False),
+    _R.BROKEN: NoteSpec(
+        "the channel did not decide in time, or has ended", "See decode's log", logged=False
+    ),
+    _R.OTHER: NoteSpec("a reason that this release does not know", REPORT, logged=False),
     # on decode: other notes
     "breaker_opened": NoteSpec(
         "three requests in a row without draft KV", NETWORK, "breaker_opened_total",
@@ -130,11 +116,6 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
         code="MIXKV-MSG-01", consequence="it was dropped",
     ),
 }  # fmt: skip
-
-FAILS = {
-    what: ColdReason(f"prefill_{what}") for what, note in NOTES.items() if note.series == _FAIL
-}
-"""For each code of a prefill rank's FAIL messages, the reason it gives the cold room on decode."""
 
 
 class Series(NamedTuple):

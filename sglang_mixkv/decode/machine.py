@@ -22,11 +22,11 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.breaker import Breaker
+from sglang_mixkv.decode.cold import FAILS, ColdReason
 from sglang_mixkv.decode.segments import Job, Segments
 from sglang_mixkv.decode.transfer import Generation, Opened, Peer, RecentRooms, Request
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.draft.slot_format import SlotCheck
-from sglang_mixkv.series import FAILS, ColdReason
 
 TICKS = 0.5  # seconds; a running thread ticks more often, and no request's stall limit is shorter
 

@@ -13,11 +13,11 @@ import msgspec
 
 from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.decode.cold import Cold, ColdReason
 from sglang_mixkv.decode.compare import NO_DRAFTER, Difference, Severity, differences
 from sglang_mixkv.decode.transfer import Source, peer_of
 from sglang_mixkv.draft.layout import NO_HEADS, readers_of, routes
 from sglang_mixkv.errors import MixKVError, refuse
-from sglang_mixkv.series import Cold, ColdReason
 
 Rows = Mapping[tuple[str, int], Row]
 

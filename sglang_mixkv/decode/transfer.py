@@ -22,7 +22,7 @@ import msgspec
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.series import Cold
+from sglang_mixkv.decode.cold import Cold
 
 Generation = int
 Peer = bytes

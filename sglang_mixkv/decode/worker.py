@@ -23,6 +23,7 @@ from sglang_mixkv.channel.loop import Call, Reporter, Worker
 from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
+from sglang_mixkv.decode.cold import Cold, ColdReason
 from sglang_mixkv.decode.links import Link, Links
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.segments import Job
@@ -30,7 +31,6 @@ from sglang_mixkv.decode.transfer import Generation, Opened, Peer, Source
 from sglang_mixkv.draft.copier import Copy, HeldBack, Store
 from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.series import Cold, ColdReason
 
 logger = logging.getLogger(f"sglang.{__name__}")
 

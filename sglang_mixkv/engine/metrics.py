@@ -22,9 +22,10 @@ from sglang_mixkv.channel.loop import Reporter
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.breaker import Breaker
+from sglang_mixkv.decode.cold import ColdReason
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, ColdReason, NoteSpec
+from sglang_mixkv.series import NOTES, OTHER, PREFILL, STATES, NoteSpec
 
 logger = logging.getLogger(f"sglang.{__name__}")
 

@@ -11,14 +11,18 @@ import asyncio
 import itertools
 import logging
 import math
+import socket
 from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
 import aiohttp
 import msgspec
-from aiohttp.abc import AbstractResolver
+from aiohttp.abc import AbstractResolver, ResolveResult
 
+from sglang_mixkv.background import in_thread
 from sglang_mixkv.channel.handshake import Row, read_row
 from sglang_mixkv.engine.bootstrap import PATH, SIZES
 from sglang_mixkv.errors import MixKVError
@@ -28,6 +32,9 @@ logger = logging.getLogger(f"sglang.{__name__}")
 ASK_S = 5.0
 MAX_BODY = 4 << 20  # 256 rows of 16 KiB, about ten times their real size
 MAX_RANKS = 4096
+LOOKED_UP = 1024  # names at once
+FRESH_S = 0.3  # after which a name's last answer is used, if it has one
+REMEMBERED = 4096  # names
 
 Rows = dict[tuple[str, int], Row]
 Ranks = list[dict[str, Any]]
@@ -123,3 +130,55 @@ async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> t
             if len(body) > MAX_BODY:  # no honest server sends that much
                 raise _unreadable(f"an answer of more than {MAX_BODY >> 20} MiB")
         return answer.status, bytes(body)
+
+
+class Names(AbstractResolver):
+    """A resolver for aiohttp, in threads. A look-up cannot be cancelled, and takes a minute if no
+    name server answers. Each name has one look-up at a time, so that it costs one thread, and only
+    requests to that server wait. If a look-up is slow or fails, the last answer is used."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[str, Future[Any]] = {}
+        self._answered: dict[str, list[ResolveResult]] = {}  # least recently used first
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        found, waited = self._answered.get(host), asyncio.wrap_future(self._look_up(host))
+        waited.add_done_callback(partial(self._ended, host))  # it may come too late for this call
+        await asyncio.wait([waited], timeout=FRESH_S if found else None)
+        found = self._answered.get(host) or found or waited.result()
+        self._remember(host, found)
+        return [ResolveResult({**one, "port": port}) for one in found]
+
+    def _ended(self, host: str, look_up: asyncio.Future[list[ResolveResult]]) -> None:
+        if not look_up.exception():
+            self._remember(host, look_up.result())
+
+    def _remember(self, host: str, found: list[ResolveResult]) -> None:
+        self._answered.pop(host, None)
+        self._answered[host] = found
+        if len(self._answered) > REMEMBERED:
+            del self._answered[next(iter(self._answered))]
+
+    def _look_up(self, host: str) -> Future[Any]:
+        future = self._under_way.get(host)
+        if future is None and len(self._under_way) >= LOOKED_UP:
+            future = Future()
+            future.set_exception(BlockingIOError(f"{LOOKED_UP} names are being looked up"))
+        elif future is None:
+            future = self._under_way[host] = in_thread("mixkv-name", _addresses, host)
+            future.add_done_callback(lambda _: self._under_way.pop(host, None))
+        return future
+
+    async def close(self) -> None: ...
+
+
+def _addresses(host: str) -> list[ResolveResult]:
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return [
+        ResolveResult(hostname=host, host=str(at[0]), port=0, family=of, proto=proto, flags=flags)
+        for of, _, proto, _, at in socket.getaddrinfo(
+            host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        )
+    ]

@@ -26,13 +26,12 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
 from sglang_mixkv.background import Background
 from sglang_mixkv.channel.handshake import Row
+from sglang_mixkv.decode.cold import Cold
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import Peer
-from sglang_mixkv.engine.names import Names
 from sglang_mixkv.engine.notices import RefusedRequests
-from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
+from sglang_mixkv.engine.prefill_http import Names, Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import Cold
 
 if TYPE_CHECKING:
     from sglang_mixkv.engine.manager import DraftManager

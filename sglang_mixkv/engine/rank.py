@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
-import torch
-from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-    get_ib_devices_for_gpu,
-)
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_spec
 
@@ -22,10 +17,9 @@ from sglang_mixkv.channel.slots import SlotPool, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
 from sglang_mixkv.draft.copier import Store
-from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
-from sglang_mixkv.engine import draft_pool, pool_hooks
+from sglang_mixkv.engine import draft_pool, gpu, pool_hooks
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
@@ -51,7 +45,7 @@ class RankContext:
         self.times = times(config.patience)
         self.instance = draw_instance()
         self.copying = "copied on the host"
-        self.port = config.port and config.port + _gpu(kv_args)  # 0: any free one
+        self.port = config.port and config.port + gpu.gpu_of(kv_args)  # 0: any free one
         self.reporter = reporter(mode)
         self.reporter.slots = self.slots = SlotPool(count, self.times)
 
@@ -60,14 +54,14 @@ class RankContext:
         the pool: kernels, or a thread. None without draft KV."""
         if (draft := self.draft) is None:
             return None
-        rows, devices = draft.rows, rdma_devices(self.kv_args)
+        rows, devices = draft.rows, gpu.rdma_devices(self.kv_args)
         staging = Staging(self.slots.count, self.slot_bytes, rows.device, draft.mem_pool)
         plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
         device = (staging.device.index or 0) if staging.device.type == "cuda" else None
         plane.register(Memory(staging.address, staging.size, device))
         if rows.device.type != "cuda":
             return Store(rows, staging, plane)
-        kernels = kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)
+        kernels = gpu.kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)
         used = not isinstance(kernels, str)
         self.copying = "kernels" if used else f"copied by torch ({kernels})"
         self.reporter.kernels(used)
@@ -108,37 +102,6 @@ class RankContext:
         )
 
 
-def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
-    """Return the kernels that copy draft KV on a GPU, or the reason why torch copies instead."""
-    from sglang_mixkv.draft.rows_gpu import gpu_rows
-
-    try:
-        found = gpu_rows(rows, page_size, staging, asked)
-    except UnsafeError as wrong:  # torch must not copy either
-        found, asked = str(wrong), "kernels"
-    if isinstance(found, str):
-        error = refuse(
-            "MIXKV-START-07", "the plugin's kernels to copy draft KV", found,
-            "torch copies it, by estimate 13 to 30 times slower", "Fix that, or report it",
-        )  # fmt: skip
-        if asked == "kernels":
-            raise error
-        logger.warning("%s", error)
-    return found
-
-
-def rdma_devices(kv_args: Any) -> str:
-    """Return this rank's RDMA devices, joined by commas: --disaggregation-ib-device may list them
-    per GPU, as JSON or in a file. Without RDMA it is ignored (MooncakeTransferEngine.__init__)."""
-    if os.environ.get("MC_FORCE_TCP") == "1":
-        return ""
-    return get_ib_devices_for_gpu(kv_args.ib_device, _gpu(kv_args)) or ""
-
-
-def _gpu(kv_args: Any) -> int:
-    return int(kv_args.gpu_id or 0)
-
-
 def times(patience: float) -> Times:
     """Make the channel's times. An OPEN waits for its request as long as SGLang's DeferredBootstrap
     keeps one that is not here yet (disaggregation/common/conn.py, CommonKVManager.__init__)."""
@@ -159,16 +122,6 @@ def check_slots(layout: DraftLayout, size: int) -> None:
             f"slots of {size} bytes for tokens of {layout.facts.bytes_per_token(heads)}",
             "every request would start with a cold drafter", "Raise it on both sides",
         )  # fmt: skip
-
-
-def forward_event(scheduler: Any) -> Any:
-    """Return an event after all work queued on SGLang's forward stream; None without a GPU."""
-    stream = getattr(scheduler, "forward_stream", None)
-    if not isinstance(stream, torch.cuda.Stream):
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 def _target(manager: Any) -> Target:

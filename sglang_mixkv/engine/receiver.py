@@ -10,7 +10,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
-from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.gpu import forward_event
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.guards.room_reuse import RoomUse
 

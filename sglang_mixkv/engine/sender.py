@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.gpu import forward_event
 from sglang_mixkv.guards.room_reuse import RoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 

@@ -19,29 +19,19 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.draft.slot_format import SlotCheck
+from sglang_mixkv.prefill.actions import Action, PagesReleased
 from sglang_mixkv.prefill.transfer import Chunk, Packing, ReaderTransfer, Request, Segment
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
 """The most transfers per connection, and in all. Each takes some 500 bytes. Anyone who can reach
 the port can invent readers without end, so they are counted per connection, not per reader."""
 STEP = 1.0  # the most that a rank's clock advances between two calls
-
-
-class PagesReleased(msgspec.Struct, frozen=True):
-    """The sender may report SGLang's Success: nothing reads the request's pages any more."""
-
-    handle: Hashable
-
-
-Action = StartCopies | Send | PagesReleased | Note
 
 
 class Machine:

@@ -22,7 +22,8 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, HeldBack, Store
 from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
+from sglang_mixkv.prefill.actions import Action, PagesReleased
+from sglang_mixkv.prefill.machine import Machine
 from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")

@@ -23,7 +23,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from sglang_mixkv.series import MEMORY, NOTES, PREFILL, STATES, ColdReason
+from sglang_mixkv.decode.cold import ColdReason
+from sglang_mixkv.series import MEMORY, NOTES, PREFILL, STATES
 from sglang_mixkv.tools import as_json, bounded, hidden, parser, point, table
 from sglang_mixkv.tools.client import RequestFailed, request
 
@@ -260,7 +261,7 @@ def _of_pair(pair: Pair) -> Iterator[tuple[str, str]]:
         return
     for reason, number in pair.rooms.most_common():
         if reason != "warm":
-            spec = ColdReason(reason).spec
+            spec = NOTES[ColdReason(reason)]
             what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
             yield what + f": {spec.message}" * bool(spec.message), spec.remedy
 

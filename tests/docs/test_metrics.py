@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from mixkv_demo.prometheus import expressions
-from sglang_mixkv.series import PREFIX, SERIES, ColdReason
+from sglang_mixkv.decode.cold import ColdReason
+from sglang_mixkv.series import PREFIX, SERIES
 
 from .pages import PAGES, ROOT
 

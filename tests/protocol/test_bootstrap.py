@@ -16,7 +16,7 @@ from rig.ring.rank import free_port, wait_for_port
 from sglang_mixkv.channel.handshake import MAX_ROW_BYTES, Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
-from sglang_mixkv.engine.names import Names
+from sglang_mixkv.engine.prefill_http import Names
 from sglang_mixkv.errors import MixKVError
 
 STAGING = StagingFacts("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)

@@ -22,7 +22,7 @@ from rig.ring.rank import Rank, send, tokens_in
 from rig.ring.run import right, run
 from rig.ring.special import Special
 
-from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.gpu import forward_event
 
 pytestmark = pytest.mark.transports(1)
 

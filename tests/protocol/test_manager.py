@@ -33,6 +33,7 @@ from sglang_mixkv.draft import rows_gpu
 from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.engine import gpu
 from sglang_mixkv.engine import manager as managers
 from sglang_mixkv.engine import rank as ranks
 from sglang_mixkv.engine.bootstrap import KEY
@@ -500,7 +501,7 @@ def test_nothing_takes_the_kernels_place_in_silence(
     monkeypatch.setattr(rows_gpu, "gpu_rows", gpu_rows)
     error = nullcontext() if starts else pytest.raises(MixKVError, match=r"MIXKV-START-07.*CACHE")
     with error:
-        assert ranks.kernels_of("rows", 64, "staging", asked) is found
+        assert gpu.kernels_of("rows", 64, "staging", asked) is found
     said = [(one.levelname, one.message) for one in caplog.records]
     assert len(said) == (starts and found is REASON)
     assert all(level == "WARNING" and "MIXKV-START-07" in text for level, text in said)
@@ -629,7 +630,7 @@ def test_the_data_plane_has_the_rdma_devices_of_its_gpu_as_sglang_has(
         given = str(tmp_path / "devices.json")
         Path(given).write_text(OF_GPUS)
     kv_args, params = SimpleNamespace(ib_device=given, gpu_id=1), dict[str, str]()
-    devices = ranks.rdma_devices(kv_args)
+    devices = gpu.rdma_devices(kv_args)
     assert devices == taken
     _, found = planes.nixl_backend(devices, params)
     assert found == ({"device_list": taken.replace(",", ", ")} if taken else {})
@@ -637,4 +638,4 @@ def test_the_data_plane_has_the_rdma_devices_of_its_gpu_as_sglang_has(
     assert planes.nixl_backend(devices, params) == ("UCX", {})
     monkeypatch.setenv("MC_FORCE_TCP", "1")
     kv_args.gpu_id = 7  # SGLang does not look at it without RDMA
-    assert ranks.rdma_devices(kv_args) == ""
+    assert gpu.rdma_devices(kv_args) == ""

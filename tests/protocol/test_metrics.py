@@ -13,9 +13,9 @@ from rig.ring.model import Case, Request
 from rig.ring.run import Outcome, run
 from rig.ring.special import Special
 
+from sglang_mixkv.decode.cold import ColdReason
 from sglang_mixkv.engine import pool_hooks
 from sglang_mixkv.guards import retraction
-from sglang_mixkv.series import ColdReason
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
 CHUNKS = 3 + 2 + 1

@@ -495,7 +495,7 @@ def test_hooks_hand_on_what_sglang_gives_and_takes() -> None:
 
 
 def test_an_event_is_behind_the_forward_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.engine import rank
+    from sglang_mixkv.engine import gpu
 
     class Stream: ...
 
@@ -503,7 +503,7 @@ def test_an_event_is_behind_the_forward_stream(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: made.append(MagicMock()) or made[-1])
     for without in (None, SimpleNamespace(), SimpleNamespace(forward_stream=object())):
-        assert rank.forward_event(without) is None
+        assert gpu.forward_event(without) is None
     stream = Stream()
-    assert rank.forward_event(SimpleNamespace(forward_stream=stream)) is made[0]
+    assert gpu.forward_event(SimpleNamespace(forward_stream=stream)) is made[0]
     assert made[0].mock_calls == [call.record(stream)]

@@ -28,7 +28,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "background.py": (set(), set()),
     "config.py": ({"msgspec"}, {"errors"}),
     "refusals.py": (set(), {"config"}),
-    "series.py": (set(), {"errors"}),
+    "series.py": (set(), {"decode.cold", "errors"}),
     "draft/": ({"msgspec", "numpy"}, {"draft", "errors"}),
     # for the type of Store.plane alone
     "draft/copier.py": ({"msgspec"}, {"channel.data_plane", "draft"}),
@@ -40,7 +40,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "channel/mooncake.py": ({"mooncake"}, {"channel", "errors"}),
     "channel/nixl.py": ({"msgspec", "nixl"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
-    "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors", "series"}),
+    "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
     "guards/": (
         {"sglang", "torch"},
         {"background", "channel.actions", "draft.cuda", "errors", "guards", "series"},
@@ -55,8 +55,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "plugin.py": ({"sglang"}, {"config", "engine", "refusals"}),
     "tools/": (
         {"msgspec", "numpy", "prometheus_client", "requests", "zmq"},
-        {"", "channel", "config", "draft", "engine.releases", "errors", "refusals", "series",
-         "tools"},
+        {"", "channel", "config", "decode.cold", "draft", "engine.releases", "errors", "refusals",
+         "series", "tools"},
     ),
     "tools/doctor_read.py": (
         {"msgspec", "numpy", "torch", "zmq"}, {"", "channel", "config", "draft", "errors", "tools"},

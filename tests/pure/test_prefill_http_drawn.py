@@ -28,8 +28,12 @@ from sglang_mixkv.engine.bootstrap import (  # noqa: E402
     _kept,
 )
 from sglang_mixkv.engine.bootstrap import SIZES as BOOTSTRAP_SIZES  # noqa: E402
-from sglang_mixkv.engine.names import Names  # noqa: E402
-from sglang_mixkv.engine.prefill_http import fetch, ranks_of, read_rows  # noqa: E402
+from sglang_mixkv.engine.prefill_http import (  # noqa: E402
+    Names,
+    fetch,
+    ranks_of,
+    read_rows,
+)
 from sglang_mixkv.errors import MixKVError  # noqa: E402
 
 ROW = Row(

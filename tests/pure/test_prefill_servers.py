@@ -26,9 +26,8 @@ from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode import links
-from sglang_mixkv.engine import names, notices, prefill_http, prefill_servers
-from sglang_mixkv.engine.names import Names
-from sglang_mixkv.engine.prefill_http import fetch
+from sglang_mixkv.engine import notices, prefill_http, prefill_servers
+from sglang_mixkv.engine.prefill_http import Names, fetch
 from sglang_mixkv.errors import MixKVError
 
 NO_ROUTE, NOBODY = (404, b""), "127.0.0.1:1"
@@ -121,8 +120,8 @@ class NameServer:
 
 @pytest.fixture
 def name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
-    monkeypatch.setattr(names, "AT_ONCE", MANY)
-    monkeypatch.setattr(names, "FRESH_S", 0.1)
+    monkeypatch.setattr(prefill_http, "LOOKED_UP", MANY)
+    monkeypatch.setattr(prefill_http, "FRESH_S", 0.1)
     monkeypatch.setattr(prefill_http, "ASK_S", 1.0)
     monkeypatch.setattr(prefill_servers, "CONNECTED_AT_ONCE", 2)
     one = NameServer(monkeypatch)
@@ -181,7 +180,7 @@ def test_a_name_that_moves_is_followed(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
     async def check() -> None:
-        by = names.Names()
+        by = prefill_http.Names()
 
         async def found(name: str) -> list[str]:
             return [one["host"] for one in await by.resolve(name, 80)]
@@ -194,16 +193,16 @@ def test_a_name_that_moves_is_followed(
         answers["b"] = UnicodeError("a label that is too long")
         with pytest.raises(UnicodeError):
             await found("b")
-        for number in range(names.REMEMBERED):
+        for number in range(prefill_http.REMEMBERED):
             answers[f"{number}"] = "127.0.0.3"
             await found(f"{number}")
             if number == 5:
                 await found("a")  # which is renewed by its use
-        assert len(by._answered) == names.REMEMBERED
+        assert len(by._answered) == prefill_http.REMEMBERED
         assert "0" not in by._answered
         assert "a" in by._answered
 
-    monkeypatch.setattr(names, "REMEMBERED", 20)
+    monkeypatch.setattr(prefill_http, "REMEMBERED", 20)
     asyncio.run(check())
 
 
@@ -216,7 +215,7 @@ def test_a_name_that_moves_is_followed_where_each_look_up_is_late(
 
     def look_up(host: str, *args: Any, **hints: Any) -> Any:
         found = late[min(len(over), 3)]
-        time.sleep(4 * names.FRESH_S)
+        time.sleep(4 * prefill_http.FRESH_S)
         over.append(found)
         if not found:
             raise socket.gaierror(-3, "")
@@ -225,7 +224,7 @@ def test_a_name_that_moves_is_followed_where_each_look_up_is_late(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
     async def check() -> list[str]:
-        by, found = names.Names(), list[str]()
+        by, found = prefill_http.Names(), list[str]()
         for _ in range(5):
             found += [one["host"] for one in await by.resolve("a", 80)]
             while by._under_way:

@@ -10,8 +10,8 @@ from rig.channel.driven import PREFILL, Decode
 from sglang_mixkv.channel.messages import Open, Ready
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.breaker import LONGEST_WAIT, STRIKES
+from sglang_mixkv.decode.cold import FAILS, ColdReason
 from sglang_mixkv.draft.slot_format import SlotCheck
-from sglang_mixkv.series import FAILS, ColdReason
 
 OTHER = b"other___"
 

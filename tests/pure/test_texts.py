@@ -22,7 +22,7 @@ from sglang_mixkv.config import resolve
 from sglang_mixkv.decode import plan
 from sglang_mixkv.draft import layout
 from sglang_mixkv.engine import prefill_http
-from sglang_mixkv.engine.names import Names
+from sglang_mixkv.engine.prefill_http import Names
 from sglang_mixkv.errors import MixKVError
 
 

@@ -11,7 +11,7 @@ from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
 from sglang_mixkv.draft.copier import Copy
 from sglang_mixkv.draft.slot_format import SlotCheck
-from sglang_mixkv.prefill.machine import PagesReleased
+from sglang_mixkv.prefill.actions import PagesReleased
 from sglang_mixkv.series import NOTES
 from tests.rig.channel.invariants import outstanding, violations
 from tests.sim import memory

@@ -12,7 +12,8 @@ from sglang_mixkv.channel.messages import Fail, Ready, decode
 from sglang_mixkv.draft.copier import Copy, HeldBack
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.slot_format import SlotCheck
-from sglang_mixkv.prefill.machine import Action, Machine, PagesReleased
+from sglang_mixkv.prefill.actions import Action, PagesReleased
+from sglang_mixkv.prefill.machine import Machine
 from sglang_mixkv.prefill.worker import PrefillWorker
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device

@@ -18,8 +18,8 @@ from sglang_mixkv.decode.segments import Job
 from sglang_mixkv.decode.transfer import Opened, Source
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.draft.slot_format import SlotCheck
+from sglang_mixkv.prefill.actions import PagesReleased
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine
-from sglang_mixkv.prefill.machine import PagesReleased
 from sglang_mixkv.prefill.transfer import Segment
 
 PREFILL, READER = b"prefill_", b"reader_0"

@@ -1,0 +1,46 @@
+"""Why a decode rank's request is cold. The texts for the log are in series.py."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+
+class ColdReason(StrEnum):
+    """The value is the reason's name in metrics and in a FAIL. An unknown name becomes OTHER."""
+
+    DEADLINE = "deadline"
+    LOST = "lost"
+    READ = "read"
+    SLOTS = "slots"
+    STALLED = "stalled"
+    STALE = "stale"
+    UNPACK = "unpack"
+    PROTOCOL = "protocol"
+    PREFILL_PACK = "prefill_pack"
+    PREFILL_SLOW = "prefill_slow"
+    PREFILL_HEADS = "prefill_heads"
+    PREFILL_FULL = "prefill_full"
+    PREFILL_RESTARTED = "prefill_restarted"
+    PREFILL_OTHER = "prefill_other"
+    NO_DRAFTER = "no_drafter"
+    MISMATCH = "mismatch"
+    BREAKER = "breaker"
+    PREFILL_ABORTED = "prefill_aborted"
+    REPEATED = "repeated"
+    UNSENT = "unsent"
+    BROKEN = "broken"
+    OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ColdReason:
+        return cls.OTHER
+
+
+Cold = ColdReason | Literal[""]
+"""Why a request is cold; "" while it is not."""
+FAILS = {
+    code: ColdReason(f"prefill_{code}")
+    for code in ("aborted", "pack", "slow", "heads", "full", "restarted")
+}
+"""For each code of a prefill rank's FAIL, the reason that it gives the cold request."""

@@ -1,0 +1,58 @@
+"""What a rank has of its GPU: kernels, the RDMA devices near it, and events of its streams."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    get_ib_devices_for_gpu,
+)
+
+from sglang_mixkv.draft.cuda import UnsafeError
+from sglang_mixkv.errors import refuse
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+
+def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
+    """Return the kernels that copy draft KV on a GPU, or the reason why torch copies instead."""
+    from sglang_mixkv.draft.rows_gpu import gpu_rows
+
+    try:
+        found = gpu_rows(rows, page_size, staging, asked)
+    except UnsafeError as wrong:  # torch must not copy either
+        found, asked = str(wrong), "kernels"
+    if isinstance(found, str):
+        error = refuse(
+            "MIXKV-START-07", "the plugin's kernels to copy draft KV", found,
+            "torch copies it, by estimate 13 to 30 times slower", "Fix that, or report it",
+        )  # fmt: skip
+        if asked == "kernels":
+            raise error
+        logger.warning("%s", error)
+    return found
+
+
+def rdma_devices(kv_args: Any) -> str:
+    """Return this rank's RDMA devices, joined by commas: --disaggregation-ib-device may list them
+    per GPU, as JSON or in a file. Without RDMA it is ignored (MooncakeTransferEngine.__init__)."""
+    if os.environ.get("MC_FORCE_TCP") == "1":
+        return ""
+    return get_ib_devices_for_gpu(kv_args.ib_device, gpu_of(kv_args)) or ""
+
+
+def gpu_of(kv_args: Any) -> int:
+    return int(kv_args.gpu_id or 0)
+
+
+def forward_event(scheduler: Any) -> Any:
+    """Return an event after all work queued on SGLang's forward stream; None without a GPU."""
+    stream = getattr(scheduler, "forward_stream", None)
+    if not isinstance(stream, torch.cuda.Stream):
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
