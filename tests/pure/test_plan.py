@@ -220,6 +220,8 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({}, {"disaggregation_enable_kv_checksum": True}, "metadata rows differ"),
         ({"pp_size": 2}, {"pp_size": 3}, r"SGLang refuses .*Decode pp size \(3\) should be equal"),
         ({"attn_cp_size": 2}, {"dcp_size": 2}, "SGLang refuses .*requires prefill attention CP=1"),
+        ({"stage": Target(0, 61, layer_ids=False, even=True, dcp=8)}, {},
+         r"PAIR-03\] --dcp-size: prefill has 8 at attention TP 2, decode has 1 at attention TP 1"),
         ({"dp_size": 2}, {}, "of 2 replicas .* SGLang fails .* Start each as its own"),
         ({"tcp": True, "target": GQA}, {"tcp": True, "target": GQA}, "Mooncake's TCP.*Use RDMA"),
         ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: only on decode. Set it on both\.$"),
