@@ -143,7 +143,7 @@ class Checks:
             took = self._ran(rank) - max(
                 self._cause.get((rank, number), 0.0), self._ends.get(rank, 0.0)
             )
-            if took > PROMPT and not given_up:
+            if took > PROMPT and not (given_up or rank.slow_step):
                 raise Finding("late release", f"{rank.name}: {took:.3f} s after its last transfer")
 
     def cleared(self, rank: DecodeRank, receiver: Receiver) -> None:
@@ -290,7 +290,10 @@ class Checks:
 
     def used(self, rank: DecodeRank, copy: Copy) -> None:
         lied = rank.owner_of(copy).request.prefill in self.world.liars
+        hidden = any(fault.hides_time for fault in self.world.spec.faults)
         if not (rank.valid[copy.slot] or lied):
+            self.world.seen["overstayed"] += 1
+        if not (rank.valid[copy.slot] or lied or hidden):
             raise Finding("lease", f"{rank.name} used bytes of a slot that was another's by then")
 
     def verdict(self, rank: DecodeRank, receiver: Receiver, verdict: dact.Verdict) -> None:

@@ -13,6 +13,7 @@ SCENES = (
     *("any",) * 24, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
     "unopened", "reuse", "waiting", "waiting", "crowded", "ended", "ended", "restart", "hung",
     "hung", "gone", "liar", "numbers", "batches", "aborted", "spoiled", "spoiled",
+    "suspended",
 )  # fmt: skip
 LARGE = 0.02  # how many clusters have up to 16 ranks a server; each takes as long as ten others
 PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
@@ -26,6 +27,8 @@ class Draw:
         self.large = self.rng.random() < LARGE
         self.scene = self.rng.choice(SCENES)
         self.scene = scene or self.scene
+        self.stop = faults.Suspend if self.scene == "suspended" else faults.Stop
+        self.scene = "stopped" if self.scene == "suspended" else self.scene
         self.late_prefill = self.rng.random() < 0.5
         self.busy = self.rng.randint(1, 3)  # requests of a server that dies
         self.servers: list[Server] = []
@@ -226,7 +229,7 @@ class Draw:
             case "stopped":
                 seconds = self.requests[-1].arrival + rng.uniform(-0.02, 0.05)
                 where, mode = rng.choice((rank, rank, prefill)), rng.choice(STOPS)
-                return [faults.Stop(rng.random() * 0.03, where, seconds, None, mode)]
+                return [self.stop(rng.random() * 0.03, where, seconds, None, mode)]
             case "dead_readers":
                 kind, mode = rng.choice(
                     ((faults.Kill, ""), (faults.Kill, "power"), (faults.Stop, ""))

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from msgspec.structs import replace
 
-from sglang_mixkv.channel.messages import Announced, Fail, Message, Ready, encode
+from sglang_mixkv.channel.messages import (
+    PROTOCOL,
+    Ack,
+    Announced,
+    Fail,
+    Message,
+    Open,
+    Ready,
+    decode,
+    encode,
+)
 from tests.sim.network import READ_FAULTS, Link
 
 if TYPE_CHECKING:
@@ -58,6 +68,7 @@ class Fault:
 
     halts: ClassVar = False  # a channel thread may be late: SGLang's scheduler looks for itself
     holds_slots: ClassVar = False  # of others, for a while
+    hides_time: ClassVar = False  # a process outlives its slots, and cannot know it
     keeps_rows: ClassVar = False  # they may not be cleared, so that a request may fail
 
     def __init_subclass__(cls, often: int = 0) -> None:
@@ -101,6 +112,16 @@ class Stop(Fault, often=5):
 
     def begin(self, world: World) -> None:
         self.rank(world).stop(self.mode, self.seconds)
+
+
+class Suspend(Stop, often=1):
+    """Suspends a rank's host, or pauses its virtual machine: its clock stands still, too. Whoever
+    sleeps for longer than slots are kept reads what others have put there."""
+
+    hides_time = True
+
+    def begin(self, world: World) -> None:
+        self.rank(world).stop(self.mode, self.seconds, suspended=True)
 
 
 class Kill(Fault, often=4):
@@ -170,18 +191,22 @@ class OfLinks(Fault):
 
 
 class Break(OfLinks, often=3):
-    """Breaks them. `mode`: "silent" if this is noticed late."""
+    """Breaks them. `mode`: "silent" if this is noticed late; "overtaken" if what they carried to
+    prefill comes up to so many `seconds` later, behind what the next connections carry."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
-        return cls(at.time, at.decode, 0.0, at.prefill, at.rng.choice(("", "silent")))
+        mode = at.rng.choice(("", "silent", "overtaken"))
+        return cls(at.time, at.decode, at.rng.choice((0.005, 0.1, 1.0)), at.prefill, mode)
 
     @classmethod
     def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
-        return (cls(0, reader, 0.0, prefill, mode) for mode in ("", "silent"))
+        return (cls(0, reader, 0.1, prefill, mode) for mode in ("", "silent", "overtaken"))
 
     def begin(self, world: World) -> None:
         for link in self.links(world):
+            if self.mode == "overtaken":
+                link.overtaken[link.epoch] = self.seconds
             link.end(silent=self.mode == "silent")
 
 
@@ -303,6 +328,20 @@ class Hang(Fault, often=2):
         self.rank(world).hang(self.mode, self.seconds)
 
 
+class Sluggish(Fault, often=1):
+    """Lets each step of a channel thread take up to `count` ms."""
+
+    halts = holds_slots = True
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        seconds, step = at.rng.choice((0.5, 3, 12)), at.rng.choice((5, 50, 400))
+        return cls(at.time, at.one, seconds, None, "", step)
+
+    def begin(self, world: World) -> None:
+        self.rank(world).slow(self.seconds, self.count / 1000)
+
+
 class Lasting(Fault):
     """A fault that is not over when late requests come."""
 
@@ -402,6 +441,51 @@ class Lies(Fault, often=1):
         first = rng.choice((0, 0, 1, 8, 1 << 39))
         segment = rng.choice((0, 0, 1, 2, 1 << 30))
         return Ready(number, generation, segment, first, tuple(slots), rng.random() < 0.3)
+
+
+class Stranger(Fault, often=1):
+    """Sends a prefill rank `count` messages of a reader that nobody knows: it acknowledges nothing,
+    and takes what it is sent, unless the `mode` is "gone"."""
+
+    holds_slots = True
+
+    @classmethod
+    def draw(cls, at: Occasion) -> Self:
+        mode, count = at.rng.choice(("", "gone")), at.rng.randint(1, 40)
+        return cls(at.time, at.prefill, at.rng.choice((0.05, 0.5, 3)), None, mode, count)
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        yield cls(0, prefill, 0.01, None, "", 3)
+
+    def begin(self, world: World) -> None:
+        if not self.mode:
+            world.unnoticed[b"stranger"] = world.clock.now + 100
+        for _ in range(self.count):
+            world.clock.after(world.clock.rng.random() * self.seconds, self._speak, world)
+
+    def _speak(self, world: World) -> None:
+        process = self.rank(world)
+        message = decode(encode(self._message(world.clock.rng, process)))
+        received = process.machine.received, (b"stranger", message)
+        process.step("stranger", process.handle, (received,))
+
+    def _message(self, rng: random.Random, process: Process) -> Message:
+        generation, room = rng.randint(1, 1 << 62), (1 << 40) + rng.randint(0, 3)
+        if rng.random() < 0.2:
+            some = [(rng.randint(0, 40), rng.randint(1, 1 << 50)) for _ in range(rng.randint(1, 9))]
+            return Ack(tuple(some))
+        if rng.random() < 0.1:
+            return Fail(room, generation, "closed", "")
+        own, name = process.place.layout.heads, b"evil%04d" % rng.randint(0, 3)
+        start, stop = sorted(rng.choices(range(own.start, own.stop + 1), k=2))
+        heads = rng.choice(((start, stop), (start, stop), (0, 1 << 16)))
+        sizes = 1, 80, process.place.slot_bytes, 1 << 40
+        return Open(
+            PROTOCOL[1], room, generation, rng.choice((process.instance, b"another_")), name,
+            rng.choice((1, 1, 2, 5, 1 << 16)), heads, rng.choice((0, 1, 1 << 40)),
+            rng.choice(sizes),
+        )  # fmt: skip
 
 
 class Abort(Fault):

@@ -20,6 +20,7 @@ from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill import machine as prefill
 from sglang_mixkv.prefill import transfer as prefill_transfer
 from sglang_mixkv.prefill.worker import PrefillWorker
+from tests.sim import memory
 
 Patch = pytest.MonkeyPatch
 
@@ -277,6 +278,11 @@ def segments_wait_without_end(patch: Patch) -> None:
         real(self)
 
     patch.setattr(decode.Machine, "tick", tick)
+
+
+@mistake("rows", "suspended")
+def slots_are_unpacked_whatever_they_hold(patch: Patch) -> None:
+    patch.setattr(memory, "check", lambda *_: SlotCheck.OK)
 
 
 # -- prefill

@@ -33,12 +33,14 @@ class Link:
         self.instance = instance_of(peer)
         self.place: Place = self.world.place_of[self.instance]
         self.epoch = 0
+        self.names: dict[int, bytes] = {}  # its connections, by epoch
         self.connection = b""
         self.blocked = 0.0
         self.slow = 0.0  # so much delay at most; until `slow_until`
         self.slow_until = 0.0
         self.doubles = 0
         self.closed = False
+        self.overtaken: dict[int, float] = {}  # seconds by which what an epoch carried comes later
         self.heard: list[Ready] = []  # that a liar has sent
         self._arrivals = {"prefill": 0.0, "decode": 0.0}
         self._connect()
@@ -48,7 +50,7 @@ class Link:
         return f"link to {self.peer!r}"
 
     def _connect(self) -> None:
-        self.connection = b"%d" % self.world.next_number()
+        self.connection = self.names[self.epoch] = b"%d" % self.world.next_number()
         self.world.connections[self.connection] = self
 
     # -- messages
@@ -85,6 +87,7 @@ class Link:
 
     def _arrive(self, way: str, epoch: int, frame: bytes) -> None:
         if epoch != self.epoch:
+            self._arrive_late(way, epoch, frame)
             return
         try:
             message = decode(frame)
@@ -97,6 +100,14 @@ class Link:
             process, sender = self.reader, self.peer
             method = process.machine.ready if type(message) is Ready else process.machine.failed
         process.step(self.connection, process.handle, ((method, (sender, message)),))
+
+    def _arrive_late(self, way: str, epoch: int, frame: bytes) -> None:
+        """Deliver what a former connection carried to prefill, behind what later ones do."""
+        if way == "prefill" and epoch in self.overtaken:
+            former, process = self.names[epoch], self.place.process
+            received = process.machine.received, (former, decode(frame))
+            delay = self.rng.random() * self.overtaken[epoch]
+            process.later(former, delay, process.handle, received)
 
     # -- trouble
 

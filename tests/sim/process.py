@@ -48,7 +48,8 @@ class Injected(Exception): ...
 
 
 class Process:
-    """`time`: the time that a thread reads. `awaiting`: requests that wait only for the drafter: on
+    """`time`: the time that a thread reads; `local`: by the process's clock, which stands still
+    while its host is suspended. `awaiting`: requests that wait only for the drafter: on
     prefill those sent and not released, on decode those whose target is there. `stopped_for`,
     `hung_for`: total seconds of the process, and of its channel thread alone. `worker`: its
     code."""
@@ -79,7 +80,9 @@ class Process:
         self._tick_time: float | None = None
         is_decode = place.server.side == "decode"  # a prefill rank's clock stops with it
         self._coarse = MEDIUM if is_decode and world.patience < 0.5 else COARSE
-        self._stop: tuple[str, float] | None = None
+        self._stop: tuple[str, float, bool] | None = None  # where, seconds, whether suspended
+        self._asleep = 0.0  # seconds for which its host was suspended
+        self._busy = self._slow_until = self.slow_step = 0.0  # see `slow`
         self._hang: tuple[str, float] | None = None  # of which action, or "", and for how long
         self._hung: deque[tuple[Callable, tuple]] | None = None  # what waits for the thread
         self._since = 0.0
@@ -90,7 +93,11 @@ class Process:
 
     @property
     def time(self) -> float:
-        return self.clock.now if self._at is None else self._at
+        return self.local if self._at is None else self._at
+
+    @property
+    def local(self) -> float:
+        return self.clock.now - self._asleep
 
     @property
     def hung(self) -> bool:
@@ -155,7 +162,19 @@ class Process:
         self.on_thread(self._take, call)
 
     def on_thread(self, call: Callable, *args: object) -> None:
-        """Make a step of the channel thread, or queue it if the thread hangs."""
+        """Make a step of the channel thread, now or after the steps that it is still busy with."""
+        now, self._busy = self.clock.now, max(self._busy, self.clock.now)
+        if now < self._slow_until and not (self._runs or self.hung or self.broken):
+            took = self.rng.random() * self.slow_step
+            self._busy += took
+            self.hung_for += took
+        if self._busy > now and not self._runs:
+            self.later("channel", self._busy - now, self._on_thread, call, *args)
+        else:
+            self._on_thread(call, *args)
+
+    def _on_thread(self, call: Callable, *args: object) -> None:
+        """Make a step, or queue it if the thread hangs."""
         if self._hung is not None:
             self._hung.append((call, args))
         elif not self.broken:
@@ -181,12 +200,12 @@ class Process:
 
     def _take(self, call: Call) -> None:
         if self.stopped:  # since the call before
-            self._first.append((self._make, (call, self.clock.now)))
+            self._first.append((self._make, (call, self.local)))
         elif self._stop is not None and self._stop[0] == "sampled":
-            self._first.append((self._make, (call, self.clock.now)))
+            self._first.append((self._make, (call, self.local)))
             self._halt()
         else:
-            self._make(call, self.clock.now)
+            self._make(call, self.local)
 
     def _make(self, call: Call, now: float) -> None:
         self.now = self._at = now
@@ -277,6 +296,10 @@ class Process:
 
     def after(self, action: Any) -> None: ...
 
+    def slow(self, seconds: float, step: float) -> None:
+        """Let each step of the channel thread take up to so long, for a while: none is a stall."""
+        self._slow_until, self.slow_step = self.clock.now + seconds, step
+
     # -- the channel thread alone hangs in an action, or ends
 
     def hang(self, what: str, seconds: float) -> None:
@@ -315,16 +338,16 @@ class Process:
 
     # -- stops
 
-    def stop(self, where: str, seconds: float) -> None:
+    def stop(self, where: str, seconds: float, suspended: bool = False) -> None:
         if not self.alive or self.stopped or self._stop is not None:
             return
-        self._stop = stop = where, seconds
+        self._stop = stop = where, seconds, suspended
         if not where:
             self._halt()
         else:
             self.clock.after(1.0, self._no_stop, stop)
 
-    def _no_stop(self, stop: tuple[str, float]) -> None:
+    def _no_stop(self, stop: tuple[str, float, bool]) -> None:
         """Give up a stop: nothing happened that it could interrupt."""
         if self._stop is stop:
             self._stop = None
@@ -332,14 +355,16 @@ class Process:
     def _halt(self) -> None:
         assert self._stop is not None
         self.stopped, self._since = True, self.clock.now
-        self.clock.after(self._stop[1], self._go_on)
+        self.clock.after(self._stop[1], self._go_on, self._stop[2])
         self._stop = None
 
-    def _go_on(self) -> None:
+    def _go_on(self, suspended: bool) -> None:
         """Do all that waited, each thread's steps in order."""
         if not self.alive:
             return
         self.stopped = False
+        if suspended:
+            self._asleep += self.clock.now - self._since
         self.stopped_for += self.clock.now - self._since
         first, self._first = self._first, []
         for call, args in first:

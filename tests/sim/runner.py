@@ -6,7 +6,7 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tests.sim.draw import Draw
@@ -24,7 +24,7 @@ class Outcome:
     invariant: str = ""
     detail: str = ""
     log: list[str] | None = None
-    seen: Counter[tuple] = field(default_factory=Counter)
+    seen: Counter[Hashable] = field(default_factory=Counter)
 
 
 def run_spec(spec: Spec, logged: bool = False) -> Outcome:
@@ -84,7 +84,7 @@ class Result:
     schedules: int = 0
     seconds: float = 0.0
     failed: Outcome | None = None
-    seen: Counter[tuple] = field(default_factory=Counter)
+    seen: Counter[Hashable] = field(default_factory=Counter)
 
 
 def run_many(seeds: Iterable[int], seconds: float = 1e9) -> Result:

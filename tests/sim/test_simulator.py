@@ -6,6 +6,7 @@ By default this takes about a minute, with different seeds each time. --full is 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,19 @@ def test_known_seeds_hold() -> None:
     GPUs zero behind themselves."""
     seen = hold(range(400)).seen
     assert min(seen["DIFFERS", on_device, True] for on_device in (False, True)) > 2
+
+
+def test_stamp_and_sum_catch_what_a_suspended_host_takes_for_its_own() -> None:
+    """Its clock stood still, so it reads and uses slots that may be others' by now. Of the slots
+    that were, some still held what it was told, some did not."""
+    seen = Counter[Any]()
+    for seed in range(200):
+        outcome = run_spec(Draw(seed, "suspended").spec())
+        assert not outcome.invariant, outcome.detail
+        seen += outcome.seen
+    refused = {scene: many for scene, many in seen.items() if scene[-1] is False}
+    assert seen["overstayed"] > 5
+    assert sum(refused.values()) > 5
 
 
 def test_other_seeds_hold_each_time() -> None:

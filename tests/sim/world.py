@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
@@ -114,7 +114,7 @@ class World:
         self.lives = {request.id: Life(request) for request in spec.requests}
         self.hangs = any(fault.halts for fault in spec.faults)
         self.liars: set[int] = set()  # prefill servers, once they have lied
-        self.seen: Counter[tuple] = Counter()  # scenes, for those who count them
+        self.seen: Counter[Hashable] = Counter()  # scenes, for those who count them
         self.untouched: list[Life] = []  # requests with which no fault has to do, at the end
         self._build()
 
