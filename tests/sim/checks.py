@@ -177,6 +177,7 @@ class Checks:
     def decode_sends(self, rank: DecodeRank, peer: bytes, message: Message) -> None:
         match message:
             case Ack(slots):
+                rank.wire.acknowledged(stamp for _, stamp in slots)
                 for _, stamp in slots:
                     self._acknowledged(rank, stamp)
             case Open() if message.wanted:
@@ -302,7 +303,7 @@ class Checks:
                 raise Finding("verdict", f"{rank.name}: two verdicts")
             return
         self.rows(rank, receiver, verdict.state)
-        if receiver.has_target and not rank.hung_for:
+        if receiver.has_target and not (rank.hung_for or receiver.request.holds_slots):
             took = self._running(rank) - receiver.target_at + receiver.slow_by
             if took > rank.place.times.whole_wait + SLACK:
                 raise Finding("late verdict", f"{rank.name}: {took:.2f} s after the target")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.messages import Message, encode
@@ -16,6 +18,7 @@ from tests.sim.copies import Copiers, Device
 from tests.sim.judge import Judge
 from tests.sim.network import Link, Read
 from tests.sim.process import Gated, Process
+from tests.sim.wire import Wire
 from tests.sim.workers import Borrowed, Event, Receiving
 
 if TYPE_CHECKING:
@@ -121,7 +124,7 @@ class DecodeRank(Process):
         super().__init__(world, place, instance)
         self.valid = [True] * self.slots.count  # by slot: what was read there was still published
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
-        self.judge = Judge(self)
+        self.judge, self.wire = Judge(self), Wire(self)
         self.links = Links(self)
         self.worker = Borrowed(
             DecodeWorker, self, {"Link": Link}, _links=self.links, _held=HeldBack(),
@@ -132,12 +135,21 @@ class DecodeRank(Process):
         self.device = Device(self) if place.server.device else None
         self.worker._copies = self.device.copies if self.device else Copiers(self)
         self.listen()
+        self.machine.breaker.record_failure = partial(
+            self._struck, self.machine.breaker.record_failure
+        )
         self.receivers: dict[int, Receiver] = {}  # by generation
         self.reads: dict[act.StartRead, Read] = {}
         self.read_faults: list[list] = []  # fate, of this peer, so many
         self.known: dict[tuple[int, bytes], list[bytes]] = {}  # peers, by prefill server and name
         self.dialed: set[bytes] = set()  # peers with a link, or one that the thread will take
         self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
+
+    def _struck(
+        self, record: Callable[..., bool], peer: bytes, generation: int, now: float
+    ) -> bool:
+        self.judge.struck.append((generation, peer))
+        return record(peer, generation, now)
 
     def is_urgent(self) -> bool:
         return bool(self.reads) or super().is_urgent()
@@ -263,11 +275,14 @@ class DecodeRank(Process):
         for segment in action.segments:
             self.world.checks.read_begun(self, segment.slot)
         self.reads[action] = read
+        self.wire.read_begun(action.peer, (one.stamp for one in read.announced))
         read.start()
         return True
 
     def read_ended(self, read: Read) -> None:
         del self.reads[read.action]
+        generation = read.segments[0].request.generation
+        self.wire.read_ended(read.peer, generation, (one.stamp for one in read.announced))
         for segment, valid in zip(read.segments, read.valid, strict=True):
             self.valid[segment.slot] = valid
 

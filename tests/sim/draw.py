@@ -13,7 +13,7 @@ SCENES = (
     *("any",) * 24, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
     "unopened", "reuse", "waiting", "waiting", "crowded", "ended", "ended", "restart", "hung",
     "hung", "gone", "liar", "numbers", "batches", "aborted", "spoiled", "spoiled",
-    "suspended",
+    "suspended", "forward",
 )  # fmt: skip
 LARGE = 0.02  # how many clusters have up to 16 ranks a server; each takes as long as ten others
 PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
@@ -63,8 +63,8 @@ class Draw:
         decodes = rng.randint(1, 3) if self.large else 1 + two
         if scene in ("stopped", "dead_readers"):
             prefills, decodes = 1 if scene == "dead_readers" else prefills, max(2, decodes)
-        elif scene in ("waiting", "crowded"):
-            prefills, decodes = 2, 1
+        elif scene in ("waiting", "crowded", "forward"):
+            prefills, decodes = 1 if scene == "forward" else 2, 1
         sides = ["prefill"] * prefills + ["decode"] * decodes
         for number, side in enumerate(sides):
             few = [size for size in sizes if self.large or size * sides.count(side) <= most]
@@ -75,14 +75,16 @@ class Draw:
                     slots = rng.choice((2, 8, 8))
                 case "waiting" | "crowded":
                     tp, slots = 1, 8 if side == "prefill" else 2
+                case "forward":
+                    tp, slots = 1, 8 if side == "prefill" else rng.choice((2, 4))
                 case "dead_readers":
                     dead = sizes[0] * rng.choice((2, 4, 8, 8, 16)) // (1 + sizes[0] // 3)
                     tp, slots = 1 if side == "prefill" else dead if number == 1 else tp, 8
                     slots = rng.choice((8, 8, 16)) if side == "prefill" else slots
             tokens, page = rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8))
             patience, device = rng.choice(PATIENCE), rng.random() < 0.25
-            if scene == "batches":
-                tokens, device = 2, True
+            tokens = 2 if scene in ("batches", "forward") else tokens
+            device = device or scene == "batches"
             server = Server(number, side, tp, slots, tokens, page, patience, device)
             self.servers.append(server)
 
@@ -92,7 +94,7 @@ class Draw:
         rng, arrival = self.rng, 0.0
         many = rng.randint(5, 8)
         count = {"dead_plane": many + 1, "probe": many + 1, "waiting": many, "ended": 3}
-        count["dead_readers"], count["crowded"], count["aborted"] = many - 2, many, many
+        count |= {"dead_readers": many - 2, "crowded": many, "aborted": many, "forward": many}
         usual = rng.randint(5, 20) if self.large else rng.randint(1, 4)
         for number in range(count.get(self.scene, usual)):
             self.requests.append(self._request(number, arrival))
@@ -114,7 +116,7 @@ class Draw:
         decode = former.decode if former else self._server_of("decode", number)
         page = servers[decode].page
         prompt = rng.randint(1, 40 if rng.random() < 0.2 else 16)
-        if self.scene in ("dead_readers", "waiting", "crowded", "batches"):
+        if self.scene in ("dead_readers", "waiting", "crowded", "batches", "forward"):
             prompt = rng.randint(16, 40)
         first = rng.choice((0, 0, 0, rng.randint(0, prompt // page))) * page
         start = min(first // servers[prefill].page * servers[prefill].page, prompt)
@@ -128,9 +130,15 @@ class Draw:
             prefill_delay=rng.uniform(0.1, 0.5) * (3 - number % 2) if late else self._delay(0.01),
             decode_delay=0.0 if former else self._delay(0.01),
             optimistic=rng.random() < 0.3, target=self._target(),
-            forward=rng.choice((0, 0, rng.random() * 0.05)),
+            forward=self._forward(number),
             abort=self._abort(number), after=former.id if former else -1, name=self._name(former),
         )  # fmt: skip
+
+    def _forward(self, number: int) -> float:
+        """Return how long an earlier forward takes."""
+        if self.scene == "forward":  # the first request's holds this rank's slots
+            return 0.0 if number else self.rng.uniform(0.3, 3.0)
+        return self.rng.choice((0, 0, self.rng.random() * 0.05))
 
     def _name(self, former: Request | None) -> bytes:
         return former.name if former else self.rng.choice(NAMES)

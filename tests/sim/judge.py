@@ -1,6 +1,6 @@
 """A second opinion on a decode rank: from the same calls it derives how long each room may wait,
-whose fault a cold one is, and which rooms a breaker holds back. It has no slots, reads or copies
-of its own, and compares with the machine after each call.
+and which rooms a breaker holds back; from what the wire did, whose fault a cold one is. It has no
+slots, reads or copies of its own, and compares with the machine after each call.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_mixkv.channel.actions import StartCopies
 from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Opened, instance_of
@@ -96,6 +97,7 @@ class Judge:
     reads: dict[act.StartRead, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)  # not warm the last time, since
+    struck: list[tuple[int, bytes]] = field(default_factory=list)  # by the machine, in this call
     restarted: set[bytes] = field(default_factory=set)  # peers that nobody was asked about yet
 
     def wrong(self, what: str, detail: str) -> Finding:
@@ -146,6 +148,7 @@ class Judge:
         if (request := self.requests.pop(generation, None)) is not None:
             self.closed[generation] = request
             self._release(generation)
+            self.rank.wire.not_needed(generation)
 
     def _failed(self, now: float, peer: bytes, message: Fail) -> None:
         if message.code == "restarted":
@@ -157,6 +160,8 @@ class Judge:
             match action:
                 case act.StartRead():
                     self._begun(action)
+                case StartCopies(jobs):
+                    self.rank.wire.copies(_stamps(jobs))
                 case act.Verdict(handle, act.State.WARM):
                     self.numbers.pop(handle.opened.bootstrap_room, None)
                 case act.Forget(peer):
@@ -189,6 +194,8 @@ class Judge:
         request = read.request
         if request is not None and not (error or now > read.began + self._limit(request)):
             request.progress = now
+        if request is None or request.own.cold or request.opened.generation not in self.requests:
+            self.rank.wire.gone(one.announced.stamp for one in action.segments)
 
     def server_of(self, read: act.StartRead) -> int:
         """Return the server whose slots it reads."""
@@ -201,6 +208,7 @@ class Judge:
         return 5.0 * min([own, *(source.patience for source in request.opened.sources)])
 
     def _copied(self, now: float, jobs: Any, outcome: Outcome) -> None:
+        self.rank.wire.gone(_stamps(jobs))
         if outcome is not SlotCheck.OK:
             return
         for job in jobs:
@@ -231,11 +239,17 @@ class Judge:
             if request.warm:
                 raise self.wrong("cold", f"room {generation} is warm, and then {found}")
             request.cold = found
+            struck = [peer for number, peer in self.struck if number == generation]
             if found == "deadline":
                 self._check_deadline(request, now)
-            for peer in self._guilty(name, args, request, now):
+                self._check_blame(request, struck)
+            elif (right := self._guilty(name, args, request, now)) != struck:
+                raise self.wrong("strike", f"room {generation}, {found}: {struck}, not {right}")
+            self.rank.wire.not_needed(generation)
+            for peer in struck:
                 self._strike(peer, generation, now)
             self._release(generation)
+        self.struck.clear()
 
     def _check_deadline(self, request: Request, now: float) -> None:
         patience = self.rank.place.times.patience
@@ -244,10 +258,7 @@ class Judge:
             raise self.wrong("deadline", f"cold {still:.3f} s after progress, {request.arrived}")
 
     def _guilty(self, name: str, args: tuple, request: Request, now: float) -> list[bytes]:
-        """Return the peers against which the room's end counts."""
-        if request.cold == "deadline":
-            late = [peer for peer, transfer in request.transfers.items() if not transfer.complete]
-            return [peer for peer in late if not self._waits(request, peer, now)]
+        """Return the peers against which the room's end counts, unless it was merely late."""
         if request.cold == "read":
             limit = now - self._limit(request) + EPS
             for action, read in self.reads.items():
@@ -260,14 +271,13 @@ class Judge:
             return [] if gone else [peer]
         return []
 
-    def _waits(self, request: Request, peer: bytes, now: float) -> bool:
-        """Return whether segments wait on this rank for a slot, a forward or a copy, while no read
-        from the peer has run for long."""
-        transfer, since = request.transfers[peer], now - 0.3 * self.rank.place.times.patience
-        reads = [read for read in self.reads.values() if read.peer == peer]
-        reading = sum(read.segments for read in reads if read.request is request)
-        is_here = transfer.announced - transfer.placed > reading
-        return is_here and all(read.began > since for read in reads)
+    def _check_blame(self, request: Request, struck: list[bytes]) -> None:
+        """Check against whom a late room counts."""
+        late = [peer for peer, transfer in request.transfers.items() if not transfer.complete]
+        for peer in {*late, *struck}:
+            right = self.rank.wire.is_to_blame(peer) if peer in late else False
+            if right is not None and right != (peer in struck):
+                raise self.wrong("blame", f"{peer} is{' not' * (peer not in struck)} struck")
 
     def _ends(self, name: str, args: tuple, now: float) -> None:
         patience = self.rank.place.times.patience
@@ -324,6 +334,10 @@ class Judge:
         own = {peer for peer, blame in self.blames.items() if blame.is_open}
         if own != (found := set(self.rank.machine.breaker.open_peers())):
             raise self.wrong("breaker", f"open {sorted(found)}, in the place of {sorted(own)}")
+
+
+def _stamps(jobs: Any) -> list[int]:
+    return [job.announced.stamp for job in jobs if not isinstance(job, act.Clear)]
 
 
 _OF: dict[str, Any] = {

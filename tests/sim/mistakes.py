@@ -127,7 +127,7 @@ def only_a_warm_room_closes_one(patch: Patch) -> None:
     patch.setattr(breaker.Breaker, "came", lambda *_: None)
 
 
-@mistake("breaker", "dead_plane")
+@mistake("strike", "dead_plane")
 def every_cold_room_is_a_strike(patch: Patch) -> None:
     real = decode.Machine._go_cold
 
@@ -159,7 +159,28 @@ def a_probe_holds_all_others_back(patch: Patch) -> None:
     patch.setattr(breaker, "PROBE", 1e9)
 
 
-@mistake("breaker", "crowded")
+@mistake("blame", "forward")
+def only_a_late_rooms_own_segments_spare_its_peers(patch: Patch) -> None:
+    def late(self: Any, request: Any, since: float) -> list[bytes]:
+        here = {one.peer for one in request.segments if one.stage != "reading"}
+        here -= {read.peer for read in self._reads if read.began <= since}
+        return [peer for peer in request.missing() if peer not in here]
+
+    patch.setattr(segments.Segments, "late", late)
+
+
+@mistake("blame", "forward", 300)
+def who_was_delayed_until_now_is_struck(patch: Patch) -> None:
+    real = segments.Segments.note_delays
+    patch.setattr(segments.Segments, "note_delays", lambda self, now, _: real(self, now, now))
+
+
+@mistake("blame", "dead_plane")
+def nobody_is_struck_for_what_is_late(patch: Patch) -> None:
+    patch.setattr(segments.Segments, "late", lambda *_: [])
+
+
+@mistake("blame", "crowded")
 def who_waits_for_our_slots_is_struck(patch: Patch) -> None:
     patch.setattr(segments.Segments, "late", lambda self, request, since: request.missing())
 

@@ -99,6 +99,8 @@ class Link:
         else:
             process, sender = self.reader, self.peer
             method = process.machine.ready if type(message) is Ready else process.machine.failed
+            if type(message) is Ready:
+                process.wire.came(self.peer, message)
         process.step(self.connection, process.handle, ((method, (sender, message)),))
 
     def _arrive_late(self, way: str, epoch: int, frame: bytes) -> None:

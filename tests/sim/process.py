@@ -81,6 +81,7 @@ class Process:
         is_decode = place.server.side == "decode"  # a prefill rank's clock stops with it
         self._coarse = MEDIUM if is_decode and world.patience < 0.5 else COARSE
         self._stop: tuple[str, float, bool] | None = None  # where, seconds, whether suspended
+        self.ran_since = 0.0  # since then its channel thread has run without a break
         self._asleep = 0.0  # seconds for which its host was suspended
         self._busy = self._slow_until = self.slow_step = 0.0  # see `slow`
         self._hang: tuple[str, float] | None = None  # of which action, or "", and for how long
@@ -167,6 +168,7 @@ class Process:
         if now < self._slow_until and not (self._runs or self.hung or self.broken):
             took = self.rng.random() * self.slow_step
             self._busy += took
+            self.ran_since = self._busy
             self.hung_for += took
         if self._busy > now and not self._runs:
             self.later("channel", self._busy - now, self._on_thread, call, *args)
@@ -195,8 +197,8 @@ class Process:
 
     @property
     def has_taken_all(self) -> bool:
-        """True if no call waits in the queue."""
-        return self._last.get("queue", 0.0) < self.clock.now
+        """True if no call waits in the queue, or was in it when the process was stopped."""
+        return max(self._last.get("queue", 0.0), self.ran_since) < self.clock.now
 
     def _take(self, call: Call) -> None:
         if self.stopped:  # since the call before
@@ -318,7 +320,7 @@ class Process:
         return True
 
     def _hangs_no_more(self, since: float) -> None:
-        waiting, self._hung = self._hung, None
+        waiting, self._hung, self.ran_since = self._hung, None, self.clock.now
         self.hung_for += self.clock.now - since
         with self.undisturbed():
             while waiting and self._hung is None and not self.stopped:
@@ -362,7 +364,7 @@ class Process:
         """Do all that waited, each thread's steps in order."""
         if not self.alive:
             return
-        self.stopped = False
+        self.stopped, self.ran_since = False, self.clock.now
         if suspended:
             self._asleep += self.clock.now - self._since
         self.stopped_for += self.clock.now - self._since

@@ -28,6 +28,7 @@ def is_spared(world: World, request: Request) -> bool:
     if not 0 <= request.number < 1 << 64:
         return False
     hit = {fault.where[0] for fault in world.spec.faults if not fault.spares(request)}
+    hit |= {one.decode for one in world.spec.requests if one.holds_slots and not request.late}
     for here in (world.spec.servers[number] for number in own):
         holders = {
             one.number: max(1, one.tp // here.tp)

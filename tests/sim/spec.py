@@ -62,6 +62,11 @@ class Request:
     late: bool = False
     name: bytes = b""
 
+    @property
+    def holds_slots(self) -> bool:
+        """True if it waits so long for an earlier forward that others wait for its slots."""
+        return self.forward > 0.1
+
 
 @dataclass(frozen=True)
 class Spec:
