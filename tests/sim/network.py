@@ -174,7 +174,8 @@ class Read:
         self.remote = place.process if place.process.instance == instance else None
         self.peer = action.peer
         self.world, self.clock, self.rng = rank.world, rank.clock, rank.rng
-        self.pieces = [(n, i) for n, one in enumerate(self.announced) for i in range(one.count + 2)]
+        sizes = [min(one.count, memory.TOKENS) + 2 for one in self.announced]  # a liar's have 2^30
+        self.pieces = [(n, i) for n, size in enumerate(sizes) for i in range(size)]
         self.rng.shuffle(self.pieces)
         self.copied = 0
         self.valid = [True] * len(self.segments)
