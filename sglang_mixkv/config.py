@@ -68,7 +68,8 @@ class Setting(NamedTuple):
             return self.read(text.strip())
         except (ValueError, KeyError):
             raise refuse(
-                "MIXKV-START-04", f"{name} to be {self.words}", repr(text),
+                "MIXKV-START-04", f"{name} to be {self.words}",
+                "another text, which may hold keys" if self.field == "nixl_params" else repr(text),
                 "the server would not run as configured",
                 f"Correct it, or leave it out{by_default}",
             ) from None  # fmt: skip

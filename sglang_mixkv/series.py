@@ -171,7 +171,7 @@ SERIES = (
     ),
     Series("expired_slots_total", (PREFILL,), "Slots set aside because no ACK came."),
     Series("copy_seconds_total", _BOTH, "Seconds spent packing or unpacking."),
-    Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch does.", (), ()),
+    Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch does unasked.", (), ()),
     Series("slots", _BOTH, "Slots of the staging buffer."),
     Series("slots_used", _BOTH, "Slots in use."),
     Series("messages_dropped_total", _BOTH, "Messages that were unreadable, duplicate or late."),

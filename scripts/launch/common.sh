@@ -77,7 +77,7 @@ loaded() {
     local plugins=",${SGLANG_PLUGINS:-mixkv}," enabled="${SGLANG_ENABLE_MIXKV:-0}"
     case "${plugins// /}" in *,mixkv,*) return 0 ;; esac
     case "${MIXKV:-1},${enabled,,}" in
-        0,0 | 0,false | 0,no | 0,off) ;;
+        0,0 | 0,false | 0,no | 0,n | 0,off) ;;
         *) fail "SGLANG_PLUGINS=$SGLANG_PLUGINS leaves out mixkv: add it, or start without mixkv" ;;
     esac
 }

@@ -31,7 +31,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read, refused
@@ -41,6 +41,11 @@ LONGEST = 1 << 18  # bytes of an answer, which usually has a few thousand
 # Seconds. A peer answers connections one at a time, and waits 5 s for a silent one. Handing the
 # answer to Mooncake takes a millisecond.
 ANSWER_S, HAND_S = 10.0, 1.0
+
+
+def forces_tcp(environ: Mapping[str, str] = os.environ) -> bool:
+    """True if Mooncake uses TCP alone: it looks whether the variable is set, not for its value."""
+    return "MC_FORCE_TCP" in environ
 
 
 class Mooncake(DataPlane):
@@ -54,10 +59,10 @@ class Mooncake(DataPlane):
         super().__init__()
         from mooncake.engine import TransferEngine
 
-        tcp = "MC_FORCE_TCP" in os.environ
         protocol = os.environ.get("MOONCAKE_PROTOCOL", "rdma")
         self._engine: Any = TransferEngine()
-        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "" if tcp else devices)
+        devices = "" if forces_tcp() else devices
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
         if code:
             raise refused("a Mooncake transfer engine to start", f"code {code}")
         self._host = f"[{host}]" if ":" in host else host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     get_ib_devices_for_gpu,
 )
 
+from sglang_mixkv.channel.mooncake import forces_tcp
 from sglang_mixkv.draft.cuda import UnsafeError
 from sglang_mixkv.errors import refuse
 
@@ -32,14 +32,15 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
         )  # fmt: skip
         if asked == "kernels":
             raise error
-        logger.warning("%s", error)
+        if asked == "auto":
+            logger.warning("%s", error)
     return found
 
 
 def rdma_devices(kv_args: Any) -> str:
     """Return this rank's RDMA devices, joined by commas: --disaggregation-ib-device may list them
     per GPU, as JSON or in a file. Without RDMA it is ignored (MooncakeTransferEngine.__init__)."""
-    if os.environ.get("MC_FORCE_TCP") == "1":
+    if forces_tcp():
         return ""
     return get_ib_devices_for_gpu(kv_args.ib_device, gpu_of(kv_args)) or ""
 

@@ -64,7 +64,8 @@ class RankContext:
         kernels = gpu.kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)
         used = not isinstance(kernels, str)
         self.copying = "kernels" if used else f"copied by torch ({kernels})"
-        self.reporter.kernels(used)
+        if self.config.gpu_copies != "torch":  # what was asked for is no fault
+            self.reporter.kernels(used)
         return Store(rows, staging, plane, kernels if used else None)
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:

@@ -29,6 +29,11 @@ def hidden(text: str) -> str:
     return re.sub(r"(://[^?\s]*)\?\S+", r"\1?***", re.sub(r"://[^/?@\s]*@", "://***@", text))
 
 
+def printable(text: str) -> str:
+    """Show a server's text without characters that control a terminal, except line ends."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
 def bounded(least: int, most: int) -> Callable[[str], int]:
     """Return an argparse type for whole numbers from `least` to `most`."""
 

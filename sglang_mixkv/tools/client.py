@@ -11,7 +11,7 @@ import msgspec
 import requests
 
 from sglang_mixkv.config import API_KEY_ENV
-from sglang_mixkv.tools import hidden
+from sglang_mixkv.tools import hidden, printable
 
 REQUEST_TIMEOUT_S = 180.0
 
@@ -45,6 +45,9 @@ class Event(msgspec.Struct):
 
 class RequestFailed(RuntimeError):
     """A server answered with an error, with something unreadable, or not at all."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 def session() -> requests.Session:

@@ -20,6 +20,7 @@ import msgspec
 
 from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.channel.mooncake import forces_tcp
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, problems, version_of
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import as_json, bounded, doctor_read, hidden, parser
@@ -30,9 +31,10 @@ MOONCAKE = [f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-
 DEVICES_FLAG, DEVICES = "--disaggregation-ib-device", Path("/sys/class/infiniband")
 NVIDIA, PEERMEM = Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia_peermem")
 SEAMS_LIMIT_S = 300
+OVER_TCP = "mooncake_tcp"
 
 _SHOWN = re.compile(r"MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_|(CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME)$")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|BACKEND_PARAMS", re.IGNORECASE)
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -194,7 +196,7 @@ def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.e
     value, problem = "TCP" if mooncake else "no RDMA device", ""
     if used:
         value = f"{'RDMA' if mooncake else 'NIXL'} over {', '.join(used)}"
-    elif mooncake and "MC_FORCE_TCP" in environ:
+    elif mooncake and forces_tcp(environ):
         value = "TCP: MC_FORCE_TCP is set"
     elif here or (mooncake and environ.get("MOONCAKE_PROTOCOL") == "rdma"):
         otherwise = "MC_FORCE_TCP=1 if TCP is meant" if mooncake else f"{config.PLANE_ENV}=mooncake"
@@ -235,7 +237,7 @@ def main(argv: list[str]) -> int:
                        help="wait up to 10 minutes for one --peer")  # fmt: skip
     where.add_argument("--peer", metavar="HOST:PORT", type=_address, help="read from a --listen")
     backend = "the servers' backend; it decides the data plane (default: %(default)s)"
-    add("--disaggregation-transfer-backend", choices=refusals.BACKENDS, help=backend,
+    add("--disaggregation-transfer-backend", choices=(*refusals.BACKENDS, OVER_TCP), help=backend,
         default=refusals.BACKENDS[0], dest="backend")  # fmt: skip
     names = "the servers' RDMA devices, as SGLang takes them (default: the transport's choice)"
     add(DEVICES_FLAG, metavar="DEVICES", default=[""], dest="devices", type=by_gpu, help=names)
@@ -244,6 +246,9 @@ def main(argv: list[str]) -> int:
     add("--json", action="store_true", help="print JSON instead of text")
     config.add_flags(made)
     args = made.parse_args(argv)
+    if args.backend == OVER_TCP:  # as in SGLang's pd_disaggregation_hook.py
+        args.backend = "mooncake"
+        os.environ.setdefault("MC_FORCE_TCP", "1")
     if not args.json:
         return int(report(findings(args)) > 0)
     found = list(findings(args))

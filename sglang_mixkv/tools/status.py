@@ -25,7 +25,7 @@ from prometheus_client.samples import Sample
 
 from sglang_mixkv.decode.cold import ColdReason
 from sglang_mixkv.series import MEMORY, NOTES, PREFILL, STATES
-from sglang_mixkv.tools import as_json, bounded, hidden, parser, point, table
+from sglang_mixkv.tools import as_json, bounded, hidden, parser, point, printable, table
 from sglang_mixkv.tools.client import RequestFailed, request
 
 COLD_SHARE = 0.01  # of requests, as in the alert MixKVColdDrafters
@@ -279,5 +279,5 @@ def main(argv: list[str]) -> int:
         time.sleep(args.seconds)
         first, (now, unread) = now, look(args.urls)
     found = status(now, unread, first)
-    print(as_json(found) if args.json else found.text())
+    print(as_json(found) if args.json else printable(found.text()))
     return 2 if unread else int(bool(found.wrong))

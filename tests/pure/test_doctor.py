@@ -23,6 +23,9 @@ def problems(found: Any) -> list[str]:
     return [finding.problem for finding in found if finding.problem]
 
 
+PARAMS = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "shown", "words"),
     [
@@ -36,6 +39,8 @@ def problems(found: Any) -> list[str]:
         ("SGLANG_RUST_SERVER", "1", "1", "SGLANG_RUST_SERVER=1 is not"),
         ("MC_FORCE_TCP", "1", "1", ""),
         ("MC_ACCESS_KEY", "hush", "(set, not shown)", ""),
+        (PARAMS, '{"a": "hush"}', "(set, not shown)", ""),
+        (PARAMS, "hush", "(set, not shown)", "got another text, which may hold keys"),
         ("MOONCAKE_MASTER", "http://user:hush@host:1/", "http://***@host:1/", ""),
         ("SGLANG_URL", "http://u:p@h/?token=hush", "http://***@h/?***", ""),
     ],
@@ -45,6 +50,7 @@ def test_a_variable_is_shown_with_what_is_wrong(
 ) -> None:
     (found,) = doctor.environment({name: value, "HOME": "/home/somebody"})
     assert (found.name, found.value) == (name, shown)
+    assert "hush" not in found.problem
     assert (words in found.problem, bool(found.problem)) == (True, bool(words))
 
 
@@ -282,6 +288,12 @@ def test_what_is_read_and_with_whom(run: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SGLANG_MIXKV_DATA_PLANE", "nixl")
     text = run("--disaggregation-transfer-backend", "nixl")[1]
     assert "nixl: SGLANG_MIXKV_DATA_PLANE is set" in text
+    monkeypatch.delenv("SGLANG_MIXKV_DATA_PLANE")
+    monkeypatch.setenv("MC_FORCE_TCP", "")  # so that it is unset in the end
+    monkeypatch.delenv("MC_FORCE_TCP")
+    assert "TCP: MC_FORCE_TCP is set" in run("--disaggregation-transfer-backend=mooncake_tcp")[1]
+    assert os.environ["MC_FORCE_TCP"] == "1", "as SGLang resolves it"
+    assert run.asked[0] == Wire()
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ def test_what_would_start_another_server_stops_the_script() -> None:
     for variables in ({}, variable):
         refused("decode.sh", words, **MODELS, **variables, SGLANG_PLUGINS="other,mixkvs")
         assert printed("decode.sh", **MODELS, **variables, SGLANG_PLUGINS="other, mixkv")
-    for stock in ({}, {"SGLANG_ENABLE_MIXKV": "Off"}):
+    for word in ("", "Off", "n", "N", "false", "no", "0"):
+        stock = {"SGLANG_ENABLE_MIXKV": word}
         assert printed("prefill.sh", **MODELS, **stock, MIXKV="0", SGLANG_PLUGINS="other")
 
 

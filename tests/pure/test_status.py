@@ -184,6 +184,7 @@ SERVED = {
     "/decode/metrics": (page() + rooms(warm=8)).encode(),
     "/cold/metrics": (page() + rooms(prefill=TWO, lost=1)).encode(),
     "/html/metrics": b"<html>",
+    "/bell/metrics": (page() + rooms(prefill="h:1\x1b[2J", lost=1)).encode(),
 }
 
 
@@ -202,6 +203,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert [one["role"] for one in found["servers"]] == ["decode"]
         assert found["pairs"][0]["rooms"] == {"lost": 1}
         assert set(found["wrong"][0]) == {"where", "what", "remedy"}
+        assert status.main([f"{url}/bell"]) == 1
+        assert "h:1?[2J" in (text := capsys.readouterr().out), "a page controls no terminal"
+        assert text.replace("\n", "").isprintable()
+        assert str(RequestFailed("a\x1b[2J")) == "a?[2J"
         urls = ["http://127.0.0.1:9", f"{url}/none", f"{url}/html", "http://", "http://[::1"]
         urls += [f"http://user:hush@{address}/401", f"{url}/404?token=hush"]
         urls += ["http://127.0.0.1:9/a?token=hush", "http://user:hush@/a", "http://user:hush@[::1"]
