@@ -4,6 +4,7 @@ configuration run here, without a GPU or weights."""
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import pkgutil
@@ -11,8 +12,8 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -169,7 +170,7 @@ def server_of(
     return Server(
         **values, role=role, mode=mode, enabled=config.enabled, config=config, gpu=gpu,
         sglang=sglang_version(), attention_tp=attention_tp, target=target, stage=stage, draft=draft,
-        stock=tuple(f"{role}: {why}" for why in (*stock, *_ends(view, stage))),
+        stock=tuple(f"{role}: {why}" for why in stock or _ends(view, stage)),
         resolved=not stock, refused=tuple(refused), notes=tuple(f"{role}: {n}" for n in notes),
         tcp="MC_FORCE_TCP" in os.environ or os.environ.get("MOONCAKE_PROTOCOL") == "tcp",
     )  # fmt: skip
@@ -276,14 +277,14 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
     start it. Raises MixKVError with all flags that SGLang does not know."""
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
-    parser, words = _parser(), [*line.flags]
+    parser, words = _parser(), [*_flags(line.config), *line.flags]
     refused, ends = list[str](), list[str]()
-    merger, settings = ConfigArgumentMerger(parser), line.settings
+    merger = ConfigArgumentMerger(parser)
     if any(word.startswith("--config=") for word in words):
         raise unreadable("SGLang takes --config FILE only, and ignores --config=FILE")
     try:
-        if settings:
-            words = [*merger._convert_config_to_args(settings), *_without(words, *_FILES)]
+        if line.mounted and line.settings:
+            words = [*merger._convert_config_to_args(line.settings), *_without(words, *_FILES)]
         elif "--config" in words:
             words = list(merger.merge_config_with_args(words))
     except Exception as error:  # from SGLang or the YAML parser
@@ -302,6 +303,16 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
     if names:
         ends.append(f"neither Dynamo nor SGLang {sglang_version()} knows {' '.join(names)}{hint}")
     return args, refused, ends
+
+
+def _flags(settings: Mapping[Any, Any]) -> Iterator[str]:
+    """Write a mapping as flags: true is a flag alone, and false none."""
+    for key, value in settings.items():
+        if value not in (None, False):
+            yield f"--{str(key).replace('_', '-')}"
+        if value not in (None, False, True):
+            values = value if isinstance(value, list) else [value]
+            yield from (json.dumps(v) if isinstance(v, dict) else str(v) for v in values)
 
 
 _FILES = "--config", "--disagg-config", "--disagg-config-key"
@@ -382,14 +393,18 @@ def as_on(gpu: str) -> Iterator[None]:
     """Answer what SGLang asks about the GPU while it resolves a line, as this GPU would. The
     answers decide attention backends and KV types."""
     import torch
-    from sglang.srt.runtime_context import override_platform
+    from sglang.srt.runtime_context import _PLATFORM_PROBES, override_platform
+    from sglang.srt.utils import common
 
     capability, is_hopper = GPUS[gpu], gpu == "hopper"
     facts = dict.fromkeys(("is_sm90", "is_hopper_with_cuda_12_3"), is_hopper)
     facts |= dict.fromkeys(("is_sm100", "is_sm100_or_sm110", "is_blackwell"), not is_hopper)
     sm = 10 * capability[0] + capability[1]
-    with (
-        patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
-        override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts),
-    ):
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(patch.object(torch.cuda, "get_device_capability", lambda device=None: capability))
+        enter(override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts))
+        for fact, value in facts.items():  # some of SGLang's hooks ask these themselves
+            answer = partial(lambda value, *_, **__: value, value)
+            enter(patch.object(common, _PLATFORM_PROBES[fact], answer))
         yield

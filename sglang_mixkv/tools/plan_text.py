@@ -118,7 +118,7 @@ def _documents(text: str) -> list[Any]:
 def _pointed(given: Given, role: str) -> list[tuple[str, Line]]:
     """Follow a pointer; an entry that is YAML itself can be pointed into."""
     node: Any = _documents(given.text)
-    maps, volumes, is_compose = _maps(node), list[Any](), False
+    maps, volumes, is_compose, above = _maps(node), list[Any](), False, list[Any]()
     for word in given.pointer.split("/")[1:]:
         key = word.replace("~1", "/").replace("~0", "~")
         if isinstance(node, str):
@@ -126,12 +126,15 @@ def _pointed(given: Given, role: str) -> list[tuple[str, Line]]:
         if isinstance(node, dict):
             volumes = node.get("volumes") or volumes
             is_compose = is_compose or "services" in node
+        above.append(node)
         try:
             node = node[int(key) if isinstance(node, list) else key]
         except (KeyError, IndexError, ValueError, TypeError):
             has = [*node] if isinstance(node, dict) else f"{len(node or ())} entries"
             raise unreadable(f"{given.file}#{given.pointer} has no {key!r}; found {has}") from None
-    lines = [*_node(node, maps, volumes, is_compose)]
+    lines = _node(node, maps, volumes, is_compose)
+    if given.pointer.split("/")[-2:-1] == ["sglang_config"]:
+        lines = (line._replace(environ=_environment(above[-2], key)) for line in lines)
     return [(f"#{given.pointer}", line) for line in lines]
 
 
@@ -168,6 +171,9 @@ def _walk(
             volumes = node.get("volumes") or volumes
             if _mode_of(node):
                 yield where, Line({}, [], config=node)
+            for role, flags in (node.pop("sglang_config", None) or {}).items():
+                own = _environment(node, role)
+                yield f"{where}/sglang_config/{role}", Line(own, [], config=flags)
             for line in _container(node, maps, volumes, is_compose):
                 if line.launcher or "--model-path" in " ".join(line.flags):
                     yield where, line
@@ -178,6 +184,12 @@ def _walk(
         for key, child in children:
             step = str(key).replace("~", "~0").replace("/", "~1")
             yield from _walk(child, f"{where}/{step}", maps, volumes, seen, is_compose)
+
+
+def _environment(recipe: dict[Any, Any], role: str) -> dict[str, str]:
+    """The variables that a recipe of srt-slurm has for a role, beside its sglang_config."""
+    own = recipe.get(f"{role}_environment") or {}
+    return {str(name): str(value) for name, value in own.items()}
 
 
 def _mode_of(flags: Mapping[Any, Any]) -> str:

@@ -13,11 +13,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from rig.channel.contacts import contacted
@@ -29,6 +31,7 @@ from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank, routes
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_pair, plan_server
+from sglang_mixkv.tools.plan_launch import Row
 from sglang_mixkv.tools.plan_model import Model
 from sglang_mixkv.tools.plan_pair import SCHEMA, Plan, make_plan, need_of
 from sglang_mixkv.tools.plan_server import Server, read
@@ -486,6 +489,65 @@ def test_exit_statuses(
     plan_server._parser.cache_clear()
     assert tool.main([*prefill, *decode]) == 2
     assert capsys.readouterr().err.count("Run plan in the servers' image") == 1
+
+
+def test_rows_beside_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in a log; one that is damaged, foreign, of another version, or one of two, is one
+    sentence. Two rows are read without importing SGLang."""
+    sides = pair(2, 1, 8, enabled=False)
+    rows = [json.dumps(json.loads(msgspec.json.encode(Row(1, "0.4", side.sglang, side))),
+                       separators=(",", ":")) for side in sides]  # fmt: skip
+    files = [tmp_path / "prefill.log", tmp_path / "decode.json"]
+    files[0].write_text(f"a\n[server] {rows[0]}\nb {{\n")
+    files[1].write_text(rows[1])
+    both = ["--prefill", str(files[0]), "--decode", str(files[1])]
+    assert tool.main(both) == 1
+    assert "on neither side, and the pair needs it" in capsys.readouterr().out
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "sglang_mixkv", "plan", *both],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, "torch" in done.stderr) == (1, False)
+    other = rows[1].replace('"heads":0', '"heads":"0"')
+    for text, words in (
+        (rows[1][:-9], "the row is damaged"), (other, "the row is damaged"),
+        (rows[1].replace('plan":1', 'plan":2'), "has format 2, of sglang-mixkv 0.4; expected 1"),
+        (f"{rows[1]}\n{rows[0]}", "expected one row of SGLANG_MIXKV_PLAN, got 2"),
+        ('{"sglang_mixkv_plan":1,"plugin":"0.4","sglang":"1","error":"no model"}',
+         "SGLang 1 did not resolve the launch: no model"),
+    ):  # fmt: skip
+        files[1].write_text(text)
+        assert tool.main(both) == 2
+        assert (said := capsys.readouterr().err).count("\n") == 1
+        assert words in said
+
+
+def test_json_has_the_sizes_and_what_its_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """No list of equal numbers."""
+    lines = [flags(f"--tp {tp} {ROLE} {role}") for tp, role in ((2, "prefill"), (1, "decode"))]
+    words = ["--prefill", lines[0], "--decode", lines[1], "--json", "--decode-servers", "3"]
+    assert tool.main(words) == 0
+    plan = json.loads(capsys.readouterr().out)
+    moved = plan["transfer"]
+    assert (moved["readers"], moved["sources"], moved["heads"], moved["ranks"]) == (3, 2, 2, 2)
+    assert plan["decode"]["draft"]["facts"]["head_bytes"] == {"32": 2}
+    page = (Path(tool.__file__).parents[2] / "docs" / "tools.md").read_text()
+    table = page[page.index("`--json` has:") : page.index("## doctor")]
+    assert all(f"`{name}`" in table for name in plan), set(plan)
+    assert f"| {SCHEMA}; it changes" in table
+
+
+def test_a_terminal_is_told_what_plan_waits_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one second, and nobody else."""
+    monkeypatch.setattr(tool, "_plan", lambda args: time.sleep(1.5))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert tool.main(["--prefill", "", "--decode", ""]) == 2
+    assert capsys.readouterr().err == "SGLang is being asked about both lines ...\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    tool.main(["--prefill", "", "--decode", ""])
+    assert capsys.readouterr().err == ""
 
 
 @of_the_newest

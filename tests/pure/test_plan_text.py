@@ -255,6 +255,15 @@ def test_data_is_pointed_at(
     assert (found.mode, found.settings.get("tp-size", given.get("--tp"))) == (mode, size)
 
 
+def test_a_role_of_a_recipe_has_its_variables(tmp_path: Path) -> None:
+    """Of srt-slurm, whether it is pointed at or found."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("b: {decode_environment: {A: 1}, sglang_config: {decode: {model-path: m}}}")
+    for pointer in ("", "#/0/b/sglang_config/decode"):
+        found = split(load(f"{file}{pointer}"), "decode")
+        assert (found.environ, found.config) == ({"A": "1"}, {"model-path": "m"})
+
+
 def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
     """No value of theirs is printed, and each is read."""
     file = tmp_path / "a b.yaml"

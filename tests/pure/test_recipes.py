@@ -86,6 +86,12 @@ MODELS = {
         "num_attention_heads": 32, "sliding_window": 128, "compress_ratios": [0] * 43,
         "dspark_block_size": 5,
     },
+    "deepseek-ai/DeepSeek-V4.1": {
+        "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", **MLA, **INDEX,
+        "dtype": "bfloat16", "num_key_value_heads": 1, "num_hidden_layers": 43,
+        "num_attention_heads": 32, "sliding_window": 128, "compress_ratios": [0, 2] * 21 + [0],
+        "dspark_block_size": 5,
+    },
     "MiniMaxAI/MiniMax-M3": dense(
         "MiniMaxM3SparseForCausalLM", "mixtral", layers=60, heads=4, width=128,
         sparse_attention_config={"sparse_disable_index_value": [1] * 60},
@@ -437,6 +443,107 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f'option+=" {MTP} --disaggregation-ib-device mlx5_0,mlx5_1 "\n'
         f"{SERVER} --model-path $model_path ${{option}} \\\n --tp-size 8 --dtype bfloat16",
         "", "", False, "the drafter is MLA", {"noted": "mlx5_0,mlx5_1"}),
+    # Public lines of autumn 2026, each judged from SGLang 0.5.23's source.
+    "DeepSeek-V4.1 DSpark at unequal sizes": (
+        f"{SERVER} --model-path deepseek-ai/DeepSeek-V4.1 --moe-runner-backend marlin "
+        "--speculative-algorithm DSPARK", "--tp 4", "--tp 8", None, "",
+        {"found": ["SGLang refuses .* DSpark PD requires the same TP size"]}),
+    "DeepSeek-V4.1, one side with TRT-LLM's KV layout": (
+        f"{SERVER} --model-path deepseek-ai/DeepSeek-V4.1 --tp 4", "--dsv4-attn-backend trtllm", "",
+        None, "", {"gpu": "blackwell", "found": ["does not start it: --dsv4-attn-backend trtllm",
+                                                 "SGLang refuses .* KV layout mismatch"]}),
+    "a wide expert-parallel pair's staging, copied for Kimi (llm-d)": (
+        f"export SGLANG_DISAGG_STAGING_BUFFER=1\n{K26} {HEAD3} eagle3 {ON}", "",
+        "--dp 8 --enable-dp-attention", True, FROM_ONE,
+        {"share": 1.0, "found": ["prefill: SGLang ends at its start, since SGLANG_DISAGG_STAGING",
+                                 "decode: SGLang ends at its start"]}),
+    "staging in chunks that are no multiple of the page": (
+        f"SGLANG_DISAGG_STAGING_BUFFER=1 {GPT_OSS} --page-size 64 --chunked-prefill-size", "-1",
+        "-1", False, "both sides have",
+        {"found": ["prefill: SGLang ends .* multiple of the page, 64; got -1"]}),
+    "chunks that are no multiple of the page": (
+        f"{GPT_OSS} --page-size 64 --chunked-prefill-size", "4000", "8192", False,
+        "both sides have", {"found": ["prefill: .*chunked_prefill_size must be divisible by"]}),
+    "half of the speculative flags": (
+        f"{K26} --speculative-algorithm EAGLE3 --speculative-draft-model-path eagle3 {ON}",
+        "--speculative-num-steps 3", "--speculative-eagle-topk 1", False, "both sides have",
+        {"found": ["prefill: .*topk and --speculative-num-draft-tokens missing: give all three",
+                   "decode: .*num-steps and --speculative-num-draft-tokens missing"]}),
+    "a number of draft tokens that SGLang replaces": (
+        f"{K26} --speculative-algorithm EAGLE3 --speculative-draft-model-path eagle3 {ON} "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 9",
+        "", "--dp 8 --enable-dp-attention", True, FROM_ONE,
+        {"share": 1.0, "noted": "SGLang takes --speculative-num-draft-tokens 4 instead of 9"}),
+    "Mooncake over TCP by its own name": (
+        f"{GPT_OSS} --disaggregation-transfer-backend mooncake_tcp {ON}", "--tp 2", "--tp 4",
+        False, "by heads exactly", {"found": ["Mooncake's TCP, .* Use RDMA"]}),
+    "MC_FORCE_TCP=0, which Mooncake takes as set": (
+        f"export MC_FORCE_TCP=0\n{GPT_OSS} {ON}", "--tp 2", "--tp 4",
+        False, "by heads exactly", {"found": ["Mooncake's TCP, .* Use RDMA"]}),
+    "a flag of an older SGLang in Dynamo's wide recipe": (
+        f"python3 -m dynamo.sglang {MODE} {V31} --tp 8 --prefill-round-robin-balance --router-mode "
+        "kv --disaggregation-bootstrap-port $PORT", "", "--dp 8 --enable-dp-attention", False,
+        NEITHER, {"found": [r"\w+: neither Dynamo nor SGLang \S+ knows --prefill-round-r"] * 2}),
+    "Kimi-K3 with DCP on two nodes, rank and address as arguments": (
+        f"RANK=${{1:?rank}}; ADDR=${{2:?addr}}\nexport MC_FORCE_MNNVL=1\nexec {SERVER} "
+        '--model-path moonshotai/Kimi-K3 --nnodes 2 --node-rank "$RANK" --dist-init-addr "$ADDR" '
+        "--context-length ${CTX:-40960}", "--tp-size 8", "--tp-size 8 --dcp-size 8", False, NEITHER,
+        {"gpu": "blackwell", "noted": "CTX is taken as '40960'(.|\n)*--node-rank: RANK"}),
+    "GLM-5.2 on MI355X, a key and ports from the environment": (
+        f"{GLM} --tp-size 8 --api-key \"$API_KEY\" --port \"$PORT\" --kv-cache-dtype fp8_e4m3 "
+        "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-num-draft-tokens 3 "
+        "--speculative-eagle-topk 1 --disaggregation-ib-device '{\"0\":\"bnxt_re_bond0\"}'",
+        "", "--disaggregation-bootstrap-port \"$BOOTSTRAP_PORT\"", False, "the drafter is MLA",
+        {"noted": "--api-key: API_KEY is not set in it, and plan does not need it"}),
+    "a RoleBasedGroup of Dynamo workers, patches of a template": (
+        "roles:\n  - {name: processor, patch: {spec: {containers: [{command: [python3, -m, "
+        "dynamo.frontend]}]}}}\n" + "".join(
+            f"  - name: {role}\n    standalonePattern: {{patch: {{spec: {{containers: [{{command: "
+            f"[python3, -m, dynamo.sglang], args: [--disaggregation-mode={role}, "
+            f"--model-path=Qwen/QwQ-32B]}}]}}}}}}\n" for role in ("prefill", "decode")),
+        "", "", False, NEITHER, {}),
+    "SGLang's LeaderWorkerSet of two nodes: ports of the leader, the controller's size": (
+        "---\n".join(
+            f"leader: {{spec: {{containers: [{{command: {node}, args: [--port, '1']}}]}}}}\n"
+            f"worker: {{spec: {{containers: [{{command: {node}}}]}}}}\n"
+            for role, more in (("prefill", ""), ("decode", ", --enable-dp-attention, --dp, '16'"))
+            for node in [f"[python3, -m, sglang.launch_server, --model-path, moonshotai/Kimi-K2.5, "
+                         f"--tp, '16', --nnodes, $(LWS_GROUP_SIZE), --node-rank, "
+                         f"$(LWS_WORKER_INDEX), --disaggregation-mode, {role}{more}]"]),
+        "", "", False, NEITHER, {"noted": "--nnodes: LWS_GROUP_SIZE is filled in by"}),
+    "a recipe of srt-slurm, with DP attention and the role's variables": (
+        "backend:\n  type: sglang\n  prefill_environment: {SGLANG_ENABLE_MIXKV: '1'}\n"
+        "  decode_environment: {SGLANG_ENABLE_MIXKV: 1, MC_FORCE_MNNVL: '1'}\n  sglang_config:\n"
+        + "".join(
+            f"    {role}: {{model-path: moonshotai/Kimi-K2.5, tensor-parallel-size: 8, {more}"
+            f"disaggregation-mode: {role}, speculative_algorithm: EAGLE3, cuda-graph-bs-decode: "
+            "[1, 2], trust-remote-code: true, speculative-draft-model-path: eagle3}\n"
+            for role, more in (("prefill", ""), ("decode", "enable-dp-attention: true, "
+                                                 "data-parallel-size: 8, "))),
+        "", "", True, FROM_ONE, {"share": 1.0}),
+    "Dynamo's script with an array of tracing flags": (
+        "TRACE_ARGS=()\npython3 -m dynamo.frontend &\n" + "".join(
+            f"OTEL_SERVICE_NAME=w CUDA_VISIBLE_DEVICES=1 python3 -m dynamo.sglang --model-path "
+            f"Qwen/QwQ-32B --disaggregation-mode {role} --enable-metrics \"${{TRACE_ARGS[@]}}\" &\n"
+            for role in ("prefill", "decode")),
+        "", "", None, r"line 3 has \$\{TRACE_ARGS\[@\]\}(.|\n)*SGLANG_MIXKV_PLAN=prefill.json", {}),
+    "an image's script, which puts its words together": (
+        'if [ "$PD_ROLE" == prefill ]; then\n  ENGINE_ARGS="--disaggregation-mode prefill '
+        '$ENGINE_ARGS"\nfi\neval "python3 -m sglang.launch_server $ENGINE_ARGS"', "", "", None,
+        "expected a launch line of SGLang or Dynamo, found none", {}),
+    "Ascend's script, with a loop over addresses and its own environment": (
+        "for i in \"${!D_IP[@]}\"; do\n  source /usr/local/Ascend/set_env.sh\n"
+        f"  {SERVER} {V31} --host ${{D_IP[$i]}} --nnodes 2 --node-rank $i\ndone", "", "", None,
+        r"line 2 \(source\) can set anything", {}),
+    "two servers and the router in a page of commands": (
+        "".join(f"# {role} node\n{SERVER.replace('ROLE', role)} --model-path Qwen/QwQ-32B --port "
+                f"3000{n} --host 192.168.0.1{n} --tp-size 2\n"
+                for n, role in enumerate(("prefill", "decode")))
+        + "python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://a 8998\n",
+        "", "", False, NEITHER, {}),
+    "decode's line without a model": (
+        f"{MODE} --tensor-parallel-size=8", "--model-path Qwen/QwQ-32B", "--enable-hierarchical-ca"
+        "che", None, "decode: --model-path is missing on the launch line", {}),
 }  # fmt: skip
 
 
@@ -460,7 +567,7 @@ def test_the_plan_takes_the_pair(recipe: tuple[Any, ...], models: Path) -> None:
 
     def server(role: str, line: str) -> Any:
         whole = f"{both} {line}".replace("ROLE", role)
-        here = re.sub(rf"(?<=[ =])({names})(?=\s|$)", rf"{models}/\1", whole)
+        here = re.sub(rf"(?<=[ =])({names})(?=[\s,\]}}]|$)", rf"{models}/\1", whole)
         return read(role, here, gpu=says.get("gpu"))
 
     roles = zip(("prefill", "decode"), own, strict=True)
