@@ -34,7 +34,7 @@ from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 HOST, HEADS, PAGE, PAGES = "127.0.0.1", range(4), 4, 32
 TOKEN_BYTES = 2 * len(HEADS) * 16  # K and V of one layer
-SLOTS, SLOT_BYTES = 8, 1024
+SLOTS, SLOT_BYTES = 8, 1024  # prefill's slots, and the bytes of decode's, which are smaller
 SEGMENT = (SLOT_BYTES - SLOT_OVERHEAD) // TOKEN_BYTES  # tokens
 CANARY = 0xA5
 SOON_S = 20.0  # for what takes milliseconds on a machine that is not busy
@@ -150,6 +150,7 @@ class _Side:
     both) can be passed in, for example on a GPU; then `memory` is not what is transferred."""
 
     device: Callable[[DraftRows, Staging], Any] | None = None
+    size: tuple[int, int]  # slots, and their bytes
 
     def __init__(
         self, times: Times, rows: DraftRows | None = None, staging: Staging | None = None,
@@ -161,7 +162,7 @@ class _Side:
         self.memory[:] = CANARY
         entries = [torch.from_numpy(entry) for entry in self.memory]
         self.rows = rows or DraftRows(entries, HEADS)
-        self.staging = staging or Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
+        self.staging = staging or Staging(*self.size, torch.device("cpu"))
         self.slots, self.plane = SlotPool(self.staging.count, times), plane or Reads()
         self.instance, self.closed, self.notes = messages.draw_instance(), False, Reporter()
         self.plane.register(Memory(self.staging.address, self.staging.size, self.rows.device.index))
@@ -185,6 +186,8 @@ class _Side:
 
 
 class Prefill(_Side):
+    size = SLOTS, SLOT_BYTES + 512
+
     def __init__(self, times: Times, port: int = 0, host: str = HOST, **given: Any) -> None:
         super().__init__(times, **given)
         self.memory[:] = np.random.default_rng(port).integers(0, 256, self.memory.shape)
@@ -221,6 +224,8 @@ class Prefill(_Side):
 
 
 class Decode(_Side):
+    size = SLOTS + 3, SLOT_BYTES
+
     def __init__(
         self, times: Times, restarted: Callable[[bytes], None] = lambda _: None,
         lost: Callable[[bytes], None] = lambda _: None, **given: Any,
@@ -335,6 +340,6 @@ class Channel:
         return wait_for(
             lambda: (
                 [] == left(self.prefill.channel) == left(self.decode.channel)
-                and all(side.slots.free_slots == SLOTS for side in sides)
+                and all(side.slots.free_slots == side.slots.count for side in sides)
             )
         )
