@@ -220,6 +220,7 @@ HEADS = but(GQA, heads=4, states=("swa",), widths=(512,))  # of two heads, at at
         (HEADS, {}, {"widths": (256,)}, 4, ""),  # one head
         (HEADS, {}, {}, 4, "bytes of a token of the target"),
         (HEADS, {}, {"widths": (256,)}, 8, ""),  # replicated
+        (HEADS, {}, {"heads": 8, "widths": (1024,)}, 2, "bytes of a token of the target"),
         (HEADS, {"widths": (512, 1024)}, {"widths": (256, 512)}, 4, ""),  # a group of 8 heads
         (HEADS, {"widths": (512, 1024)}, {"widths": (256,)}, 8, "bytes of a token of the target"),
     ],

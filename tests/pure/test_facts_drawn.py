@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from sglang_mixkv.channel.handshake import Row, StagingFacts, Target, read_row
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.config import Config
 from sglang_mixkv.decode.compare import Difference, Severity, differences
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 
@@ -71,6 +73,43 @@ def test_every_number_and_every_name_has_its_bounds() -> None:
 
     walk(ROW, "")
     assert paths == set(LENGTHS) | {p.removesuffix(".0").removesuffix(".1") for p in NUMBERS}
+
+
+# Where both sides have a number, a test in which it differs between them: were both alike in every
+# test, either could stand in the other's place. Of settings, and of facts.
+BY_RANK = "protocol/test_matrix.py::test_every_byte"
+BYTES = "protocol/test_random.py::test_random_case"
+BUFFERS = "pure/test_facts.py::test_each_buffer_of_prefill_finds_its_own_on_decode"
+COMPARED = "pure/test_facts.py::test_what_two_rows_differ_in"
+UNLIKE = {
+    "config.staging_mb": BYTES, "config.patience": BYTES,
+    "config.port": "protocol/test_manager.py::test_a_port_of_its_own_or_any_free_one",  # prefill's
+    "protocol": "pure/test_plan_drawn.py::test_a_pair_uses_the_newest_version_of_all_its_ranks",
+    **dict.fromkeys(("rank_port", "attn_tp", "attn_tp_rank", "draft.tp", "draft.rank"), BY_RANK),
+    "pp_rank": "protocol/test_matrix.py::test_dcp_from_stages_of_one_rank",
+    "aux_item_lens": COMPARED, "topk": COMPARED,
+    "target.stages": "protocol/test_matrix.py::test_dcp_from_stages_of_one_rank",
+    "target.dcp": "protocol/test_matrix.py::test_dcp_from_a_server_without_it",
+    **dict.fromkeys(
+        ("target.heads", "target.entries", "target.drafts", "target.widths", "target.units"),
+        BUFFERS,
+    ),
+    "draft.facts.total_heads": COMPARED, "draft.facts.head_bytes": COMPARED,
+    **dict.fromkeys(("staging.base", "staging.slot_bytes", "staging.slots"), BYTES),
+    "patience": "pure/test_times.py::test_prefills_slot_is_done_with_by_the_smaller_patience",
+}  # fmt: skip
+
+
+def test_each_number_differs_between_the_sides_of_a_test() -> None:
+    """A number that is new in a row or in the settings has its line in UNLIKE."""
+    numbers = {path.removesuffix(".0").removesuffix(".1") for path in NUMBERS} | {"patience"}
+    for name in Config.__struct_fields__:
+        if type(getattr(Config(), name)) in (int, float):
+            numbers.add(f"config.{name}")
+    assert set(UNLIKE) == numbers
+    for file, _, test in (where.partition("::") for where in UNLIKE.values()):
+        code = (Path(__file__).parents[1] / file).read_text()
+        assert f"\ndef {test}(" in code, f"{file} has no {test}"
 
 
 @pytest.mark.parametrize("path", NUMBERS)
