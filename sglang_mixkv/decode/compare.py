@@ -12,7 +12,7 @@ slots, weights and model names (two names may stand for one model).
 The plugin does not touch the target. But an operator who enables it wants correct answers, and
 between some pairs SGLang itself corrupts the target without an error, or hangs, with or without a
 drafter. Functions named below are in disaggregation/ of SGLang 0.5.23;
-tests/protocol/test_target_alone.py shows each case.
+tests/protocol/test_target_alone.py shows cases of each kind.
 """
 
 from __future__ import annotations
