@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-MAX_NOTICES = 4096  # in flight to other servers; beyond that, a server waits for its timeout
+MAX_NOTICES = 4096  # in flight, and sockets for them; beyond that, a server waits for its timeout
 
 
 def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:

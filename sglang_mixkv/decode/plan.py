@@ -37,7 +37,7 @@ def judge(
     """Return why requests to a server with these rows are cold ("" if warm), and the differences
     that are tolerated. Raises MixKVError if it is refused. `serve_mismatch`: a different drafter
     means cold, not refused."""
-    _check_instances(rows)
+    _check_unique(rows)
     for row in rows:
         readers_of(row.attn_tp, own.attn_tp)
     known = {str(d): d for row in rows for d in differences(row, own)}
@@ -88,10 +88,11 @@ def _row_of(info: Any, rows: Rows) -> Row:
     return rows[rank]
 
 
-def _check_instances(rows: Collection[Row]) -> None:
-    if len({row.instance for row in rows}) < len(rows):
+def _check_unique(rows: Collection[Row]) -> None:
+    addresses = [row.address for row in rows if row.address]
+    if len({row.instance for row in rows}) < len(rows) or len({*addresses}) < len(addresses):
         raise refuse(
-            "MIXKV-PAIR-04", "an instance of its own for each prefill rank",
+            "MIXKV-PAIR-04", "an instance and an address of its own for each prefill rank",
             "one that two ranks share", "heads of one of them would never be read",
             "Restart the prefill server",
         )  # fmt: skip

@@ -21,7 +21,8 @@ from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.transfer import server_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.engine import draft_pool
-from sglang_mixkv.engine.bootstrap import KEY, DraftBootstrapServer
+from sglang_mixkv.engine.bootstrap import KEY, SIZES, DraftBootstrapServer
+from sglang_mixkv.engine.prefill_http import check_sizes
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankContext
 from sglang_mixkv.engine.receiver import DraftReceiver
@@ -117,6 +118,11 @@ class DraftManager:
         asking.prefill_info_table = {}
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
         return asking.prefill_info_table.get(address)
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """Refuse a server that says it has too many ranks, before SGLang lists them."""
+        check_sizes([getattr(info, name) for name in SIZES])
+        super()._resolve_rank_mapping(info)  # type: ignore[misc]
 
     def apply_prefill_status(self, *, failure_reason: str | None = None, **status: Any) -> None:
         """Ignore an abort on prefill if deferred release is off: the pages would be freed while

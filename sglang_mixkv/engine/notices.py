@@ -27,7 +27,8 @@ class RefusedRequests:
 
     def add(self, ranks: Ranks, receiver: Any) -> None:
         """Send ABORTs to `ranks` from a copy of `receiver`, SGLang's receiver that fails."""
-        if self._under_way < MAX_NOTICES:
+        sockets = getattr(self._class, "_socket_cache", ())
+        if max(self._under_way, len(sockets)) < MAX_NOTICES:
             self._background.run(self._notify(ranks, copy.copy(receiver)))
 
     async def _notify(self, ranks: Ranks, receiver: Any) -> None:

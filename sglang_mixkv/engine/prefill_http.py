@@ -12,11 +12,11 @@ import itertools
 import logging
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from ipaddress import ip_address
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -25,13 +25,13 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from sglang_mixkv.background import in_thread
 from sglang_mixkv.channel.handshake import Row, read_row
 from sglang_mixkv.engine.bootstrap import PATH, SIZES
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.errors import MixKVError, refuse
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 ASK_S = 5.0
 MAX_BODY = 4 << 20  # 256 rows of 16 KiB, about ten times their real size
-MAX_RANKS = 4096
+MAX_RANKS = 1024  # of a prefill server
 LOOKED_UP = 1024  # names at once
 FRESH_S = 0.3  # after which a name's last answer is used, if it has one
 REMEMBERED = 4096  # names
@@ -41,7 +41,7 @@ Ranks = list[dict[str, Any]]
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    rows: tuple[msgspec.Raw, ...]
+    rows: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 async def fetch(address: str, names: AbstractResolver) -> Rows:
@@ -86,6 +86,16 @@ def _unreadable(error: object) -> MixKVError:
     )
 
 
+def check_sizes(counts: Sequence[int]) -> int:
+    """Return how many ranks a server of these SIZES has; MixKVError if none, or too many."""
+    if min(counts) < 1 or (ranks := math.prod(counts)) > MAX_RANKS:
+        raise refuse(
+            "MIXKV-PAIR-04", f"a prefill server of 1 to {MAX_RANKS} ranks", f"sizes {counts}",
+            "decode would list and connect to them all", "Use a smaller server",
+        )  # fmt: skip
+    return ranks
+
+
 async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
     """Fetch `rank_ip` and `rank_port` of all ranks of a refused prefill server from its bootstrap
     server (common/conn.py _handle_route_get), for SGLang's ABORT; [], logged, if that fails."""
@@ -93,8 +103,7 @@ async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
         async with asyncio.timeout(ASK_S):
             sizes = await _route(address, names, -1, -1, -1, -1)
             counts = [int(sizes[name]) for name in SIZES]
-            if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
-                raise ValueError(f"{counts} ranks")
+            check_sizes(counts)
             every = itertools.product(*map(range, counts))
             found = [await _route(address, names, *ranks) for ranks in every]
             # IP addresses only: the I/O thread of SGLang's own sockets would look names up.

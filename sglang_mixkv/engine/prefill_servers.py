@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import threading
 import time
 from collections.abc import Sequence
@@ -29,9 +30,10 @@ from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.decode.cold import Cold
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.transfer import Peer
+from sglang_mixkv.engine.bootstrap import SIZES
 from sglang_mixkv.engine.notices import RefusedRequests
-from sglang_mixkv.engine.prefill_http import Names, Ranks, Rows, fetch, ranks_of
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.engine.prefill_http import Names, Ranks, Rows, check_sizes, fetch, ranks_of
+from sglang_mixkv.errors import MixKVError, refuse
 
 if TYPE_CHECKING:
     from sglang_mixkv.engine.manager import DraftManager
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 1024  # tasks; threads
+MAX_LINKS = 8192  # ranks of all servers; each takes three file descriptors and some 85 KiB
 AGAIN_S = 5.0  # before a refused server is asked again, for a request that waits a second for it
 CHECK_S = 1.0  # between checks of a ready server; the longest pause in asking a silent one
 SOON_S = 0.05  # the first pause in asking a silent server
@@ -61,6 +64,7 @@ class _Server:
         self.rows: Rows = {}
         self.cold: Cold = ""  # why all its requests are cold, if they are
         self.peers: list[Peer] = []
+        self.links = 0  # places for its ranks, of MAX_LINKS
         self.ready = self.doubted = self.gone = False
         # by the identities of SGLang's entries, which it keeps alive: SGLang frees them on its own
         self.plans: dict[tuple[int, ...], tuple[Sequence[Any], Plan]] = {}
@@ -233,22 +237,51 @@ class PrefillServers:
                 del self._refusals[address]
                 self._table.pop(address, None)
 
+    def _admit(self, server: _Server, info: PrefillServerInfo) -> list[Row]:
+        """Return the rows of the ranks that requests may contact, of no more than the server's own
+        sizes allow. Admit no more than this process has files for."""
+        rows = server.rows.values()
+        stage = max((row.pp_rank for row in rows if row.draft), default=None)
+        contacted = [
+            row for row in rows
+            if row.pp_rank == stage and row.attn_tp_rank in info.target_tp_ranks and row.address
+        ]  # fmt: skip
+        ranks = check_sizes([getattr(info, name) for name in SIZES])
+        most = len(info.target_tp_ranks) * info.dp_size * info.attn_cp_size
+        if len(rows) > ranks or len(contacted) > most:
+            raise refuse(
+                "MIXKV-PAIR-04", f"facts of {ranks} ranks, {most} of them for this rank",
+                f"{len(rows)} and {len(contacted)}", "some could not be told from others",
+                "Restart the prefill server",
+            )  # fmt: skip
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        places = min(MAX_LINKS, files // 6) if files > 0 else MAX_LINKS
+        with self._lock:
+            server.links = 0
+            if len(contacted) + sum(s.links for s in self._servers.values()) > places:
+                raise MixKVError(
+                    "MIXKV-MSG-02",
+                    f"its {len(contacted)} ranks and those that are connected would be more than "
+                    f"{places}, for which this process has files. Raise `ulimit -n`",
+                )
+            server.links = len(contacted)
+        return contacted
+
     def _connect(self, server: _Server) -> PrefillServerInfo:
         """Connect to each rank that requests may contact; return SGLang's entry for the server."""
         is_cold = self._manager.local.config.on_draft_mismatch == "cold"
         server.cold, served = judge(server.rows.values(), self._own, serve_mismatch=is_cold)
-        for difference in served:
+        for difference in served[:8]:
             logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", server.address, difference)
         try:
             info = self._manager.resolve(server.address)
+        except MixKVError:
+            raise
         except Exception as error:  # if page sizes or KV dtypes differ
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:
             raise ConnectionError("SGLang's GET /route has failed")
-        rows = server.rows.values()
-        stage = max((row.pp_rank for row in rows if row.draft), default=None)
-        contacted = (r for r in rows if r.attn_tp_rank in info.target_tp_ranks and r.address)
-        for row in (r for r in contacted if r.pp_rank == stage):
+        for row in self._admit(server, info):
             try:
                 link = self._channel.dial(row, server.address)
             except Exception as error:

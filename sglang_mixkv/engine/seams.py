@@ -48,6 +48,7 @@ _FUNCTIONS = {
     f"{_MANAGER}__init__": "args disaggregation_mode server_args is_mla_backend",
     f"{_MANAGER}_register_topology_row": "url payload",  # this rank's row travels with SGLang's
     f"{_MANAGER}try_ensure_parallel_info": "bootstrap_addr",  # waits for facts and connections
+    f"{_MANAGER}_resolve_rank_mapping": "info",  # refuses a server of too many ranks
     f"{_MANAGER}apply_prefill_status": "failure_reason",  # ignores aborts without deferred release
     f"{_MANAGER}record_failure": "bootstrap_room failure_reason",  # why a request fails
     # notifies decode of an abort on prefill
@@ -113,7 +114,7 @@ _NAMES = {
     f"{_SRT}managers.io_struct:AbortReq": "finished_reason rid",
     # a server's ranks, also as keys of GET /route's answer; those that requests contact
     f"{_CONN}PrefillRankInfo": "rank_ip rank_port",
-    f"{_CONN}PrefillServerInfo": "target_tp_ranks",
+    f"{_CONN}PrefillServerInfo": "attn_cp_size attn_tp_size dp_size pp_size target_tp_ranks",
     # the decode ranks of a request, which are notified
     f"{_PD}mooncake.conn:TransferInfo": "dst_port endpoint is_dummy",
     f"{_PD}nixl.conn:TransferInfo": "dst_port endpoint is_dummy",

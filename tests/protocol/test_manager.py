@@ -36,7 +36,7 @@ from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.engine import gpu
 from sglang_mixkv.engine import manager as managers
 from sglang_mixkv.engine import rank as ranks
-from sglang_mixkv.engine.bootstrap import KEY
+from sglang_mixkv.engine.bootstrap import KEY, SIZES
 from sglang_mixkv.engine.draft_pool import Draft
 from sglang_mixkv.engine.manager import MIXINS, DraftManager, mixed
 from sglang_mixkv.engine.pool_hooks import DraftPoolContext
@@ -44,6 +44,25 @@ from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.guards.early_sends import EarlySends
 from sglang_mixkv.series import ABORTED
+
+
+def test_sizes_of_a_prefill_server_are_bounded_before_sglang_lists_its_ranks() -> None:
+    listed = list[Any]()
+
+    class Stock:
+        def _resolve_rank_mapping(self, info: Any) -> None:
+            listed.append(info)
+
+    one = type("Mixed", (DraftManager, Stock), {"__init__": lambda _: None})()
+    for sizes in ((1, 1, 1, 1), (4, 2, 8, 16)):
+        names = zip(SIZES, sizes, strict=True)
+        one._resolve_rank_mapping(SimpleNamespace(**dict(names)))
+    assert len(listed) == 2
+    for sizes in ((1, 1, 1 << 40, 1), (4, 2, 8, 17), (1, 0, 1, 1), (1, -1, -1, 1)):
+        with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
+            one._resolve_rank_mapping(SimpleNamespace(**dict(zip(SIZES, sizes, strict=True))))
+    assert len(listed) == 2
+
 
 FACTS = DraftFacts("Llama", "EAGLE3", 4, (16, 16), "uint8")
 LAYOUT = DraftLayout(FACTS, 2, 1)

@@ -102,7 +102,7 @@ def test_nothing_is_listed_in_vain_and_there_are_few() -> None:
     """Each is work with each release of SGLang, and one that nobody uses would refuse an SGLang for
     nothing."""
     assert METHODS - touched() == set()
-    assert len(SEAMS) <= 48
+    assert len(SEAMS) <= 49
 
 
 @cache

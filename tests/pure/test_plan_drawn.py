@@ -25,7 +25,7 @@ SIZES = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)]
 def row(name: str, facts: DraftFacts | None, tp: int, rank: int, **changed: Any) -> Row:
     """Of a rank, whose port is told by its name."""
     plain = Row(
-        PROTOCOL, "0.4.0", "0.5.23", name.encode().ljust(8), HOST, 9000, "tcp://10.0.0.1:1", tp,
+        PROTOCOL, "0.4.0", "0.5.23", name.encode().ljust(8), HOST, 9000, f"tcp://{name}", tp,
         rank, 0, (8, 8), "mooncake", Target(0, 61, layer_ids=False, even=True), 1,
         facts and DraftLayout(facts, tp, rank),
         facts and StagingFacts("mooncake", b"", 4096, 1 << 20, 16),

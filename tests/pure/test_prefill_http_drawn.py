@@ -193,7 +193,7 @@ def test_where_a_server_does_not_say_them_no_rank_is_known(
 
 
 def test_a_server_of_as_many_ranks_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prefill_http.MAX_RANKS == 4096
+    assert prefill_http.MAX_RANKS == 1024
     assert (prefill_http.ASK_S, prefill_http.MAX_BODY) == (5.0, 4 << 20)
     monkeypatch.setattr(prefill_http, "MAX_RANKS", 6)
     for counts, known in (((1, 2, 3, 1), 6), ((1, 7, 1, 1), 0)):

@@ -18,10 +18,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import pytest
-from rig.channel.servers import PORT, TOKENS, Site, answer_of, publishing, row_of
+from rig.channel.servers import PORT, TOKENS, Site, answer_of, publishing, row_of, sizes
 from rig.channel.threads import Prefill, wait_for
 from rig.process.answers import many, serving, silent
 
+from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
@@ -249,7 +250,7 @@ def test_servers_whose_routes_hang_hold_a_thread_each(
             resolving[of] += 1
             if of != address:
                 go.wait()
-            return SimpleNamespace(target_tp_ranks=[0])
+            return sizes()
 
         site.manager.resolve = resolve
         hung = many(address, MANY - 1 + full)
@@ -389,6 +390,115 @@ def test_a_server_of_another_drafter_is_refused_unless_an_operator_wants_its_req
             assert wait_for(lambda: site.held()["sockets"] == 1)  # the channel thread adds it
 
 
+# ---------------------------------------------------------------- what one server may cost
+
+
+def rows_at(prefill: Prefill, *places: tuple[int, int]) -> list[Row]:
+    """Return rows of ranks that differ in all that is a rank's own, at these places: attention-TP
+    rank and stage. None of their addresses answers."""
+    return [
+        row_of(
+            prefill, instance=draw_instance(), rank_port=PORT + number, attn_tp=2, attn_tp_rank=tp,
+            pp_rank=stage, address=f"tcp://127.0.0.1:{number + 1}",
+        )
+        for number, (tp, stage) in enumerate(places)
+    ]  # fmt: skip
+
+
+FOUR = {"attn_tp_size": 2, "dp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("places", "said", "code", "dialled"),
+    [
+        ([(0, 0), (1, 0)] * 2, FOUR, "MSG-02", {1, 3}),
+        ([(0, 0), (0, 1)], {"pp_size": 2}, "MSG-02", {2}),
+        ([(0, 0), (0, 0), (1, 0)], FOUR, "MSG-02", {1, 2}),
+        ([(0, 0), (1, 0)] * 2 + [(1, 0)], FOUR, "PAIR-04", set()),  # more than its sizes say
+        ([(0, 0)] * 3 + [(1, 0)], FOUR, "PAIR-04", set()),  # more for this rank than these say
+        ([(0, 0)] * 2, {"attn_cp_size": 2}, "MSG-02", {1, 2}),
+        ([(0, 0)] * 3, {"attn_cp_size": 2}, "PAIR-04", set()),
+        ([(0, 0)], {"dp_size": 0}, "PAIR-04", set()),
+        ([(0, 0)] * 2, {"dp_size": prefill_http.MAX_RANKS + 1}, "PAIR-04", set()),
+        ([(0, 0)] * prefill_http.MAX_RANKS, {"dp_size": prefill_http.MAX_RANKS}, "MSG-02",
+         set(range(1, prefill_http.MAX_RANKS + 1))),
+        ([(0, 0)] * (prefill_http.MAX_RANKS + 1), {"dp_size": prefill_http.MAX_RANKS}, "PAIR-02",
+         set()),
+    ],
+)  # fmt: skip
+def test_decode_connects_to_the_ranks_that_its_requests_can_contact_and_no_others(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]],
+    said: dict[str, int], code: str, dialled: set[int],
+) -> None:  # fmt: skip
+    """Whatever a server publishes. What it says of its own size holds, and one maximum."""
+    links = list[Any]()
+
+    def dial(row: Row, server: str) -> Any:
+        links.append(int(row.address.rpartition(":")[2]))
+        if len(links) == len(dialled):
+            raise ConnectionError
+        return SimpleNamespace(peer=row.instance)
+
+    monkeypatch.setattr(site.decode.channel, "dial", dial)
+    monkeypatch.setattr(site.decode.channel, "add", lambda _: None)
+    site.manager.resolve = lambda _: sizes(**said)
+    with publishing(*rows_at(prefill, *places)) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert f"[MIXKV-{code}]" in str(site.servers.refuse(address, None))
+    assert sorted(links) == sorted(dialled)
+
+
+def test_an_address_is_connected_to_once(site: Site, prefill: Prefill) -> None:
+    """Two ranks that name one are refused. Those without a channel name none."""
+    same = [msgspec.structs.replace(one, address="tcp://127.0.0.1:1") for one in
+            rows_at(prefill, (0, 0), (0, 0))]  # fmt: skip
+    with publishing(*same) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert "[MIXKV-PAIR-04]" in str(site.servers.refuse(address, None))
+    none = [msgspec.structs.replace(one, address="") for one in rows_at(prefill, (0, 0), (0, 0))]
+    with publishing(row_of(prefill, rank_port=1), *none) as address:
+        assert site.is_ready(address)
+        assert site.servers.refuse(address, None) is None
+
+
+@pytest.mark.parametrize("by", ["ranks", "files"])
+def test_all_servers_together_have_so_many_ranks(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """The next one is refused in words, and costs those that are connected nothing. What is given
+    up makes room."""
+    assert prefill_servers.MAX_LINKS == 8192
+    if by == "ranks":
+        monkeypatch.setattr(prefill_servers, "MAX_LINKS", 2)
+    else:
+        monkeypatch.setattr(prefill_servers.resource, "getrlimit", lambda _: (12, 12))
+    monkeypatch.setattr(prefill_servers, "AGAIN_S", 0.0)
+    one, two = Prefill(Times()), Prefill(Times())
+    both = [row_of(one), row_of(two, rank_port=PORT + 1)]
+    with publishing(row_of(prefill)) as known, publishing(*both) as large:
+        assert site.is_ready(known)
+        assert wait_for(lambda: site.servers.ensure(large))
+        assert "ulimit -n" in str(site.servers.refuse(large, None))
+        assert site.request(known, prefill) == "warm"
+        site.servers.forget(known)
+        site.servers.forget(large)
+        assert site.is_ready(large)
+        assert site.servers.refuse(large, None) is None
+        assert wait_for(lambda: site.held()["sockets"] == 2)
+    for side in (one, two):
+        side.close()
+
+
+def test_aborts_for_refused_servers_have_so_many_sockets(site: Site) -> None:
+    """They are open as long as any is to be sent."""
+    aborts, most, ran = site.servers._aborts, notices.MAX_NOTICES, list[Any]()
+    for count, runs in ((most, 0), (most - 1, 1)):
+        aborts._class = SimpleNamespace(_socket_cache=dict.fromkeys(range(count)))
+        aborts._background = SimpleNamespace(run=lambda work: ran.append(work.close()))
+        aborts.add([], SimpleNamespace())
+        assert len(ran) == runs
+
+
 # ---------------------------------------------------------------- what stays behind
 
 
@@ -434,8 +544,8 @@ def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
         return link
 
     monkeypatch.setattr(site.decode.channel, "dial", slow)
-    other = row_of(prefill, instance=draw_instance(), rank_port=PORT + 1)
-    with publishing(row_of(prefill), other) as address:
+    second = Prefill(Times())
+    with publishing(row_of(prefill), row_of(second, rank_port=PORT + 1)) as address:
         assert not site.servers.ensure(address)
         assert wait_for(lambda: site.servers.ensure(address) or dialling.is_set())
         site.servers.forget(address)
@@ -445,6 +555,7 @@ def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
         assert len(dialled) == 1
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
+    second.close()
 
 
 def test_nothing_is_held_of_a_server_one_of_whose_ranks_cannot_be_reached(
@@ -831,6 +942,7 @@ def test_the_end_of_a_refusals_minute_ends_nothing_later(
 def test_plans_are_those_of_the_ranks_that_a_request_has(site: Site, prefill: Prefill) -> None:
     """They are made once. SGLang frees its entries when its pool is cleared, and new ones have
     their identities."""
+    site.manager.resolve = lambda _: sizes(dp_size=8)
     rows = [row_of(prefill)] + [
         row_of(prefill, rank_port=PORT + rank, instance=draw_instance(), address="")
         for rank in range(1, 8)

@@ -48,8 +48,9 @@ TEXTS: dict[str, Callable[[], object]] = {
     "[[0]]. As it is, part of the drafter's cache would never be written. Use attention-TP sizes "
     "where one divides the other.":
         lambda: layout.routes([range(1)], range(2)),
-    "[MIXKV-PAIR-04] expected an instance of its own for each prefill rank; got one that two "
-    "ranks share. As it is, heads of one of them would never be read. Restart the prefill server.":
+    "[MIXKV-PAIR-04] expected an instance and an address of its own for each prefill rank; got one "
+    "that two ranks share. As it is, heads of one of them would never be read. Restart the prefill "
+    "server.":
         lambda: plan.judge([ROW, ROW], ROW, serve_mismatch=False),
     "[MIXKV-PAIR-01] expected sglang-mixkv in every process of the prefill server; got none in the "
     "rank at 10.0.0.1:7. As it is, its draft KV would be missing, or land in the target's pages. "

@@ -43,6 +43,12 @@ def row_of(prefill: Prefill, **changes: Any) -> Row:
     return msgspec.structs.replace(own, **changes)
 
 
+def sizes(**changed: int) -> SimpleNamespace:
+    """Return SGLang's entry for a server of these sizes; attention-TP rank 0 is contacted."""
+    same = dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1)
+    return SimpleNamespace(target_tp_ranks=[0], **{**same, **changed})
+
+
 class Site:
     """`reasons`: why requests were refused."""
 
@@ -54,7 +60,7 @@ class Site:
         own = row(self.decode.instance, "", StagingFacts(self.decode.plane.name, b"", 0, 1, 2))
         self.manager = SimpleNamespace(
             prefill_info_table=self.table, decode_channel=self.decode.channel,
-            resolve=lambda _: SimpleNamespace(target_tp_ranks=[0]),
+            resolve=lambda _: sizes(dp_size=4),
             connection_lock=threading.Lock(), connection_pool={},
             local=SimpleNamespace(
                 config=Config(), reporter=SimpleNamespace(refused=self.reasons.append)
