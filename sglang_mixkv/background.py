@@ -1,19 +1,49 @@
-"""An event loop in a thread of its own, and threads for calls that may hang."""
+"""An event loop in a thread of its own, threads for calls that may hang, and the end of them all.
+
+Every thread of the plugin is a daemon, so that none holds up SGLang's exit. But CPython ends a
+daemon thread where it next asks for the GIL; if that is in a destructor of C++, as in torch or a
+data plane, the process aborts. So they are asked to end at exit, and joined briefly.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, Protocol
+from weakref import WeakSet, WeakValueDictionary
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 MAX_NOTICES = 4096  # in flight, and sockets for them; beyond that, a server waits for its timeout
+
+
+END_S = 0.5
+
+
+class Stoppable(Protocol):
+    def stop(self) -> None:
+        """Have the threads end soon, without waiting for them."""
+
+
+stoppable: WeakSet[Stoppable] = WeakSet()
+"""What to stop at exit. Its threads keep it alive."""
+
+
+@atexit.register
+def end_threads() -> None:
+    """Stop the plugin's threads, and wait up to END_S for all of them."""
+    for one in list(stoppable):
+        one.stop()
+    until = time.monotonic() + END_S
+    for thread in threading.enumerate():
+        if thread.name.startswith("mixkv-"):
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -38,7 +68,14 @@ class Background:
         self._loop = asyncio.new_event_loop()
         self.running: set[Future[Any]] = set()
         self._sending: WeakValueDictionary[Any, asyncio.Lock] = WeakValueDictionary()
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        stoppable.add(self)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Start this coroutine without waiting for it; its exception is logged."""

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVarTuple
 
+from sglang_mixkv.background import stoppable
 from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.channel.sockets import EventQueue, Poller
 from sglang_mixkv.channel.times import Times
@@ -64,7 +65,7 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Worker(ABC):
-    """`names`: of the channel thread, and of the one that copies. Both end with the process."""
+    """`names`: of the channel thread, and of the one that copies."""
 
     names: tuple[str, str]
 
@@ -83,6 +84,12 @@ class Worker(ABC):
             self._copies = HostCopier(store, reporter.moved, self.names[1], self._queue.wake)
         self._ticked, self._stopping = 0.0, False
         self._thread = threading.Thread(target=self._run, name=self.names[0], daemon=True)
+        stoppable.add(self)
+
+    def stop(self) -> None:
+        """End both threads soon. Copies in flight end first."""
+        self._stopping = True
+        self._queue.wake()
 
     @property
     def broken(self) -> bool:
@@ -122,6 +129,9 @@ class Worker(ABC):
                 self._act()
         except Exception:
             logger.exception("[MIXKV-SELF-01] the channel ends; drafters are cold until a restart")
+        finally:
+            if isinstance(self._copies, HostCopier):
+                self._copies.stop()
 
     def _calls(self, ready: list[Any]) -> Iterator[Call]:
         """Yield the calls of one iteration. Each is timed after it has been obtained."""

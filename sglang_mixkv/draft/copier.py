@@ -156,6 +156,9 @@ class HostCopier(Copier):
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def stop(self) -> None:
+        self._work.put(None)
+
     def _run(self) -> None:
         self._store.rows.use_device()
         while (copy := self._work.get()) is not None:

@@ -37,6 +37,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "draft/kernels.py": ({"triton"}, {"draft.slot_format"}),
     "draft/rows_gpu.py": ({"numpy", "torch"}, {"draft"}),
     "channel/": ({"msgspec", "zmq"}, {"channel", "draft", "errors"}),
+    "channel/loop.py": (set(), {"background", "channel", "draft.copier"}),
     "channel/mooncake.py": ({"mooncake"}, {"channel", "errors"}),
     "channel/nixl.py": ({"msgspec", "nixl"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),

@@ -126,11 +126,9 @@ class Reporter:
 def stop(worker: Any) -> None:
     """End a channel's threads, which in a server end with the process, and close what they hold.
     Copies in flight end first; no copy reads anything after this."""
-    worker._stopping = True
-    worker._queue.wake()
+    worker.stop()
     worker._thread.join(SOON_S)
     if isinstance(worker._copies, HostCopier):
-        worker._copies._work.put(None)
         worker._copies._thread.join(SOON_S)
     elif isinstance(worker._copies, GpuCopier):
         for ticket, _, _ in worker._copies._flying:

@@ -1,0 +1,78 @@
+"""The interpreter's end in the middle of traffic: no thread of the plugin is left to be ended by it
+in the middle of a call, which aborts the process where that call is in C++."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+ROOMS = 20  # before the end
+
+
+def left() -> None:
+    print("left:", *(one.name for one in threading.enumerate() if one.name.startswith("mixkv-")))
+
+
+def run(plane: str, hangs: str) -> None:
+    atexit.register(left)  # before the plugin is imported, so that it is called after its own
+    from rig.channel import threads
+
+    from sglang_mixkv.background import Background, in_thread
+    from sglang_mixkv.channel.mooncake import Mooncake
+    from sglang_mixkv.channel.nixl import Nixl
+    from sglang_mixkv.channel.times import Times
+    from sglang_mixkv.draft import copier
+
+    makes: dict[str, Any] = {"mooncake": lambda: Mooncake("127.0.0.1"), "nixl": Nixl}
+    planes = [makes[plane]() if plane in makes else None for _ in range(2)]
+    copier.AT_ONCE = 0 if plane == "copies" else copier.AT_ONCE  # in threads of their own
+    prefill = threads.Prefill(Times(), plane=planes[0])
+    decode = threads.Decode(Times(), plane=planes[1])
+    peer, background, done = decode.reach(prefill.row), Background("mixkv-ask", 2), list[int]()
+    if hangs:
+        in_thread("mixkv-name", time.sleep, 600)
+
+    def traffic(first: int) -> None:
+        for room in range(first, first + 1_000_000):
+            sent, handle = prefill.send(room, 20), decode.open(room, 20, peer)
+            while handle.state is None:
+                time.sleep(1e-4)
+            prefill.channel.end(sent)
+            decode.channel.close(handle)
+            done.append(room)
+
+    for number in range(2):
+        threading.Thread(target=traffic, args=(number * 1_000_000,), daemon=True).start()
+    assert threads.wait_for(lambda: len(done) >= ROOMS)
+    assert background.running == set()
+
+
+@pytest.mark.parametrize(
+    ("plane", "hangs"),
+    [("fake", ""), ("copies", ""), ("fake", "hangs"), ("mooncake", ""), ("nixl", "")],
+)
+def test_no_thread_is_left_at_the_end(plane: str, hangs: str) -> None:
+    """Except one that hangs, which nothing waits for."""
+    env = os.environ | {
+        "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp",
+    }  # fmt: skip
+    command = [sys.executable, __file__, plane, hangs]
+    ended = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("left:"))
+    assert line.split()[1:] == ["mixkv-name"] * bool(hangs)
+    assert ended.returncode == 0, ended.stderr[-500:]
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])
