@@ -75,6 +75,7 @@ class Background:
         self._loop.run_forever()
 
     def stop(self) -> None:
+        self._loop.set_exception_handler(lambda *_: None)  # tasks that have not ended
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
