@@ -282,10 +282,13 @@ def test_a_right_pair_is_decided_by_prompts_that_differ() -> None:
         for _ in range(2):
             right = draw.binomial(3, (length - 1) / 3, 80)
             tokens = tuple(range(int(right.sum()) + 80))
-            counts = tuple(np.bincount(right, minlength=4).tolist())
+            counts = tuple(np.bincount(right).tolist())
             sides.append(Answer(tokens, 80, counts, dp_rank=None))
         asked.append(Asked((9,), *sides))
     found = compare(asked, 0.05)
+    assert len({len(one.single.rounds_by_right_drafts) for one in asked}) > 1
+    tokens = sum(len(one.single.tokens) for one in asked)
+    assert found.single.accept_length == tokens / (64 * 80)
     low, high = found.interval or (0, 9)
     assert low < found.ratio < high < low + 0.06
     assert found.verdict is Verdict.WITHIN

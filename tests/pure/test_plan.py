@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from rig.channel.contacts import contacted
 
 import mixkv_demo
+from sglang_mixkv.__main__ import run
 from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank, routes
@@ -573,3 +574,10 @@ def test_a_tool_ends_quietly_when_its_reader_has_gone(words: list[str]) -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_tool_that_is_interrupted_has_a_shells_status_for_it() -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert run(interrupted) == 128 + signal.SIGINT
