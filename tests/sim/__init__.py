@@ -11,6 +11,7 @@ breakers and messages, in a simulated world of networks, memory, processes and S
     faults             what goes wrong, one class per kind; spared: which requests stay warm
     checks             what must hold nevertheless
     judge              how long rooms may wait, and whose fault a cold one is: a second opinion
+    wire               whether a decode rank delayed its peers itself, by what happened to stamps
     mistakes           mistakes put into the code, which must be found
     every              a small world in which few things are late, in every possible way
     runner             many schedules, replay, and cutting down a failing one

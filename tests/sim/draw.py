@@ -13,7 +13,7 @@ SCENES = (
     *("any",) * 24, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
     "unopened", "reuse", "waiting", "waiting", "crowded", "ended", "ended", "restart", "hung",
     "hung", "gone", "liar", "numbers", "batches", "aborted", "spoiled", "spoiled",
-    "suspended", "forward",
+    "suspended", "forward", "stranger",
 )  # fmt: skip
 LARGE = 0.02  # how many clusters have up to 16 ranks a server; each takes as long as ten others
 PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
@@ -260,6 +260,9 @@ class Draw:
                 if rng.random() < 0.2:
                     return [faults.Broken(rng.random() * 0.1, where)]
                 return [faults.Hang(rng.random() * 0.02, where, seconds, None, what)]
+            case "stranger":
+                when, mode = first.arrival, rng.choice(("", "gone", "spy"))
+                return [faults.Stranger(when, prefill, 0.5, None, mode, 100)]
             case "spoiled":
                 return [faults.Reads(0.0, rank, 20.0, prefill, "wrong", rng.randint(1, 4))]
             case "gone":

@@ -445,13 +445,14 @@ class Lies(Fault, often=1):
 
 class Stranger(Fault, often=1):
     """Sends a prefill rank `count` messages of a reader that nobody knows: it acknowledges nothing,
-    and takes what it is sent, unless the `mode` is "gone"."""
+    and takes what it is sent, unless the `mode` is "gone". "spy": it knows numbers and readers of
+    the server's requests, which may be cold because of that."""
 
     holds_slots = True
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
-        mode, count = at.rng.choice(("", "gone")), at.rng.randint(1, 40)
+        mode, count = at.rng.choice(("", "gone", "spy")), at.rng.randint(1, 40)
         return cls(at.time, at.prefill, at.rng.choice((0.05, 0.5, 3)), None, mode, count)
 
     @classmethod
@@ -459,25 +460,33 @@ class Stranger(Fault, often=1):
         yield cls(0, prefill, 0.01, None, "", 3)
 
     def begin(self, world: World) -> None:
-        if not self.mode:
+        if self.mode != "gone":
             world.unnoticed[b"stranger"] = world.clock.now + 100
         for _ in range(self.count):
             world.clock.after(world.clock.rng.random() * self.seconds, self._speak, world)
 
+    def spares(self, request: Request) -> bool:
+        return super().spares(request) and self.mode != "spy"
+
     def _speak(self, world: World) -> None:
         process = self.rank(world)
-        message = decode(encode(self._message(world.clock.rng, process)))
+        message = decode(encode(self._message(world, process)))
         received = process.machine.received, (b"stranger", message)
         process.step("stranger", process.handle, (received,))
 
-    def _message(self, rng: random.Random, process: Process) -> Message:
+    def _message(self, world: World, process: Process) -> Message:
+        rng = world.clock.rng
         generation, room = rng.randint(1, 1 << 62), (1 << 40) + rng.randint(0, 3)
+        name = b"evil%04d" % rng.randint(0, 3)
+        if self.mode == "spy":
+            room = abs(rng.choice(world.spec.requests).number) & ((1 << 63) - 1)
+            name = rng.choice([name, *(one.instance for one in world.processes)])
         if rng.random() < 0.2:
             some = [(rng.randint(0, 40), rng.randint(1, 1 << 50)) for _ in range(rng.randint(1, 9))]
             return Ack(tuple(some))
         if rng.random() < 0.1:
             return Fail(room, generation, "closed", "")
-        own, name = process.place.layout.heads, b"evil%04d" % rng.randint(0, 3)
+        own = process.place.layout.heads
         start, stop = sorted(rng.choices(range(own.start, own.stop + 1), k=2))
         heads = rng.choice(((start, stop), (start, stop), (0, 1 << 16)))
         sizes = 1, 80, process.place.slot_bytes, 1 << 40

@@ -397,6 +397,18 @@ def nobody_is_heard(patch: Patch) -> None:
     patch.setattr(slots.SlotPool, "sign", lambda *_, **__: None)
 
 
+@mistake("lease", "stranger")
+def any_ack_frees_a_slot(patch: Patch) -> None:
+    real = slots.SlotPool.acknowledge
+
+    def acknowledge(self: Any, some: Any, read: float | None = None) -> Any:
+        published = self._published
+        own = [(slot, published[slot][1]) for slot, _ in some if slot in published]
+        return real(self, own, read)
+
+    patch.setattr(slots.SlotPool, "acknowledge", acknowledge)
+
+
 @mistake("left", "dead_readers")
 def no_slot_expires(patch: Patch) -> None:
     patch.setattr(slots.SlotPool, "expire", lambda *_: [])
