@@ -107,7 +107,7 @@ class Posting(data_plane.DataPlane):
     def _register(self, memory: data_plane.Memory) -> bytes:
         return b""
 
-    def _open(self, peer: data_plane.Peer) -> None: ...
+    def _open(self, peer: data_plane.RemoteMemory) -> None: ...
 
     def _post(self, read: data_plane.Read, extents: Sequence[data_plane.Extent]) -> None:
         self.posted += extents
@@ -115,7 +115,7 @@ class Posting(data_plane.DataPlane):
     def _check(self, read: data_plane.Read) -> str:
         return ""
 
-    def _drop(self, peer: data_plane.Peer) -> None: ...
+    def _drop(self, peer: data_plane.RemoteMemory) -> None: ...
 
 
 def endpoint(data: bytes) -> None:
@@ -131,7 +131,7 @@ def endpoint(data: bytes) -> None:
         for remote in (BASE, BASE - 1, BASE + MEMORY.size - length, BASE + MEMORY.size)
     ]
     for some in (*([one] for one in extents), extents):
-        plane.start("read", data_plane.Peer(found), some)
+        plane.start("read", data_plane.RemoteMemory(found), some)
     begin, end = found.memory.address, found.memory.address + found.memory.size
     for _, remote, length in plane.posted:
         assert begin <= remote <= remote + length <= end, "a read outside the peer's memory"

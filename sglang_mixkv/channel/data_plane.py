@@ -79,13 +79,13 @@ Extent = tuple[int, int, int]
 """A range to read: its local address, remote address and length."""
 
 
-class Peer:
-    """A rank to read from. `link`: the backend's name for it. `reads`: how many are in flight. Once
+class RemoteMemory:
+    """A rank to read from. `name`: the backend's name for it. `reads`: how many are in flight. Once
     it is `gone`, no read starts, and the end of the last one releases it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.link: str | None = None
+        self.name: str | None = None
         self.reads, self.gone = 0, False
 
 
@@ -93,7 +93,7 @@ class Read:
     """`error`: None while bytes may land, then "" if all arrived, else the reason. `failed`: the
     error it will end with. Only the thread that started a read checks whether it has ended."""
 
-    def __init__(self, peer: Peer, tag: Any = None) -> None:
+    def __init__(self, peer: RemoteMemory, tag: Any = None) -> None:
         self.peer, self.tag = peer, tag
         self.handle: Any = None
         self.failed = ""
@@ -121,14 +121,14 @@ class DataPlane(ABC):
         """True while `ended` has yet to return a read that was started."""
         return bool(self._running)
 
-    def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
+    def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> RemoteMemory:
         """Return a new peer, once a byte of its memory has been read. Raises ConnectionError if
         that fails, and ValueError if `endpoint` is not one of this backend.
 
         The first tries may fail: once per socket that Mooncake still has to an earlier process at
         this address, and while NIXL still has a broken connection to the peer, until the reads over
         it have ended."""
-        peer, until = Peer(decode(endpoint, self.name)), time.monotonic() + seconds
+        peer, until = RemoteMemory(decode(endpoint, self.name)), time.monotonic() + seconds
         if any(read.peer.endpoint == peer.endpoint for read in self._unanswered):
             raise ConnectionError("the peer has not answered an earlier connection")
         try:
@@ -141,7 +141,7 @@ class DataPlane(ABC):
             raise
         return peer
 
-    def _answers(self, peer: Peer, until: float) -> bool:
+    def _answers(self, peer: RemoteMemory, until: float) -> bool:
         """Connect to the peer, and return whether a byte of its memory can be read."""
         assert self._memory is not None
         try:
@@ -158,7 +158,7 @@ class DataPlane(ABC):
             time.sleep(POLL_S)
         return not read.error
 
-    def start(self, tag: Any, peer: Peer, extents: Sequence[Extent]) -> None:
+    def start(self, tag: Any, peer: RemoteMemory, extents: Sequence[Extent]) -> None:
         """Start one transfer. If it fails immediately, `ended` returns its error."""
         read = Read(peer, tag)
         self._running.append(read)
@@ -167,7 +167,7 @@ class DataPlane(ABC):
         else:
             read.error = "outside the registered memory"
 
-    def _are_inside(self, peer: Peer, extents: Sequence[Extent]) -> bool:
+    def _are_inside(self, peer: RemoteMemory, extents: Sequence[Extent]) -> bool:
         here, there = self._memory, peer.endpoint.memory
         if here is None:
             return False
@@ -191,7 +191,7 @@ class DataPlane(ABC):
         self._running = [read for read in self._running if read.error is None]
         return [(read.tag, read.error or "") for read in ended]
 
-    def forget(self, peer: Peer) -> None:
+    def forget(self, peer: RemoteMemory) -> None:
         """Make new reads from the peer fail, and release it once its last read has ended.
         Idempotent; any thread may call it."""
         with self._lock:
@@ -200,7 +200,7 @@ class DataPlane(ABC):
         if is_over:
             self._release(peer)
 
-    def _release(self, peer: Peer) -> None:
+    def _release(self, peer: RemoteMemory) -> None:
         try:
             self._drop(peer)
         except Exception:
@@ -247,8 +247,8 @@ class DataPlane(ABC):
         """Register the memory, and return the endpoint's session."""
 
     @abstractmethod
-    def _open(self, peer: Peer) -> None:
-        """Set or replace `peer.link`. No read from the peer is in flight. May block or raise."""
+    def _open(self, peer: RemoteMemory) -> None:
+        """Set or replace `peer.name`. No read from the peer is in flight. May block or raise."""
 
     @abstractmethod
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
@@ -261,5 +261,5 @@ class DataPlane(ABC):
         again. A read whose check raises has ended."""
 
     @abstractmethod
-    def _drop(self, peer: Peer) -> None:
-        """Release `peer.link` if it is set. No read from the peer is in flight."""
+    def _drop(self, peer: RemoteMemory) -> None:
+        """Release `peer.name` if it is set. No read from the peer is in flight."""

@@ -16,7 +16,7 @@ from sglang_mixkv.draft.layout import DraftLayout, Heads, Name, Rank
 
 MAX_ROW_BYTES = 64 << 10
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+Few = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -25,14 +25,14 @@ class Target(msgspec.Struct, frozen=True):
     buffers of a drafter that SGLang sends. The sizes that occur, `widths`: of a buffer's page;
     `units`: of linear-attention state, for each row that TP cuts."""
 
-    heads: Count
-    entries: Count
+    heads: Few
+    entries: Few
     layer_ids: bool
     even: bool
     stages: Heads = 1
     dcp: Heads = 1
     states: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
-    drafts: Count = 0
+    drafts: Few = 0
     widths: Annotated[tuple[Size, ...], Meta(max_length=64)] = ()
     units: Annotated[tuple[Size, ...], Meta(max_length=64)] = ()
 

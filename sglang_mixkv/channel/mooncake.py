@@ -34,7 +34,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read, refused
+from sglang_mixkv.channel.data_plane import (
+    DataPlane,
+    Endpoint,
+    Extent,
+    Memory,
+    Read,
+    RemoteMemory,
+    refused,
+)
 
 METADATA = 1  # HandShakeRequestType
 LONGEST = 1 << 18  # bytes of an answer, which usually has a few thousand
@@ -75,10 +83,10 @@ class Mooncake(DataPlane):
             raise refused(f"Mooncake to register {memory.size} bytes", f"code {code}")
         return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
-    def _open(self, peer: Peer) -> None:
+    def _open(self, peer: RemoteMemory) -> None:
         answer = _ask(peer.endpoint.session.decode())
-        peer.link = self._names.get(peer.endpoint) or _hand(answer, next(self._numbers))
-        self._names[peer.endpoint] = peer.link
+        peer.name = self._names.get(peer.endpoint) or _hand(answer, next(self._numbers))
+        self._names[peer.endpoint] = peer.name
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         """Start one transfer per range: `transfer_check_status` checks only the first range of a
@@ -87,11 +95,11 @@ class Mooncake(DataPlane):
         read.handle = []  # Mooncake's numbers of the transfers in flight
         for local, remote, length in extents:
             number = self._engine.batch_transfer_async_read(
-                read.peer.link, [local], [remote], [length]
+                read.peer.name, [local], [remote], [length]
             )
             if not 0 < number < 1 << 63:  # not a pointer: 0, or -1, perhaps as unsigned
                 self._names.pop(read.peer.endpoint, None)  # it may not be open
-                raise ConnectionError(f"Mooncake rejected a read from {read.peer.link}")
+                raise ConnectionError(f"Mooncake rejected a read from {read.peer.name}")
             read.handle.append(number)
 
     def _check(self, read: Read) -> str | None:
@@ -104,8 +112,8 @@ class Mooncake(DataPlane):
             read.handle.pop()
         return ""
 
-    def _drop(self, peer: Peer) -> None:
-        peer.link = None  # Mooncake keeps its entry, about a hundred bytes
+    def _drop(self, peer: RemoteMemory) -> None:
+        peer.name = None  # Mooncake keeps its entry, about a hundred bytes
 
 
 def _ask(session: str) -> bytes:

@@ -34,7 +34,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Read, RemoteMemory, refused
 
 UNBLOCKED = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it occupies a core
@@ -50,7 +50,7 @@ class Nixl(DataPlane):
         super().__init__()
         self._kind, self._device = "DRAM", 0
         self._naming = threading.Lock()
-        self._named: defaultdict[str, set[Peer]] = defaultdict(set)
+        self._named: defaultdict[str, set[RemoteMemory]] = defaultdict(set)
         try:
             self._agent: Any = _new_agent()
             self._agent.create_backend(backend, UNBLOCKED.get(backend, {}) | dict(parameters or {}))
@@ -66,17 +66,17 @@ class Nixl(DataPlane):
             raise refused(f"NIXL to register {memory.size} bytes", repr(error)) from error
         return bytes(self._agent.get_agent_metadata())
 
-    def _open(self, peer: Peer) -> None:
+    def _open(self, peer: RemoteMemory) -> None:
         """Connect. Peers of one agent share a name and a connection. A retry first removes the
         name, since the connection may be broken, unless one of them has reads in flight."""
         with self._naming:
-            if peer.link is not None:
+            if peer.name is not None:
                 with self._lock:  # no read may begin before the name is gone: it would fail
-                    if not any(other.reads for other in self._named[peer.link]):
-                        self._agent.remove_remote_agent(peer.link)
+                    if not any(other.reads for other in self._named[peer.name]):
+                        self._agent.remove_remote_agent(peer.name)
             name = self._agent.add_remote_agent(peer.endpoint.session)
-            peer.link = name.decode() if isinstance(name, bytes) else name
-            self._named[peer.link].add(peer)
+            peer.name = name.decode() if isinstance(name, bytes) else name
+            self._named[peer.name].add(peer)
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         agent, (kind, device) = self._agent, _place(read.peer.endpoint.memory)
@@ -84,7 +84,7 @@ class Nixl(DataPlane):
         there = [(remote, length, device) for _, remote, length in extents]
         handle = agent.initialize_xfer(
             "READ", agent.get_xfer_descs(here, self._kind), agent.get_xfer_descs(there, kind),
-            read.peer.link,
+            read.peer.name,
         )  # fmt: skip
         if agent.transfer(handle) == "ERR":
             raise ConnectionError("NIXL rejected the read")
@@ -94,14 +94,14 @@ class Nixl(DataPlane):
         state = self._agent.check_xfer_state(read.handle)
         return {"DONE": "", "PROC": None}.get(state, f"NIXL reports {state}")
 
-    def _drop(self, peer: Peer) -> None:
-        if (link := peer.link) is None:
+    def _drop(self, peer: RemoteMemory) -> None:
+        if (name := peer.name) is None:
             return
         with self._naming:
-            self._named[link].discard(peer)
-            if not self._named[link]:
-                del self._named[link]
-                self._agent.remove_remote_agent(link)
+            self._named[name].discard(peer)
+            if not self._named[name]:
+                del self._named[name]
+                self._agent.remove_remote_agent(name)
 
 
 def _place(memory: Memory) -> tuple[str, int]:

@@ -14,7 +14,7 @@ STRIKES = 3
 FIRST_WAIT, LONGEST_WAIT, PROBE = 1.0, 30.0, 2.0
 
 
-class _State:
+class _PeerState:
     def __init__(self) -> None:
         self.strikes = 0
         self.wait = 0.0
@@ -30,7 +30,7 @@ class Breaker:
     """The state of each peer with strikes, until it is forgotten. Callers pass the time."""
 
     def __init__(self) -> None:
-        self._states: dict[bytes, _State] = {}
+        self._states: dict[bytes, _PeerState] = {}
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
         """Return whether a request that needs all these peers must start cold. If not, it may
@@ -55,7 +55,7 @@ class Breaker:
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
         """Count a request whose KV did not come from this peer. Return whether that opens its
         breaker."""
-        state = self._states.setdefault(peer, _State())
+        state = self._states.setdefault(peer, _PeerState())
         was_open = state.is_open
         if was_open and generation not in state.probes:
             return False  # this request began before the breaker opened

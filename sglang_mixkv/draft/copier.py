@@ -24,7 +24,7 @@ from sglang_mixkv.draft.slot_format import SlotCheck
 if TYPE_CHECKING:
     from sglang_mixkv.channel.data_plane import DataPlane
     from sglang_mixkv.draft.rows import DraftRows, Staging
-    from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket
+    from sglang_mixkv.draft.rows_gpu import BatchTicket, GpuRows
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -197,7 +197,7 @@ class GpuCopier(Copier):
         assert store.device is not None
         self._device = store.device
         self._waiting: deque[tuple[Copy, Any]] = deque()  # with the device's job for it
-        self._flying: deque[tuple[Ticket, list[Copy], float]] = deque()
+        self._flying: deque[tuple[BatchTicket, list[Copy], float]] = deque()
         self._over: list[Ended] = []
 
     @property

@@ -18,7 +18,7 @@ Kernels on this stream see what the device had done when the host started them. 
                 that may still write these rows must be done. If the GPU does not itself order a
                 NIC's writes, they are flushed first (Driver.needs_flush).
     clear       As for unpack.
-    afterwards  Once `Ticket.over` is true, forwards that use the rows may be launched on any
+    afterwards  Once `BatchTicket.over` is true, forwards that use the rows may be launched on any
                 stream, slots may be read or filled again, and pages may be freed.
 
 Starting a batch takes six driver calls, polling it one; none gives up the GIL. Only `pages`, which
@@ -51,7 +51,7 @@ KERNELS = {"pack": ("pack", "seal"), "unpack": ("unpack", "settle"), "clear": ("
 UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MAX_BATCH).cast("q")
 
 
-class Job(NamedTuple):
+class GpuJob(NamedTuple):
     """A segment checked by `GpuRows.job`: `tokens` tokens from token `first` of `pages` on, `width`
     heads from the rank's head `head` on, and the slot at this address in units."""
 
@@ -64,7 +64,7 @@ class Job(NamedTuple):
     stamp: int
 
 
-class Ticket(Event):
+class BatchTicket(Event):
     """A started batch. The thread that started it polls `done`; a gate that closes polls `over`."""
 
     def __init__(self, driver: Driver, buffers: _BatchBuffers, count: int, free: list[Any]) -> None:
@@ -96,7 +96,7 @@ class _BatchBuffers:
         pointers = [ctypes.addressof(value) for value in self._values]
         self.parameters = (ctypes.c_void_p * len(pointers))(*pointers)
 
-    def write(self, jobs: Sequence[Job]) -> int:
+    def write(self, jobs: Sequence[GpuJob]) -> int:
         """Write the jobs, then their page numbers. Return the number of bytes to upload."""
         end = len(jobs) * JOB.size
         for number, (address, pages, *numbers) in enumerate(jobs):
@@ -168,7 +168,7 @@ class GpuRows:
     def job(
         self, pages: memoryview, first: int, tokens: int, heads: range | None = None, slot: int = 0,
         stamp: int = 0,
-    ) -> Job:  # fmt: skip
+    ) -> GpuJob:  # fmt: skip
         """Make a job. `pages`: from the method `pages`. `heads`: global numbers. To clear, pass
         neither heads nor a slot: all heads are cleared. Raises ValueError if anything is out of
         range."""
@@ -185,7 +185,7 @@ class GpuRows:
             raise ValueError(f"{tokens} tokens of {width} heads do not fit slot {slot}")
         address = (staging.address + slot * staging.slot_bytes) // UNIT
         used = pages[4 * (first // page) : 4 * -(-(first + tokens) // page)]
-        return Job(address, used, first % page, tokens, head, width, stamp)
+        return GpuJob(address, used, first % page, tokens, head, width, stamp)
 
     @property
     def can_start(self) -> bool:
@@ -198,7 +198,7 @@ class GpuRows:
             raise ValueError(f"pages up to {found.max()}: the pool has {self._num_pages}")
         return memoryview(found.astype(np.int32).tobytes())
 
-    def start(self, what: str, jobs: Sequence[Job]) -> Ticket:
+    def start(self, what: str, jobs: Sequence[GpuJob]) -> BatchTicket:
         """Start a batch that fills slots ("pack"), puts segments into their rows ("unpack"; zeros
         if a slot does not hold what its job says), or zeroes all heads of rows ("clear"). It must
         fill no slot and write no row twice."""
@@ -214,13 +214,13 @@ class GpuRows:
             for name in KERNELS[what]:
                 function, shared = self._kernels[name]
                 driver.launch(function, grids[name], 32 * WARPS, shared, buffers.parameters)
-            return Ticket(driver, buffers, len(jobs), self._free)
+            return BatchTicket(driver, buffers, len(jobs), self._free)
         except Exception:
             driver.drain()
             self._free.append(buffers)
             raise
 
-    def _grids(self, jobs: Sequence[Job]) -> dict[str, tuple[int, int, int]]:
+    def _grids(self, jobs: Sequence[GpuJob]) -> dict[str, tuple[int, int, int]]:
         """Return each kernel's grid, for the largest job. The surplus programs of smaller jobs find
         nothing to do, nor do those that settle correct slots."""
         tiles = 1

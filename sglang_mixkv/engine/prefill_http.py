@@ -23,7 +23,8 @@ import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from sglang_mixkv.background import in_thread
-from sglang_mixkv.channel.handshake import Row, read_row
+from sglang_mixkv.channel.handshake import read_row
+from sglang_mixkv.decode.plan import Rows
 from sglang_mixkv.engine.bootstrap import PATH, SIZES
 from sglang_mixkv.errors import MixKVError, refuse
 
@@ -36,11 +37,10 @@ LOOKED_UP = 1024  # names at once
 FRESH_S = 0.3  # after which a name's last answer is used, if it has one
 REMEMBERED = 4096  # names
 
-Rows = dict[tuple[str, int], Row]
 Ranks = list[dict[str, Any]]
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _AllRows(msgspec.Struct, frozen=True):
     rows: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_RANKS)]
 
 
@@ -71,7 +71,7 @@ async def fetch(address: str, names: AbstractResolver) -> Rows:
 def read_rows(body: bytes) -> Rows:
     """Decode an answer's rows. MixKVError unless they are in a protocol that this build reads."""
     try:
-        answer = msgspec.json.decode(body, type=_Answer)
+        answer = msgspec.json.decode(body, type=_AllRows)
         rows = [read_row(bytes(row)) for row in answer.rows]
     except (ValueError, RecursionError) as error:
         raise _unreadable(error) from None

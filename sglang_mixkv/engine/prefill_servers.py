@@ -28,11 +28,11 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang_mixkv.background import Background
 from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.decode.cold import Cold
-from sglang_mixkv.decode.plan import Plan, judge, make_plan
+from sglang_mixkv.decode.plan import Plan, Rows, judge, make_plan
 from sglang_mixkv.decode.transfer import Peer
 from sglang_mixkv.engine.bootstrap import SIZES
 from sglang_mixkv.engine.notices import RefusedRequests
-from sglang_mixkv.engine.prefill_http import Names, Ranks, Rows, check_sizes, fetch, ranks_of
+from sglang_mixkv.engine.prefill_http import Names, Ranks, check_sizes, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError, refuse
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ STAND_IN = PrefillServerInfo(
 """Stands in for a refused server's sizes. With a DP size of 1, SGLang asks for no DP rank."""
 
 
-class _Server:
+class _PrefillServer:
     """A server that is being asked, or is ready. `peers`, `gone` and SGLang's table change under
     the lock; the scheduler sets `asked`; its task owns the rest until the table has the server."""
 
@@ -88,7 +88,7 @@ class PrefillServers:
         self._table: dict[str, Any] = manager.prefill_info_table
         self._channel = manager.decode_channel
         self._lock = threading.Lock()
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, _PrefillServer] = {}
         self._refusals: dict[str, _Refusal] = {}
         self._places = asyncio.Semaphore(ASKED_AT_ONCE)
         self._names = Names()
@@ -111,7 +111,7 @@ class PrefillServers:
                 return True
             if server is None or server.ready:
                 self._drop(address)
-                server = self._servers[address] = _Server(address)
+                server = self._servers[address] = _PrefillServer(address)
                 self._background.run(self._look_after(server))
             server.asked = now
         return False
@@ -177,7 +177,7 @@ class PrefillServers:
 
     # -- the server's task, and its thread
 
-    async def _look_after(self, server: _Server) -> None:
+    async def _look_after(self, server: _PrefillServer) -> None:
         pause, silent = SOON_S, ""
         while self._is_needed(server):
             try:
@@ -196,7 +196,7 @@ class PrefillServers:
             await asyncio.sleep(CHECK_S if server.ready else pause)
             pause = min(2 * pause, CHECK_S)
 
-    def _is_needed(self, server: _Server) -> bool:
+    def _is_needed(self, server: _PrefillServer) -> bool:
         with self._lock:
             is_asked = server.asked > time.monotonic() - KNOWN_S
             is_needed = server.address in self._table if server.ready else is_asked
@@ -204,7 +204,7 @@ class PrefillServers:
                 self._drop(server.address)
             return not server.gone
 
-    async def _open(self, server: _Server) -> None:
+    async def _open(self, server: _PrefillServer) -> None:
         async with self._places:
             server.rows = await fetch(server.address, self._names)
         info = await self._background.in_thread(self._connect, server)
@@ -213,7 +213,7 @@ class PrefillServers:
                 self._refusals.pop(server.address, None)
                 server.ready, self._table[server.address] = True, info
 
-    async def _recheck(self, server: _Server) -> None:
+    async def _recheck(self, server: _PrefillServer) -> None:
         try:
             same = await fetch(server.address, self._names) == server.rows
         except MixKVError:
@@ -221,7 +221,7 @@ class PrefillServers:
         if not same and not server.gone:
             self.forget(server.address)
 
-    async def _refuse(self, server: _Server, error: MixKVError) -> None:
+    async def _refuse(self, server: _PrefillServer, error: MixKVError) -> None:
         address = server.address
         async with self._places:
             ranks = await ranks_of(address, self._names)
@@ -237,7 +237,7 @@ class PrefillServers:
                 del self._refusals[address]
                 self._table.pop(address, None)
 
-    def _admit(self, server: _Server, info: PrefillServerInfo) -> list[Row]:
+    def _admit(self, server: _PrefillServer, info: PrefillServerInfo) -> list[Row]:
         """Return the rows of the ranks that requests may contact, of no more than the server's own
         sizes allow. Admit no more than this process has files for."""
         rows = server.rows.values()
@@ -267,7 +267,7 @@ class PrefillServers:
             server.links = len(contacted)
         return contacted
 
-    def _connect(self, server: _Server) -> PrefillServerInfo:
+    def _connect(self, server: _PrefillServer) -> PrefillServerInfo:
         """Connect to each rank that requests may contact; return SGLang's entry for the server."""
         is_cold = self._manager.local.config.on_draft_mismatch == "cold"
         server.cold, served = judge(server.rows.values(), self._own, serve_mismatch=is_cold)

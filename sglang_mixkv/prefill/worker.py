@@ -28,7 +28,7 @@ from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-Chunk = tuple["SendHandle", int, int, bool, Pages]  # what Machine.add_chunk takes
+HeldChunk = tuple["SendHandle", int, int, bool, Pages]  # what Machine.add_chunk takes
 
 SNDMORE = int(zmq.SNDMORE)  # pyzmq makes an enum at each use
 PARTS = 1024  # frames of one message to skip per look; each takes 0.5 us
@@ -64,7 +64,7 @@ class PrefillWorker(Worker):
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
         super().__init__(machine, reporter, times, store)
         self._poller.register(self._socket)
-        self._held = HeldBack[Chunk]()  # until their forwards are over
+        self._held = HeldBack[HeldChunk]()  # until their forwards are over
         self._lost: set[bytes] = set()
         self._inside = False  # the frame that was received last is not its message's last
         self._thread.start()

@@ -29,20 +29,25 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.tools import as_json, parser
-from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict, compare
+from sglang_mixkv.tools.accept_figures import Asked, Comparison, Decision, compare
 from sglang_mixkv.tools.client import RequestFailed, read_event, request, stream
 
 MAX_NEW_TOKENS = 128
 LEAST = 1.1  # the least accept length of a useful drafter; below it there is nothing to lose
 NOT_JUDGED, INTERRUPTED = 2, 130
-EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UNDECIDED: NOT_JUDGED}
+EXIT = {
+    Decision.WITHIN: 0,
+    Decision.BELOW: 1,
+    Decision.OTHER_OUTPUT: 1,
+    Decision.UNDECIDED: NOT_JUDGED,
+}
 
 
 Prompt = tuple[int, ...] | dict[str, Any]
 """Token ids, or the request to a server's /tokenize that returns them."""
 
 
-class _Row(msgspec.Struct):
+class _PromptRow(msgspec.Struct):
     """A prompt in JSON, which has one of these. `turns`: as in SPEED-Bench (speed_bench.py in
     SGLang's benchmark/datasets/); only the first turn is asked."""
 
@@ -69,7 +74,7 @@ def _prompt(where: str, line: str) -> Prompt:
     if not line.lstrip().startswith("{"):
         return {"prompt": line.rstrip("\r")}
     try:
-        row = msgspec.json.decode(line, type=_Row)
+        row = msgspec.json.decode(line, type=_PromptRow)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if row.input_ids:
@@ -147,8 +152,8 @@ def judge(args: argparse.Namespace) -> int:
     why_not = [*why_invalid(asked, compared)]
     why_not += [f"interrupted: {left} prompts were not asked, or not answered"] * (left > 0)
     verdict = compared.verdict
-    if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stands even if prompts failed
-        verdict = Verdict.UNDECIDED
+    if why_not or (failed and verdict is Decision.WITHIN):  # a loss stands even if prompts failed
+        verdict = Decision.UNDECIDED
     if failed:
         answered = len(asked) + len(failed)
         why_not.append(f"{len(failed)} of {answered} prompts failed, the first: {failed[0]}")
@@ -161,7 +166,7 @@ def judge(args: argparse.Namespace) -> int:
     print("\n".join(compared.table()))
     if why_not:
         print("\n".join(why_not), file=sys.stderr)
-    if verdict is not Verdict.UNDECIDED or not why_not:
+    if verdict is not Decision.UNDECIDED or not why_not:
         print(compared.words())
     return INTERRUPTED if left else EXIT[verdict]
 

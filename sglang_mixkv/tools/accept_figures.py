@@ -19,7 +19,7 @@ EARLY = 8
 RESAMPLES, TAIL = 2000, 0.025
 
 
-class Verdict(Enum):
+class Decision(Enum):
     WITHIN = "within"
     BELOW = "below"
     OTHER_OUTPUT = "other output"
@@ -67,28 +67,28 @@ class Comparison(msgspec.Struct, frozen=True):
         return self.interval is not None and self.interval[1] < 1 - self.gate
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Decision:
         """WITHIN needs enough prompts on each rank to find a loss, not to rule one out: that
         would take as many on each rank as on all together."""
         each = (self, *self.by_dp_rank.values())
         if any(one.differs for one in each):
-            return Verdict.OTHER_OUTPUT
+            return Decision.OTHER_OUTPUT
         if any(one.is_below for one in each):
-            return Verdict.BELOW
+            return Decision.BELOW
         low, _ = self.interval or (0, 0)
         if low >= 1 - self.gate and all(one.interval for one in each):
-            return Verdict.WITHIN
-        return Verdict.UNDECIDED
+            return Decision.WITHIN
+        return Decision.UNDECIDED
 
     def words(self) -> str:
         """Say the verdict in a sentence."""
         number = max(2 * self.prompts, FEWEST * len(self.by_dp_rank))
         return {
-            Verdict.WITHIN: f"accept length within the gate of {self.gate:.0%}",
-            Verdict.BELOW: f"accept length OUTSIDE the gate of {self.gate:.0%}",
-            Verdict.OTHER_OUTPUT: f"OTHER OUTPUT: it differs too often within {EARLY} tokens. The "
+            Decision.WITHIN: f"accept length within the gate of {self.gate:.0%}",
+            Decision.BELOW: f"accept length OUTSIDE the gate of {self.gate:.0%}",
+            Decision.OTHER_OUTPUT: f"OTHER OUTPUT: it differs too often within {EARLY} tokens. The "
             "pair runs a different model or flags, or the target's KV is wrong",
-            Verdict.UNDECIDED: f"too few prompts to decide: send {number} or more",
+            Decision.UNDECIDED: f"too few prompts to decide: send {number} or more",
         }[self.verdict]
 
     def table(self) -> Iterator[str]:

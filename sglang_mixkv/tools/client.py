@@ -36,7 +36,7 @@ class _Info(msgspec.Struct):
     dp_rank: int | None = None
 
 
-class Event(msgspec.Struct):
+class StreamEvent(msgspec.Struct):
     """The fields that are read from a reply of SGLang's /generate, or an event of its stream."""
 
     output_ids: tuple[int, ...]
@@ -124,7 +124,7 @@ def read_stream(url: str, lines: Iterable[bytes]) -> Answer:
     )  # fmt: skip
 
 
-def read_event(url: str, text: bytes, kind: Any = Event) -> Any:
+def read_event(url: str, text: bytes, kind: Any = StreamEvent) -> Any:
     """Decode a reply's JSON. Raises RequestFailed if it is not of this kind."""
     try:
         return msgspec.json.decode(text, type=kind)

@@ -29,7 +29,7 @@ import numpy as np
 import zmq
 
 from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import Memory, Peer
+from sglang_mixkv.channel.data_plane import Memory, RemoteMemory
 from sglang_mixkv.channel.handshake import StagingFacts
 from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.sockets import endpoint
@@ -104,7 +104,7 @@ def pattern(number: int, size: int) -> Any:
     return (words + np.uint64(number + 1)).view(np.uint8)
 
 
-class Side:
+class LocalEnd:
     """Staging memory, on the first GPU if there is one, registered with a data plane."""
 
     def __init__(self, wire: Wire, host: str) -> None:
@@ -136,7 +136,7 @@ def _socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
 
 def serve(host: str, port: int, wire: Wire) -> Result:
     """Serve until a reader has reported which slots were wrong. `host`: "*" for all addresses."""
-    side: Side | None = None
+    side: LocalEnd | None = None
     with _socket(zmq.REP) as listener:
         try:
             listener.bind(endpoint(host, port))
@@ -151,7 +151,7 @@ def serve(host: str, port: int, wire: Wire) -> Result:
                     text = "expected reads over {} ({})".format(*wire.plane)
                     raise ReadFailed(f"{text}, got {ask.plane}: set {PLANE_ENV} on both sides")
                 if side is None:
-                    side = Side(wire, ask.host)
+                    side = LocalEnd(wire, ask.host)
                     for number, slot in enumerate(map(side.slot, range(READ))):
                         slot.copy_(slot.new_tensor(pattern(number, side.facts.slot_bytes)))
                 if ask.wrong is not None:
@@ -174,7 +174,7 @@ def read(host: str, port: int, wire: Wire) -> Result:
         asking.connect(endpoint(there, port))
         ask = Ask(wire.plane.name, there)
         asking.send(msgspec.msgpack.encode(ask))
-        side = Side(wire, here)
+        side = LocalEnd(wire, here)
         if not asking.poll(ANSWER_S * 1000):
             text = f"no doctor --listen answers at {host}:{port}: start it, and open its port"
             raise ReadFailed(text)
@@ -187,7 +187,7 @@ def read(host: str, port: int, wire: Wire) -> Result:
     return found
 
 
-def _read_slots(side: Side, peer: Peer, offer: StagingFacts) -> Result:
+def _read_slots(side: LocalEnd, peer: RemoteMemory, offer: StagingFacts) -> Result:
     """Read twice, into separate slots, since the first read also connects."""
     size, seconds, wrong = min(offer.slot_bytes, side.facts.slot_bytes), [], dict[int, str]()
     what = f"a read of {READ} x {size:,} bytes"

@@ -90,11 +90,11 @@ def _key(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
     return sample.name, frozenset(sample.labels.items())
 
 
-Pages = dict[str, Page]
+MetricPages = dict[str, Page]
 """Each server's page, by the server's name."""
 
 
-def read(url: str, text: str) -> Pages:
+def read(url: str, text: str) -> MetricPages:
     """Split a page by server: `worker_addr` names servers on a router's page, `instance` on that of
     Prometheus. Raises ValueError."""
     server = url.rpartition("@")[2].rpartition("://")[2].removesuffix("/metrics")
@@ -113,10 +113,10 @@ def page_url(url: str) -> str:
     return whole if "?" in whole or whole.endswith("metrics") else f"{whole.rstrip('/')}/metrics"
 
 
-def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[str, str]]:
+def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[MetricPages, dict[str, str]]:
     """Read all pages concurrently, and say why any could not be read. A silent page is given up
     after `timeout` seconds, one that drips after twice as long."""
-    pages, unread, wholes = Pages(), dict[str, str](), [*map(page_url, urls)]
+    pages, unread, wholes = MetricPages(), dict[str, str](), [*map(page_url, urls)]
     end = time.monotonic() + 2 * timeout
     with ThreadPool(len(wholes)) as pool:
         answers = [pool.apply_async(request, ("GET", url, timeout)) for url in wholes]
@@ -133,7 +133,7 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[s
     return pages, unread
 
 
-class Server(msgspec.Struct, frozen=True):
+class ServerSlots(msgspec.Struct, frozen=True):
     """`ranks`: those with series of the plugin. `slots_used`: on the rank that uses most. `p50`,
     `p99`: seconds within which 50 and 99 % of requests had their draft KV, or, on prefill, chunks
     their READY."""
@@ -177,7 +177,7 @@ class Status(msgspec.Struct, frozen=True):
     """`wrong`: faults of a server, or of a decode server and one of its prefill servers. `unread`:
     URL -> why it could not be read."""
 
-    servers: list[Server]
+    servers: list[ServerSlots]
     pairs: list[Pair]
     wrong: list[Wrong]
     unread: dict[str, str]
@@ -200,10 +200,10 @@ class Wrong(msgspec.Struct, frozen=True):
     remedy: str
 
 
-def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> Status:
+def status(now: MetricPages, unread: dict[str, str], first: MetricPages | None = None) -> Status:
     """Judge the pages. `first`: earlier pages to count from; without them, and for new servers,
     counts are from each server's start."""
-    before = first or Pages()
+    before = first or MetricPages()
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
     found, rows = [_server(*one) for one in since.items()], [*_pairs(since)]
     wrong = [Wrong(one.name, *what) for one in found for what in _of_server(one, since[one.name])]
@@ -212,15 +212,15 @@ def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> St
     return Status(found, rows, wrong, unread)
 
 
-def _server(name: str, page: Page) -> Server:
+def _server(name: str, page: Page) -> ServerSlots:
     role = max((one.labels.get("engine_type", "") for one in page), default="no plugin")
     ranks = len({*map(_rank, page)})
     wait = "ready_seconds" if role == PREFILL else "wait_seconds"
     waits = page.within(wait, 0.5), page.within(wait, 0.99)
-    return Server(name, role, ranks, page.most("slots"), page.most("slots_used"), *waits)
+    return ServerSlots(name, role, ranks, page.most("slots"), page.most("slots_used"), *waits)
 
 
-def _pairs(since: Pages) -> Iterator[Pair]:
+def _pairs(since: MetricPages) -> Iterator[Pair]:
     for name, page in sorted(since.items()):
         for prefill in sorted({one.labels.get("prefill", "") for one in page} - {""}):
             # A request is warm only if no rank says cold: the rank with the most cold ones counts.
@@ -235,7 +235,7 @@ def _pairs(since: Pages) -> Iterator[Pair]:
             yield Pair(name, prefill, rooms, lengths)
 
 
-def _of_server(server: Server, page: Page) -> Iterator[tuple[str, str]]:
+def _of_server(server: ServerSlots, page: Page) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a server, and what to do."""
     if not server.ranks:
         what = "its page, which should be a server's own, has no series of the plugin"

@@ -27,7 +27,7 @@ from mixkv_demo.processes import Fleet
 from mixkv_demo.prometheus import Prometheus
 from mixkv_demo.servers import bring_up, silent, start
 from sglang_mixkv.tools.client import request
-from sglang_mixkv.tools.status import Pages, read, status
+from sglang_mixkv.tools.status import MetricPages, read, status
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 DASHBOARD = FIGURES.parent / "dashboard.json"
@@ -215,7 +215,7 @@ def main() -> None:
         time.sleep(30)  # a rate needs some scrapes
         since = time.time()
         time.sleep(60)
-        pages = Pages()
+        pages = MetricPages()
         for one in servers:
             text = request("GET", f"{one.url}/metrics", 30).text
             pages |= read(named(one.url, names), named(text, names))

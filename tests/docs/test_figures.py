@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from sglang_mixkv.tools.status import Pages, Status, read, status
+from sglang_mixkv.tools.status import MetricPages, Status, read, status
 
 from .figures import DASHBOARD, FIGURES, SHOWN, axis, panels
 
@@ -33,7 +33,7 @@ def a_status() -> Status:
     """Of a decode server that has served one request, without a drafter on prefill."""
     at = 'prefill="p:1",state="cold",reason="no_drafter"'
     counted = f"sglang:mixkv_prefill_rooms_total{{{at}}} 1\n"
-    return status(Pages(read("http://d:1", counted)), {})
+    return status(MetricPages(read("http://d:1", counted)), {})
 
 
 def test_the_screen_of_status_has_its_columns_and_words() -> None:

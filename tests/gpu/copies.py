@@ -16,7 +16,7 @@ from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket, gpu_rows
+from sglang_mixkv.draft.rows_gpu import BatchTicket, GpuRows, gpu_rows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 from .pools import SLOT, SLOTS, Ints
@@ -73,7 +73,7 @@ class Kernels:
         job = self.rows.job(self._pages(request), cut.start, len(cut))
         assert ended(self.rows.start("clear", [job])) == [SlotCheck.OK]
 
-    def start(self, kind: str, request: Request) -> Ticket:
+    def start(self, kind: str, request: Request) -> BatchTicket:
         """One batch."""
         pages = self._pages(request)
         jobs = [
@@ -93,7 +93,7 @@ class Kernels:
 WAYS: dict[str, tuple[Any, ...]] = {"cpu": (Torch,), "cuda": (Torch, Kernels)}
 
 
-def ended(ticket: Ticket) -> list[SlotCheck]:
+def ended(ticket: BatchTicket) -> list[SlotCheck]:
     """It is asked as the channel's thread does."""
     while not ticket.done():
         pass

@@ -28,7 +28,7 @@ from sglang_mixkv.draft.cuda import CudaError, UnsafeError
 from sglang_mixkv.draft.gate import Gate, launch_guarded
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import MAX_BATCH, GpuRows, Job
+from sglang_mixkv.draft.rows_gpu import MAX_BATCH, GpuJob, GpuRows
 from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ class Segment(NamedTuple):
     slot: int
     stamp: int
 
-    def job(self, side: Side) -> Job:
+    def job(self, side: Side) -> GpuJob:
         return side.rows.job(side.rows.pages(self.pages), *self[1:])
 
     def rows(self, side: Side) -> np.ndarray:
@@ -144,7 +144,7 @@ def test_a_batch_does_what_draft_rows_does(
     assert side.same()
     for entry in (*side.pool, *side.wanted):
         entry.fill_(CANARY)
-    jobs, expected = list[Job](), []
+    jobs, expected = list[GpuJob](), []
     for one in segments:
         expected.append(data.draw(st.sampled_from([OK, OK, STALE, DIFFERS])))
         memory, stamp = side.staging.slot(one.slot), one.stamp
@@ -178,7 +178,7 @@ def small(cuda: FakeCuda | None = None) -> Side:
 # ---------------------------------------------------------------- started and asked
 
 
-def eight(side: Side, page: int = 1) -> list[Job]:
+def eight(side: Side, page: int = 1) -> list[GpuJob]:
     pages = side.rows.pages([page])
     return [side.rows.job(pages, 2 * n, 2, range(4, 6), n, 1 + n) for n in range(8)]
 

@@ -21,7 +21,7 @@ from rig.process.answers import serving
 from sglang_mixkv.config import API_KEY_ENV
 from sglang_mixkv.tools import accept
 from sglang_mixkv.tools.accept import read_prompts, token_ids
-from sglang_mixkv.tools.accept_figures import EARLY, FEWEST, Asked, Comparison, Verdict, compare
+from sglang_mixkv.tools.accept_figures import EARLY, FEWEST, Asked, Comparison, Decision, compare
 from sglang_mixkv.tools.client import Answer, RequestFailed, read_stream
 
 BOS, DEAD = 1, "http://127.0.0.1:9"
@@ -269,7 +269,7 @@ def test_a_loss_that_could_be_chance_is_not_judged() -> None:
     """Half of the prompts lose a tenth, half win one."""
     lost = [answer(7, 20), answer(13, 20)]
     few, many = compared(lost * 4, 0.02), compared(lost * 400, 0.02)
-    assert (few.verdict, many.verdict) == (Verdict.UNDECIDED, Verdict.WITHIN)
+    assert (few.verdict, many.verdict) == (Decision.UNDECIDED, Decision.WITHIN)
     assert compared(lost[:1] * (FEWEST - 1)).words().endswith(f"send {2 * FEWEST - 2} or more")
 
 
@@ -291,15 +291,15 @@ def test_a_right_pair_is_decided_by_prompts_that_differ() -> None:
     assert found.single.accept_length == tokens / (64 * 80)
     low, high = found.interval or (0, 9)
     assert low < found.ratio < high < low + 0.06
-    assert found.verdict is Verdict.WITHIN
+    assert found.verdict is Decision.WITHIN
 
 
 def test_garbage_on_one_dp_rank_is_seen() -> None:
     """It repeats itself, which drafts well; over all ranks few outputs differ."""
     answers = [answer(12, 20, dp_rank=n % 8, first=n % 8 == 7) for n in range(64)]
     assert not compared(answers).differs
-    assert compared(answers).verdict is Verdict.OTHER_OUTPUT
-    assert compared([a for a in answers if a.dp_rank != 7]).verdict is Verdict.WITHIN
+    assert compared(answers).verdict is Decision.OTHER_OUTPUT
+    assert compared([a for a in answers if a.dp_rank != 7]).verdict is Decision.WITHIN
 
 
 def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
@@ -307,7 +307,7 @@ def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
     ranks = [0] * 99 + [1] * (FEWEST - 1)
     found = compared([*(answer(10, 20, dp_rank=r) for r in ranks), answer(0, 0, dp_rank=2)])
     assert found.interval == (1, 1)
-    assert found.verdict is Verdict.UNDECIDED
+    assert found.verdict is Decision.UNDECIDED
     assert [*found.table()][-2] == "decode's DP rank 2: nothing to compare, of 1 prompts"
 
 
@@ -315,7 +315,7 @@ def test_chance_differs_now_and_then() -> None:
     """One in ten within eight tokens is what ties may do."""
     for differ, number, other in ((3, 32, 0), (11, 32, 1), (200, 3000, 0), (400, 3000, 1)):
         found = compared([answer(10, 20, first=n < differ) for n in range(number)])
-        assert found.verdict is (Verdict.OTHER_OUTPUT if other else Verdict.WITHIN)
+        assert found.verdict is (Decision.OTHER_OUTPUT if other else Decision.WITHIN)
 
 
 # ---------------------------------------------------------------- a recorded baseline

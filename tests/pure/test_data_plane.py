@@ -28,8 +28,8 @@ from sglang_mixkv.channel.data_plane import (
     Endpoint,
     Extent,
     Memory,
-    Peer,
     Read,
+    RemoteMemory,
 )
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
@@ -47,13 +47,13 @@ class Scripted(DataPlane):
 
     def __init__(self) -> None:
         super().__init__()
-        self.end, self.posted, self.dropped = True, list[Extent](), list[Peer]()
+        self.end, self.posted, self.dropped = True, list[Extent](), list[RemoteMemory]()
         self.register(Memory(LOCAL, SIZE))
 
     def _register(self, memory: Memory) -> bytes:
         return b""
 
-    def _open(self, peer: Peer) -> None: ...
+    def _open(self, peer: RemoteMemory) -> None: ...
 
     def _post(self, read: Read, extents: Any) -> None:
         self.posted += extents
@@ -62,11 +62,11 @@ class Scripted(DataPlane):
     def _check(self, read: Read) -> str | None:
         return "" if self.end else None
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: RemoteMemory) -> None:
         self.dropped.append(peer)
         raise RuntimeError("forget must not raise")
 
-    def read(self, peer: Peer, *extents: Extent) -> list[tuple[Any, str]]:
+    def read(self, peer: RemoteMemory, *extents: Extent) -> list[tuple[Any, str]]:
         self.start("it", peer, extents)
         return self.ended()
 
@@ -124,7 +124,7 @@ def test_what_a_backend_holds_of_a_read_is_released_before_its_peer() -> None:
             read.handle = Handle()
             held.append(weakref.ref(read.handle))
 
-        def _drop(self, peer: Peer) -> None:
+        def _drop(self, peer: RemoteMemory) -> None:
             is_held.append(held[-1]() is not None)
 
     held, is_held, plane = list[Any](), list[bool](), Holding()
@@ -139,7 +139,7 @@ def test_what_a_backend_holds_of_a_read_is_released_before_its_peer() -> None:
 def test_a_peer_that_cannot_be_opened_is_not_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
     plane = Scripted()
 
-    def refuses(peer: Peer) -> None:
+    def refuses(peer: RemoteMemory) -> None:
         raise OSError("no route")
 
     monkeypatch.setattr(plane, "_open", refuses)
@@ -187,7 +187,7 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
         batch_transfer_async_read=lambda *_: posts.pop(0)(),
         transfer_check_status=lambda number: states.pop(0) if number == 7 else None,
     )
-    peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
+    peer = RemoteMemory(Endpoint("mooncake", b"", Memory(0, 100), b""))
     plane._names = {peer.endpoint: "its name"}
     plane.start("it", peer, [(0, 0, 10), (20, 20, 10), (40, 40, 10)])
     assert [plane.ended(), plane.ended()] == [[], []]
@@ -215,7 +215,7 @@ def test_a_read_over_mooncake_has_ended_once_all_its_transfers_have(failing: int
             batch_transfer_async_read=lambda *_, numbers=numbers: next(numbers),
             transfer_check_status=check,
         )
-        peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
+        peer = RemoteMemory(Endpoint("mooncake", b"", Memory(0, 100), b""))
         plane.start("it", peer, [(0, 0, 10), (20, 20, 10), (40, 40, 10)])
         assert (plane.ended(), plane.ended(), len(asked)) == ([], [], 2)
         for number in order:
@@ -285,7 +285,7 @@ class Counting(Scripted):
         self.flying -= self.end
         return super()._check(read)
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: RemoteMemory) -> None:
         self.dropped_under.append(self.flying)
 
 
@@ -320,7 +320,7 @@ class Watched:
         assert not self.other.is_alive()
 
 
-class WatchedPeer(Watched, Peer):
+class WatchedPeer(Watched, RemoteMemory):
     names = "reads", "gone"
 
 
@@ -330,7 +330,7 @@ def test_a_peer_that_is_forgotten_in_another_thread(doing: str, at: int) -> None
     """At each step: it is released once, and under no read, whose bytes may still land."""
     plane = Counting()
     peer = WatchedPeer(msgspec.msgpack.decode(plane.there, type=Endpoint))
-    peer.link, plane.end = "it", False
+    peer.name, plane.end = "it", False
     if doing == "ended":
         plane.start("before", peer, [TEN])
         plane.end = True
@@ -406,13 +406,13 @@ class Agent:
         self.known.remove(name)  # KeyError, as NIXL raises for one that it does not know
 
 
-def nixl_with(agent: Any) -> tuple[Nixl, Callable[[bytes], Peer]]:
+def nixl_with(agent: Any) -> tuple[Nixl, Callable[[bytes], RemoteMemory]]:
     plane = object.__new__(Nixl)
     DataPlane.__init__(plane)
     plane._agent, plane._naming, plane._named = agent, threading.Lock(), defaultdict(set)
 
-    def opened(session: bytes) -> Peer:
-        peer = Peer(Endpoint("nixl", session, Memory(0, 100), b""))
+    def opened(session: bytes) -> RemoteMemory:
+        peer = RemoteMemory(Endpoint("nixl", session, Memory(0, 100), b""))
         plane._open(peer)
         return peer
 
@@ -479,7 +479,7 @@ def test_nixl_names_the_gpu_that_each_side_has(here: int | None, there: int | No
     agent = Transfers()
     plane, _ = nixl_with(agent)
     plane.register(Memory(LOCAL, SIZE, here))
-    peer = Peer(Endpoint("nixl", b"a", Memory(REMOTE, SIZE, there), b""))
+    peer = RemoteMemory(Endpoint("nixl", b"a", Memory(REMOTE, SIZE, there), b""))
     plane._open(peer)
     plane.start("it", peer, [TEN, TEN])
     own, other = (("DRAM", {0}) if gpu is None else ("VRAM", {gpu}) for gpu in (here, there))

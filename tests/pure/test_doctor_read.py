@@ -113,7 +113,7 @@ def test_a_port_that_is_taken_and_nobody_there(port: int, monkeypatch: pytest.Mo
     taken = pytest.raises(ReadFailed, match=r"cannot listen on port \d+: Address already in use")
     with socket.create_server((HOST, port)), taken:
         doctor_read.serve(HOST, port, SMALL)
-    monkeypatch.setattr(doctor_read, "Side", lambda *_: None)
+    monkeypatch.setattr(doctor_read, "LocalEnd", lambda *_: None)
     monkeypatch.setattr(doctor_read, "ANSWER_S", 0)
     monkeypatch.setattr(doctor_read, "LINGER_MS", 0)
     with pytest.raises(ReadFailed, match="start it, and open its port"):

@@ -16,7 +16,7 @@ from sglang_mixkv import series
 from sglang_mixkv.config import API_KEY_ENV
 from sglang_mixkv.tools import status
 from sglang_mixkv.tools.client import RequestFailed, session
-from sglang_mixkv.tools.status import Pages, page_url, read
+from sglang_mixkv.tools.status import MetricPages, page_url, read
 
 ONE, TWO = "10.0.0.1:8998", "10.0.0.2:8998"
 TOOLS = Path(__file__).parents[2] / "docs" / "tools.md"
@@ -62,7 +62,7 @@ def waits(name: str = "wait_seconds", tp_rank: int = 0, **counts: int) -> str:
     return lines + line(f"{name}_bucket", total + counts.get("more", 0), tp_rank=tp_rank, le="+Inf")
 
 
-def look(**pages: str) -> Pages:
+def look(**pages: str) -> MetricPages:
     found = [read(f"http://{name.replace('_', '-')}:30000/metrics", t) for name, t in pages.items()]
     return {name: one for some in found for name, one in some.items()}
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from rig.channel.planes import CANARY, GUARD, LIST, MIB, ONE, SIZE, Reader, pattern
 
-from sglang_mixkv.channel.data_plane import Peer
+from sglang_mixkv.channel.data_plane import RemoteMemory
 
 LONG = LIST * 6  # the same bytes again, to the same places
 OTHER = 0x5A  # of whoever gets the slots next
 
 
-def begin_list(reader: Reader, peer: Peer, of: int = 0) -> int:
+def begin_list(reader: Reader, peer: RemoteMemory, of: int = 0) -> int:
     """Some of it has landed, and not all."""
     places = np.array([to + at for to, _, n in LIST for at in (0, n // 2, n - 8)])
     for _ in range(20):
@@ -72,7 +72,7 @@ def check_a_wrong_part(reader: Reader, there: int, inside: int = 0) -> None:
     reader.check_read(reader.connect())
 
 
-def claim(peer: Peer) -> None:
+def claim(peer: RemoteMemory) -> None:
     """That it has more memory than is true, so that its reads are not refused on this side."""
     import msgspec
 

@@ -23,7 +23,7 @@ import pytest
 from rig.process.forks import STRETCH, die_with_parent, in_fork
 
 from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import DataPlane, Memory, Peer
+from sglang_mixkv.channel.data_plane import DataPlane, Memory, RemoteMemory
 from sglang_mixkv.channel.nixl import Nixl
 from sglang_mixkv.errors import MixKVError
 
@@ -122,10 +122,10 @@ class Reader:
         for peer in self.peers[:peers]:
             peer.begin()
 
-    def connect(self, of: int = 0, seconds: float = PATIENCE_S) -> Peer:
+    def connect(self, of: int = 0, seconds: float = PATIENCE_S) -> RemoteMemory:
         return self.plane.connect(self.peers[of].endpoint, seconds)
 
-    def start(self, peer: Peer, *extents: tuple[int, int, int], of: int = 0) -> int:
+    def start(self, peer: RemoteMemory, *extents: tuple[int, int, int], of: int = 0) -> int:
         """Start a read. This must not wait for the peer: a stopped one would take 30 s."""
         here, there, tag = self.address, self.peers[of].address, len(self.started)
         self.started.append((of, extents))
@@ -150,7 +150,7 @@ class Reader:
             self.look()
         return [self.ends.get(tag) for tag in tags]
 
-    def check_read(self, peer: Peer, of: int = 0) -> None:
+    def check_read(self, peer: RemoteMemory, of: int = 0) -> None:
         """Check that a read is correct."""
         self.memory[GUARD : GUARD + 2 * MIB] = 0
         tag = self.start(peer, (GUARD, 5, MIB), (GUARD + MIB, 99, MIB), of=of)
@@ -171,7 +171,7 @@ class Reader:
         there = [pattern(self.peers[of].seed)[at : at + length] for _, at, length in extents]
         return list(map(np.array_equal, self.bytes_of(tag), there))
 
-    def stop_midway(self, peer: Peer) -> int:
+    def stop_midway(self, peer: RemoteMemory) -> int:
         """Stop the first peer when a list has landed in part."""
         begins = np.array([to + byte for to, _, _ in LIST for byte in range(8)])
         for _ in range(100):
@@ -303,17 +303,17 @@ def check_endpoints(reader: Reader) -> None:
     reader.check_read(reader.connect())
 
 
-def mooncake_names_each_instance(reader: Reader, first: Peer) -> None:
+def mooncake_names_each_instance(reader: Reader, first: RemoteMemory) -> None:
     """Mooncake never asks again about a name it knows."""
     other = msgspec.structs.replace(first.endpoint, instance=b"another one")
     second = reader.plane.connect(msgspec.msgpack.encode(other))
-    assert len({first.link, second.link, reader.connect().link}) == 2
+    assert len({first.name, second.name, reader.connect().name}) == 2
     reader.check_read(second)
     with pytest.raises(MixKVError, match="MIXKV-START-06"):  # that memory is registered
         reader.plane.register(Memory(reader.address, SIZE))
 
 
-def nixl_is_refused(reader: Reader, _: Peer) -> None:
+def nixl_is_refused(reader: Reader, _: RemoteMemory) -> None:
     with pytest.raises(MixKVError, match="MIXKV-START-06"):
         Nixl("no such backend")
     with pytest.raises(MixKVError, match="MIXKV-START-06"):

@@ -18,7 +18,7 @@ import torch
 from rig.channel.invariants import left
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Read, RemoteMemory
 from sglang_mixkv.channel.handshake import StagingFacts
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
@@ -67,12 +67,12 @@ class Reads(DataPlane):
         super().__init__()
         self.held, self.broken, self.opened = False, 0, 0
         self.damage: Sequence[int] = ()
-        self._peers = set[Peer]()
+        self._peers = set[RemoteMemory]()
 
     def _register(self, memory: Memory) -> bytes:
         return b""
 
-    def _open(self, peer: Peer) -> None:
+    def _open(self, peer: RemoteMemory) -> None:
         self.opened += 1
         self._peers.add(peer)
 
@@ -92,7 +92,7 @@ class Reads(DataPlane):
                 (ctypes.c_uint8 * length).from_address(local)[offset % length] ^= 0xFF
         return ""
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: RemoteMemory) -> None:
         self._peers.discard(peer)
 
 
