@@ -26,6 +26,7 @@ from mixkv_demo.series import totals
 
 LIMIT_S = 60 * STRETCH
 """The longest wait of a rank for another; the requests of a round end within half of it."""
+GPU = {"prefill": 3, "decode": 1}
 PAUSE_S = {"prefill": 5e-4, "decode": 1e-3}
 
 
@@ -86,10 +87,10 @@ class Rank(Memory):
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         enabled = enabled and (self.side, self.rank) not in case.special.stock_ranks
-        config = msgspec.structs.replace(resolve(None), enabled=enabled)
+        config = self._unlike(msgspec.structs.replace(resolve(None), enabled=enabled))
         setattr(args, ATTRIBUTE, config)
         world_rank = self.stage * self.tp * self.dp_size + tp_rank
-        publish(args, role="tokenizer", ranks=SpawnRanks(world_rank, gpu_id=0))
+        publish(args, role="tokenizer", ranks=SpawnRanks(world_rank, gpu_id=GPU[self.side]))
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
             attn_dp_rank=self.dp_rank, attn_cp_rank=0, moe_ep_rank=0, dp_rank=None,
@@ -97,6 +98,14 @@ class Rank(Memory):
         )  # fmt: skip
         if case.backend == "mooncake":
             start_mooncake(self.host, args.disaggregation_ib_device)
+
+    def _unlike(self, config: Any) -> Any:
+        """Return settings unlike the other side's; the seed says which has the larger ones."""
+        larger = (self.case.seed + (self.side == "prefill")) % 2
+        return msgspec.structs.replace(
+            config, staging_mb=max(1, config.staging_mb // (2 - larger)),
+            patience=config.patience * (10 + larger) / 10,
+        )  # fmt: skip
 
     def _pp_group(self) -> Any:
         per_stage = self.tp * self.dp_size
