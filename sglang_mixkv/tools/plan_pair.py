@@ -92,11 +92,13 @@ def need_of(prefill: Server, decode: Server) -> Need:
         return Need(True, text + "that decode cuts differently: requests hang", None)
     if decode.dcp_size > 1 and not decode.target.hybrid:
         return Need(True, "with --dcp-size, SGLang cuts no heads beside this target", None)
-    if decode.dcp_size > 1 and held >= needed:
+    if decode.dcp_size > 1 and (held >= needed or _has("_is_extra_hybrid_mla_replica")):
         return Need(False, "with --dcp-size, SGLang cuts the drafter's heads itself")
     if decode.dcp_size > 1:
         text = f"SGLang sends {held} of the {needed} KV heads a decode rank needs"
         return Need(True, text, 1 - held / needed)
+    if not is_nixl and _has("send_draft_heads"):
+        return Need(False, "this SGLang moves the drafter's heads itself")
     text = f"a decode rank holds {needed} of the drafter's KV heads, and SGLang "
     if held < needed:
         right = held / needed / (decode.page_size or 1) if is_nixl else 0
@@ -105,6 +107,13 @@ def need_of(prefill: Server, decode: Server) -> Need:
         return Need(True, f"{text}does not send it rows of {held}: requests fail", None)
     text += f"writes rows of {held} into it, over other requests' rows and past the end of the pool"
     return Need(True, text, 1.0)
+
+
+def _has(method: str) -> bool:
+    """Say whether Mooncake's manager has what a patch of upstream/ adds."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    return hasattr(MooncakeKVManager, method)
 
 
 def _row_bytes(model: Model, tp: int) -> set[int]:
