@@ -32,7 +32,7 @@ GUARDS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "sizes of zero": ("row", "ZeroDivisionError", plan,
                       {"name": "readers_of", "value": lambda p, d: max(1, d // p)}),
     "instances of ranks": ("row", "heads that nobody reads", plan,
-                           {"name": "_check_instances", "value": lambda rows: None}),
+                           {"name": "_check_unique", "value": lambda rows: None}),
     "depth of endpoints": ("endpoint", "RecursionError", data_plane, NO_ERROR),
     "memory of a peer": ("endpoint", "outside the peer's memory", data_plane.DataPlane,
                          {"name": "_are_inside", "value": lambda self, peer, extents: True}),
