@@ -42,12 +42,6 @@ class Row(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class _Head(msgspec.Struct):
-    sglang_mixkv_plan: int
-    plugin: str
-    sglang: str
-
-
 def rows_in(text: str) -> Iterator[str]:
     """Yield the rows in a file or a log, where each is a part of a line."""
     for found in re.finditer(re.escape(MARK), text):
@@ -64,11 +58,11 @@ def read_row(given: Given, role: str) -> Server | None:
     if len(rows) > 1:
         raise unreadable(f"{role}: expected one row of {PLAN_ENV}, got {len(rows)} that differ")
     try:
-        head = msgspec.json.decode(*rows, type=_Head)
-        if head.sglang_mixkv_plan != SCHEMA:
-            text = f"the row has format {head.sglang_mixkv_plan}, of sglang-mixkv {head.plugin}"
-            raise unreadable(f"{role}: {text}; expected {SCHEMA}: {again}")
-        row = msgspec.json.decode(*rows, type=Row)
+        found = msgspec.json.decode(*rows)
+        if found["sglang_mixkv_plan"] != SCHEMA:
+            text = f"the row has format {found['sglang_mixkv_plan']}, of sglang-mixkv "
+            raise unreadable(f"{role}: {text}{found.get('plugin')}; expected {SCHEMA}: {again}")
+        row = msgspec.convert(found, Row)
     except msgspec.MsgspecError as error:
         raise unreadable(f"{role}: the row is damaged ({error}): {again}") from None
     if row.server is None:

@@ -283,8 +283,8 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
     if any(word.startswith("--config=") for word in words):
         raise unreadable("SGLang takes --config FILE only, and ignores --config=FILE")
     try:
-        if line.mounted and line.settings:
-            words = [*merger._convert_config_to_args(line.settings), *_without(words, *_FILES)]
+        if line.file:
+            words = [*merger._convert_config_to_args(line.file), *_without(words, *_FILES)]
         elif "--config" in words:
             words = list(merger.merge_config_with_args(words))
     except Exception as error:  # from SGLang or the YAML parser
@@ -308,10 +308,9 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
 def _flags(settings: Mapping[Any, Any]) -> Iterator[str]:
     """Write a mapping as flags: true is a flag alone, and false none."""
     for key, value in settings.items():
-        if value not in (None, False):
+        if value is not None and value is not False:
             yield f"--{str(key).replace('_', '-')}"
-        if value not in (None, False, True):
-            values = value if isinstance(value, list) else [value]
+            values = value if isinstance(value, list) else [value] * (value is not True)
             yield from (json.dumps(v) if isinstance(v, dict) else str(v) for v in values)
 
 

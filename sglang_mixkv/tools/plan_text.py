@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_mixkv.tools.plan_shell import LAUNCHER, Line, lines_of, unreadable, value_of
+from sglang_mixkv.tools.plan_shell import LAUNCHER, Line, line_of, lines_of, unreadable, value_of
 
 LIMIT = 4 << 20
 CONTAINER = ("entrypoint", "command", "args")
 ASK = (
-    "Let the launch itself say it, in its own environment: SGLANG_MIXKV_PLAN={role}.json COMMAND "
+    "Let the launch itself say it, in its own environment: SGLANG_MIXKV_PLAN={role}.json {command} "
     "ends before it loads a model, and plan --{role} {role}.json reads what it wrote"
 )
 
@@ -37,10 +37,9 @@ def load(given: str, stdin: str = "") -> Given:
     """Read what `given` names: a file or stdin, with a pointer or without, or the text itself.
     Raises MixKVError for a file that is none, or too large."""
     path, mark, pointer = (given, "", "") if os.path.lexists(given) else given.partition("#")
-    is_file = os.path.lexists(path) and (not mark or pointer.startswith("/"))
     if path == "-":
         return Given(stdin, path, pointer)
-    if not is_file:
+    if not os.path.lexists(path) or (mark and not pointer.startswith("/")):
         return Given(given)
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
@@ -55,55 +54,80 @@ def split(given: Given | str, role: str) -> Line:
     """Return the only launch line for this role. Raises MixKVError if there is none, more than one,
     or one that only a shell can read."""
     given = Given(given) if isinstance(given, str) else given
-    try:
-        found = _pointed(given, role) if given.pointer else _found(given)
-    except RecursionError:
-        raise unreadable("its YAML is nested too deep") from None
+    found, is_script = _found(given), given.file not in ("", "-") and not given.pointer
+    command = f"bash {shlex.quote(given.file)}" if is_script else "COMMAND"
+    ask = ASK.format(role=role, command=command)
     fits = (lambda line: line.mode == role, lambda line: line.mode not in ("prefill", "decode"),
             lambda line: True)  # fmt: skip
     each = ([(where, line) for where, line in found if is_fit(line)] for is_fit in fits)
     fitting = next(filter(None, each), [])
     fitting = [one for one in fitting if one[1].launcher] or fitting
     # Nodes of a server, and equal servers, have one line each: the first stands for all.
-    lines = {line.key: line for _, line in fitting[::-1]}
-    if len(lines) != 1:
-        raise unreadable(_none_or_more([where for where, _ in fitting], given, role))
-    (line,) = lines.values()
-    if line.stop:
-        command = ASK.format(role=role).replace("COMMAND", _command(given))
-        raise unreadable(f"plan runs no shell, and {line.stop}. {command}")
-    return line
-
-
-def _command(given: Given) -> str:
-    is_script = given.file not in ("", "-") and not given.pointer
-    return f"bash {shlex.quote(given.file)}" if is_script else "COMMAND"
-
-
-def _none_or_more(places: list[str], given: Given, role: str) -> str:
-    ask = ASK.format(role=role)
-    if "{{" in given.text:
-        return f"it has a template's {{{{ }}}}: render it first. {ask}"
-    if not places:
+    lines = [*{line.key: line for _, line in fitting[::-1]}.values()]
+    if not lines and "{{" in given.text:
+        raise unreadable(f"it has a template's {{{{ }}}}: render it first. {ask}")
+    if not lines:
         whose = f" in {given.file}" if given.file else "; nor is it a file here"
-        return f"expected a launch line of SGLang or Dynamo, found none{whose}. {ask}"
-    each = "".join(f"\n  --{role} {shlex.quote(f'{given.file}{where}')}" if where[0] == "#"
-                   else f"\n  {where}" for where in places)  # fmt: skip
-    return f"expected one launch for {role}, got {len(places)}; choose one:{each}\n{ask}"
+        raise unreadable(f"expected a launch line of SGLang or Dynamo, found none{whose}. {ask}")
+    if len(lines) > 1:
+        places = (f"--{role} {shlex.quote(given.file + where)}" if where[0] == "#" else where
+                  for where, _ in fitting)  # fmt: skip
+        text = f"expected one launch for {role}, got {len(fitting)}; choose one:"
+        raise unreadable("\n".join([text, *(f"  {place}" for place in places), ask]))
+    if lines[0].stop:
+        raise unreadable(f"plan runs no shell, and {lines[0].stop}. {ask}")
+    return lines[0]
+
+
+class _Node(NamedTuple):
+    """A node of a file: `where` it is, its volumes, and the mappings above it, the inmost last."""
+
+    value: Any
+    where: str
+    above: tuple[Any, ...]
+
+    @property
+    def key(self) -> str:
+        return self.where.rpartition("/")[2]
+
+    @property
+    def is_compose(self) -> bool:
+        return any("services" in one for one in self.above)
+
+    def steps(self) -> Iterator[_Node]:
+        """Yield the children, into a string that is YAML itself, too."""
+        value = self.value
+        if isinstance(value, str) and re.search(r"disaggregation|model", value):
+            value = next(iter(_documents(value)), None)
+        above = (*self.above, value) if isinstance(value, dict) else self.above
+        pairs = value.items() if isinstance(value, dict) else enumerate(
+            value if isinstance(value, list) else ())  # fmt: skip
+        for key, child in pairs:
+            step = str(key).replace("~", "~0").replace("/", "~1")
+            yield _Node(child, f"{self.where}/{step}", above)
 
 
 def _found(given: Given) -> list[tuple[str, Line]]:
-    """Find all launches, with their pointers or lines."""
+    """Find all launches, or that of the pointer, with their pointers or lines."""
     documents = _documents(given.text)
-    if any(isinstance(one, dict | list) for one in documents):
-        maps, seen = _maps(documents), set[int]()
-        found = [
-            (f"#/{n}{where}", line) for n, one in enumerate(documents)
-            for where, line in _walk(one, "", maps, [], seen, "services" in (one or ()))
-        ]  # fmt: skip
+    if given.pointer or any(isinstance(one, dict | list) for one in documents):
+        maps, seen, found = _maps(documents), set[int](), list[tuple[str, Line]]()
+        todo = [*_Node(documents, "#", ()).steps()]
+        while todo:
+            node = todo.pop(0)
+            is_named = node.where == f"#{given.pointer}"
+            if not given.pointer or is_named:
+                found += ((node.where, line) for line in _lines(node, maps, is_named=is_named))
+            if is_named:
+                return found
+            if not isinstance(node.value, dict | list) or id(node.value) not in seen:
+                seen.add(id(node.value))  # an alias is read once
+                todo += (one for one in node.steps() if given.pointer or one.key not in CONTAINER)
+        if given.pointer:
+            raise unreadable(f"{given.file} has no node {given.pointer}")
         if found or "\n" in given.text.strip():
             return found
-    return [(f"line {line.number}", line) for line in lines_of(given.text, {})]
+    return [(f"line {line.number}", line) for line in lines_of(given.text, {}, {})]
 
 
 def _documents(text: str) -> list[Any]:
@@ -111,129 +135,72 @@ def _documents(text: str) -> list[Any]:
 
     try:
         return [*yaml.safe_load_all(text)]
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return []
 
 
-def _pointed(given: Given, role: str) -> list[tuple[str, Line]]:
-    """Follow a pointer; an entry that is YAML itself can be pointed into."""
-    node: Any = _documents(given.text)
-    maps, volumes, is_compose, above = _maps(node), list[Any](), False, list[Any]()
-    for word in given.pointer.split("/")[1:]:
-        key = word.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, str):
-            node = next(iter(_documents(node)), None)
-        if isinstance(node, dict):
-            volumes = node.get("volumes") or volumes
-            is_compose = is_compose or "services" in node
-        above.append(node)
-        try:
-            node = node[int(key) if isinstance(node, list) else key]
-        except (KeyError, IndexError, ValueError, TypeError):
-            has = [*node] if isinstance(node, dict) else f"{len(node or ())} entries"
-            raise unreadable(f"{given.file}#{given.pointer} has no {key!r}; found {has}") from None
-    lines = _node(node, maps, volumes, is_compose)
-    if given.pointer.split("/")[-2:-1] == ["sglang_config"]:
-        lines = (line._replace(environ=_environment(above[-2], key)) for line in lines)
-    return [(f"#{given.pointer}", line) for line in lines]
+def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[Line]:
+    """Read a node: a container, flags, words, or a line or YAML in a string. One that no pointer
+    names has to be a launch itself."""
+    value = node.value
+    inner = next(iter(_documents(value)), None) if isinstance(value, str) else value
+    is_whole = is_named or node.where.count("/") == 1
+    if isinstance(value, str) and not isinstance(inner, dict | list):
+        if is_named or LAUNCHER.search(value):
+            yield from (one for one in lines_of(value, {}, {}) if is_named or one.launcher)
+    elif isinstance(inner, dict) and any(isinstance(inner.get(k), str | list) for k in CONTAINER):
+        for line in _container(inner, node, maps):
+            if is_named or line.launcher or "--model-path" in " ".join(line.flags):
+                yield line
+    elif isinstance(inner, dict):
+        recipe = node.above[-2] if len(node.above) > 1 else {}  # srt-slurm's
+        is_recipe = node.above[-1:] == (recipe.get("sglang_config", ""),)
+        if is_named or is_recipe or Line({}, [], config=inner).mode:
+            own = recipe.get(f"{node.key}_environment") or {}
+            yield Line({str(k): str(v) for k, v in own.items()}, [], config=inner)
+    elif isinstance(inner, list) and is_whole and all(isinstance(v, str | int) for v in inner):
+        yield from _container({"args": inner}, node, maps)
 
 
-def _node(node: Any, maps: Any, volumes: list[Any], is_compose: bool) -> Iterator[Line]:
-    """Read a node that is pointed at: a container, flags, words, or a line or YAML in a string."""
-    if isinstance(node, str):
-        inner = next(iter(_documents(node)), None)
-        if isinstance(inner, dict | list):
-            yield from _node(inner, maps, volumes, is_compose)
-        else:
-            yield from lines_of(node, {})
-    elif isinstance(node, list):
-        yield from _container({"args": node}, maps, volumes, is_compose)
-    elif isinstance(node, dict) and any(key in node for key in CONTAINER):
-        yield from _container(node, maps, volumes, is_compose)
-    elif isinstance(node, dict):
-        yield Line({}, [], config=node)
-
-
-def _walk(
-    node: Any, where: str, maps: Any, volumes: list[Any], seen: set[int], is_compose: bool
-) -> Iterator[tuple[str, Line]]:
-    """Find launches at any depth, each node once: containers, flags with a role, and scripts."""
-    if isinstance(node, str):
-        inner = next(iter(_documents(node)), None) if "disaggregation" in node else None
-        if isinstance(inner, dict) and _mode_of(inner):
-            yield where, Line({}, [], config=inner)
-        elif LAUNCHER.search(node):
-            yield from ((where, line) for line in lines_of(node, {}) if line.launcher)
-    elif isinstance(node, dict | list) and id(node) not in seen:
-        seen.add(id(node))
-        children: Any = enumerate(node) if isinstance(node, list) else node.items()
-        if isinstance(node, dict):
-            volumes = node.get("volumes") or volumes
-            if _mode_of(node):
-                yield where, Line({}, [], config=node)
-            for role, flags in (node.pop("sglang_config", None) or {}).items():
-                own = _environment(node, role)
-                yield f"{where}/sglang_config/{role}", Line(own, [], config=flags)
-            for line in _container(node, maps, volumes, is_compose):
-                if line.launcher or "--model-path" in " ".join(line.flags):
-                    yield where, line
-            children = [(key, one) for key, one in children if key not in CONTAINER]
-        elif not where and all(isinstance(one, str | int | float) for one in node):
-            yield from ((where, line) for line in _container({"args": node}, maps, [], False))
-            return
-        for key, child in children:
-            step = str(key).replace("~", "~0").replace("/", "~1")
-            yield from _walk(child, f"{where}/{step}", maps, volumes, seen, is_compose)
-
-
-def _environment(recipe: dict[Any, Any], role: str) -> dict[str, str]:
-    """The variables that a recipe of srt-slurm has for a role, beside its sglang_config."""
-    own = recipe.get(f"{role}_environment") or {}
-    return {str(name): str(value) for name, value in own.items()}
-
-
-def _mode_of(flags: Mapping[Any, Any]) -> str:
-    names = ("disaggregation-mode", "disaggregation_mode")
-    return next((str(flags[name]) for name in names if name in flags), "")
-
-
-def _maps(documents: list[Any]) -> dict[str, dict[str, Any]]:
+def _maps(documents: list[Any]) -> dict[str, Any]:
     """The data of each ConfigMap in the file, by its name."""
     found = [one for one in documents if isinstance(one, dict) and one.get("kind") == "ConfigMap"]
     return {str((one.get("metadata") or {}).get("name")): one.get("data") or {} for one in found}
 
 
-def _container(node: dict[Any, Any], maps: Any, volumes: list[Any], is_compose: bool
-               ) -> Iterator[Line]:  # fmt: skip
-    """Read a container: its words, its own variables, and the files that ConfigMaps mount."""
-    given = [node[key] for key in CONTAINER if isinstance(node.get(key), str | list)]
-    if not given:
-        return
+def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Iterator[Line]:
+    """Read a container: its words, its own variables, and the file of --config that a ConfigMap
+    of the same file mounts."""
     notes, environ, outside = list[str](), dict[str, str](), dict[str, str]()
-    fill = _compose if is_compose else _kubernetes
-    own = node.get("env") or node.get("environment") or {}
-    for one in own.items() if isinstance(own, dict) else own if isinstance(own, list) else ():
+    fill = _compose if node.is_compose else _kubernetes
+    given = own.get("env") or own.get("environment") or {}
+    for one in (
+        given.items() if isinstance(given, dict) else given if isinstance(given, list) else ()
+    ):
         if isinstance(one, dict):  # Kubernetes has pairs, compose NAME=VALUE or a mapping
             one = one.get("name"), one.get("value", None if "valueFrom" in one else "")
         name, value = (*one.split("=", 1), None)[:2] if isinstance(one, str) else one
-        name = str(name)
         if value is None:
-            outside[name] = "comes from outside the file"
+            outside[str(name)] = "comes from outside the file"
         else:
-            environ[name], why = fill(str(value), environ, outside, notes)
-            outside |= {name: why} if why else {}
+            environ[str(name)], why = fill(str(value), environ, outside, notes)
+            outside |= {str(name): why} if why else {}
     if outside:
         notes.append(f"{', '.join(outside)}: set outside the file, and not read")
-    for key in ("envFrom", "env_file"):
-        if node.get(key):
-            notes.append(f"{key}: its variables were not read")
+    notes += (
+        f"{key}: its variables were not read" for key in ("envFrom", "env_file") if own.get(key)
+    )
     try:
-        parts = [one if isinstance(one, list) else shlex.split(one) for one in given]
+        parts = (shlex.split(one) if isinstance(one, str) else one
+                 for one in map(own.get, CONTAINER) if isinstance(one, str | list))  # fmt: skip
+        words = [fill(str(word), environ, outside, notes) for part in parts for word in part]
     except ValueError as error:
         raise unreadable(str(error)) from None
-    words = [fill(str(word), environ, outside, notes) for part in parts for word in part]
-    for line in lines_of(words, environ, outside):
-        yield line._replace(notes=(*notes, *line.notes), mounted=_mounted(node, maps, volumes))
+    for line in line_of(words, environ, outside):
+        path = value_of(line.flags, "--config") or value_of(line.flags, "--disagg-config")
+        file = next(iter(_documents(_mounted(path, own, node, maps))), None) or {}
+        file = file.get(value_of(line.flags, "--disagg-config-key"), file)
+        yield line._replace(notes=(*notes, *line.notes), file=file)
 
 
 def _compose(text: str, _: Any, outside: Mapping[str, str], notes: list[str]) -> tuple[str, str]:
@@ -241,14 +208,13 @@ def _compose(text: str, _: Any, outside: Mapping[str, str], notes: list[str]) ->
     missing = list[str]()
 
     def value(found: re.Match[str]) -> str:
-        name, default = found[2] or found[3], found[4]
         if found[1]:
             return "$"
-        if default is None:
-            missing.append(name)
+        if found[4] is None:
+            missing.append(found[2] or found[3])
             return found[0]
-        notes.append(f"{name} is taken as {default!r}, its default")
-        return default
+        notes.append(f"{found[3]} is taken as {found[4]!r}, its default")
+        return found[4]
 
     word = re.sub(r"\$(?:(\$)|(\w+)|\{(\w+)(?::?-([^{}]*)|[^{}]*)\})", value, text)
     return word, f"{missing[0]} is of the shell that runs compose" if missing else ""
@@ -258,35 +224,26 @@ def _kubernetes(
     text: str, environ: Mapping[str, str], outside: Mapping[str, str], _: Any
 ) -> tuple[str, str]:
     """Expand $(NAME); $$(NAME) stands for $(NAME) itself."""
-    missing = list[str]()
-
-    def value(found: re.Match[str]) -> str:
-        if found[1]:
-            return f"$({found[2]})"
-        if found[2] not in environ:
-            missing.append(found[2])
-        return environ.get(found[2], found[0])
-
-    word = re.sub(r"\$(\$?)\((\w+)\)", value, text)
+    pattern = re.compile(r"\$(\$?)\((\w+)\)")
+    names = [name for is_plain, name in pattern.findall(text) if not is_plain]
+    missing = [name for name in names if name not in environ]
+    word = pattern.sub(lambda m: f"$({m[2]})" if m[1] else environ.get(m[2], m[0]), text)
     why = "is filled in by what starts the container"
     return word, f"{missing[0]} {outside.get(missing[0], why)}" if missing else ""
 
 
-def _mounted(node: dict[Any, Any], maps: Any, volumes: list[Any]) -> dict[str, str]:
-    """The files that a container's volumes have from ConfigMaps of the same file, by path."""
+def _mounted(path: str, own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> str:
+    """Return the text of a file that a ConfigMap of the same file mounts; "" if none does."""
+    volumes: Any = next((one["volumes"] for one in node.above[::-1] if one.get("volumes")), [])
     sources = {one.get("name"): one.get("configMap") for one in volumes if isinstance(one, dict)}
-    found = dict[str, str]()
-    for mount in node.get("volumeMounts") or ():
+    for mount in own.get("volumeMounts") or ():
         source = sources.get(mount.get("name")) or {}
-        data, at = maps.get(source.get("name"), {}), str(mount.get("mountPath", "")).rstrip("/")
-        items = {one["key"]: one.get("path", one["key"]) for one in source.get("items") or ()}
-        for key, text in data.items():
-            path = items.get(key, key)
-            if mount.get("subPath"):
-                found |= {at: str(text)} if mount["subPath"] == path else {}
-            elif not items or key in items:
-                found[f"{at}/{path}"] = str(text)
-    return found
-
-
-__all__ = ["Given", "Line", "load", "split", "unreadable", "value_of"]
+        items = {one.get("path", one["key"]): one["key"] for one in source.get("items") or ()}
+        data, at = (
+            maps.get(str(source.get("name")), {}),
+            str(mount.get("mountPath", "")).rstrip("/"),
+        )
+        entry = mount.get("subPath") if path == at else path.removeprefix(f"{at}/")
+        if path.startswith(at) and items.get(entry, str(entry)) in data:
+            return str(data[items.get(entry, str(entry))])
+    return ""

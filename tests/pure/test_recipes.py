@@ -517,7 +517,8 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         + "".join(
             f"    {role}: {{model-path: moonshotai/Kimi-K2.5, tensor-parallel-size: 8, {more}"
             f"disaggregation-mode: {role}, speculative_algorithm: EAGLE3, cuda-graph-bs-decode: "
-            "[1, 2], trust-remote-code: true, speculative-draft-model-path: eagle3}\n"
+            "[1, 2], moe-dense-tp-size: 1, trust-remote-code: true, speculative-draft-model-path: "
+            "eagle3}\n"
             for role, more in (("prefill", ""), ("decode", "enable-dp-attention: true, "
                                                  "data-parallel-size: 8, "))),
         "", "", True, FROM_ONE, {"share": 1.0}),
