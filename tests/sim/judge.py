@@ -133,7 +133,13 @@ class Judge:
             if (blame := self.blames.get(peer)) is not None and blame.is_open:
                 blame.probes.add(opened.generation)
                 blame.until = now + PROBE
-        request.warm = not found and not transfers
+        if not (found or transfers):
+            self._is_warm(request)
+
+    def _is_warm(self, request: Request) -> None:
+        """Note a warm room. Its number may come again before its verdict is out."""
+        request.warm = True
+        self.numbers.pop(request.opened.bootstrap_room, None)
 
     def _holds(self, peer: bytes, now: float) -> bool:
         blame = self.blames.get(peer)
@@ -162,8 +168,6 @@ class Judge:
                     self._begun(action)
                 case StartCopies(jobs):
                     self.rank.wire.copies(_stamps(jobs))
-                case act.Verdict(handle, act.State.WARM):
-                    self.numbers.pop(handle.opened.bootstrap_room, None)
                 case act.Forget(peer):
                     self.restarted.discard(peer)
         if self.restarted:
@@ -292,7 +296,7 @@ class Judge:
                 if not (transfer.last and transfer.placed == transfer.announced):
                     break
             else:
-                request.warm = True
+                self._is_warm(request)
                 for peer, transfer in transfers.items():
                     if transfer.announced:
                         self.blames.pop(peer, None)
