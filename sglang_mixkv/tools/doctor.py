@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from zipfile import BadZipFile
 
 import msgspec
 
@@ -24,6 +25,7 @@ from sglang_mixkv.channel.mooncake import forces_tcp
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, problems, version_of
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import as_json, bounded, doctor_read, hidden, parser
+from sglang_mixkv.tools.against import Wheel, changes
 
 SCHEMA = 2
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
@@ -48,6 +50,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks, quick ones first; none raises. Without SGLang, only the first two run."""
+    if args.against:
+        yield Finding("versions", "wheel", f"sglang {args.against.version}")
+        yield from differing(changes(args.against))
+        return
     yield from versions()
     yield from entry_point()
     if version_of("sglang") == "none":
@@ -116,14 +122,23 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 def seams(compare: Callable[[], list[str]] = problems) -> Iterator[Finding]:
     """Check all of SGLang's functions that the plugin relies on."""
     try:
-        differing = doctor_read.apart(SEAMS_LIMIT_S, [compare])
+        yield from differing(doctor_read.apart(SEAMS_LIMIT_S, [compare]))
     except doctor_read.ReadFailed as error:
         yield Finding("seams", "checked", "no", f"the check failed: {error}")
-        return
-    for problem in differing:
+
+
+def differing(found: list[str]) -> Iterator[Finding]:
+    for problem in found:
         yield Finding("seams", problem.partition(": ")[0], "differs", problem)
-    if not differing:
+    if not found:
         yield Finding("seams", "checked", "all as expected")
+
+
+def _wheel(path: str) -> Wheel:
+    try:
+        return Wheel(Path(path))
+    except (OSError, BadZipFile, IndexError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
 
 
 def devices() -> dict[str, str]:
@@ -243,6 +258,8 @@ def main(argv: list[str]) -> int:
     add(DEVICES_FLAG, metavar="DEVICES", default=[""], dest="devices", type=by_gpu, help=names)
     add("--no-transfer", action="store_true", help="skip the data plane and its reads")
     add("--no-seams", action="store_true", help="do not import SGLang")
+    against = "only compare this wheel of SGLang, whose source is read, with the newest supported"
+    add("--against", metavar="WHEEL", type=_wheel, help=against)
     add("--json", action="store_true", help="print JSON instead of text")
     config.add_flags(made)
     args = made.parse_args(argv)

@@ -17,7 +17,8 @@ from sglang_mixkv.engine import releases
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, UNSERVED, lacking
 from sglang_mixkv.engine.seams import ATTRIBUTES, LATER, SEAMS
 from sglang_mixkv.refusals import SINGLE_SERVER, broken
-from sglang_mixkv.tools.against import Wheel
+from sglang_mixkv.tools import doctor
+from sglang_mixkv.tools.against import Wheel, changes
 
 TABLE = json.loads((Path(__file__).parent / "seams.json").read_text())
 ASKED = SEAMS | ATTRIBUTES
@@ -113,15 +114,16 @@ SOURCES = {
 }
 
 
+def source_of(text: str) -> str:
+    return "\n".join(line[8:] if line[:8].isspace() else line for line in text.splitlines())
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
     path = tmp_path_factory.mktemp("wheel") / "sglang-0.5.20-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in SOURCES.items():
-            archive.writestr(
-                name,
-                "\n".join(line[8:] if line[:8].isspace() else line for line in text.splitlines()),
-            )
+            archive.writestr(name, source_of(text))
     return Wheel(path)
 
 
@@ -144,3 +146,43 @@ def test_a_wheel_that_lacks_what_is_used_says_so(wheel: Wheel) -> None:
     found = lacking(wheel.version, lambda path, _: wheel.names(path))
     assert len(found) == len(ASKED)
     assert all("found none (" in line or "found (" in line for line in found)
+
+
+# ---------------------------------------------------------------- another wheel
+
+
+def test_what_another_wheel_lacks(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seam's parameter, an attribute, a class; and what `plan` imports or uses of an import."""
+    asked = {"sglang.a:Class.method": ("first", "gone"), "sglang.c:Class": ("any",)}
+    monkeypatch.setattr(releases, "SEAMS", asked)
+    monkeypatch.setattr(releases, "ATTRIBUTES", {"sglang.a:Class": ("held", "declared", "away")})
+    source = """
+        from sglang.a import Class, Lost
+        from sglang import b as module
+        from sglang.other import thing
+        Class.inherited, Class.removed, module.Middle, module._moved, Lost.some, Class.later()
+    """
+    monkeypatch.setattr(Path, "read_text", lambda self: source_of(source))
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [self / "plan_one.py"])
+    lines = changes(wheel)
+    seams, plans = lines[:3], lines[3:]
+    assert [line.partition(": ")[0] for line in seams] == [*asked, "sglang.a:Class"]
+    assert "expected parameters ['gone']" in seams[0]
+    assert "expected attributes ['away']; found ('held', 'declared')" in seams[2]
+    assert [line.partition(": plan_one.py")[0] for line in plans] == [
+        "sglang.a:Class.removed", "sglang.a:Lost", "sglang.a:Lost.some", "sglang.other:thing",
+        "sglang:b._moved",
+    ]  # fmt: skip
+
+
+def test_doctor_reads_another_wheel_alone(wheel: Wheel, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of this host is looked at; a file that is no wheel is an unusable argument."""
+    assert doctor.main(["--against", str(wheel._zip.filename)]) == 1
+    said = capsys.readouterr().out
+    assert "sglang 0.5.20" in said
+    assert "sglang.srt.disaggregation.utils:get_kv_class  differs" in said
+    assert " python " not in said
+    assert doctor.main(["--against", str(wheel._zip.filename), "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["ok"]
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main(["--against", __file__])
