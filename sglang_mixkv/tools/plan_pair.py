@@ -17,6 +17,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,9 +112,17 @@ def need_of(prefill: Server, decode: Server) -> Need:
 
 def _has(method: str) -> bool:
     """Say whether Mooncake's manager has what a patch of upstream/ adds."""
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+    return f"def {method}(" in _source("common/conn.py") + _source("mooncake/conn.py")
 
-    return hasattr(MooncakeKVManager, method)
+
+@cache
+def _source(file: str) -> str:
+    """Read a file of SGLang's disaggregation/. Importing one would take as long as all the rest.
+    Raises ImportError without SGLang."""
+    found = find_spec("sglang")
+    if found is None or found.origin is None:
+        raise ImportError("No module named 'sglang'")
+    return (Path(found.origin).parent / "srt" / "disaggregation" / file).read_text()
 
 
 def _row_bytes(model: Model, tp: int) -> set[int]:
@@ -163,14 +172,10 @@ _OF_MANAGER = "try_ensure_parallel_info", "_resolve_rank_mapping"
 
 
 def _check_of_sglang(requests: Any) -> dict[str, Any]:
-    """Compile SGLang's check of a pair from its source. Importing its module would take as long as
-    all the rest, for classes that the check does not use. Raises ImportError without SGLang."""
-    found = find_spec("sglang")
-    if found is None or found.origin is None:
-        raise ImportError("No module named 'sglang'")
-    folder, wanted = Path(found.origin).parent / "srt" / "disaggregation", list[ast.stmt]()
+    """Compile SGLang's check of a pair from its source, without the classes it does not use."""
+    wanted = list[ast.stmt]()
     for file in ("base/conn.py", "common/conn.py"):
-        for node in ast.parse((folder / file).read_text()).body:
+        for node in ast.parse(_source(file)).body:
             if isinstance(node, ast.ClassDef) and node.name in ("StateType", "PrefillServerInfo"):
                 wanted.append(node)
             elif isinstance(node, ast.ClassDef) and node.name == "CommonKVManager":
