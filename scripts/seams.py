@@ -1,5 +1,5 @@
 """Write what each supported release of SGLang has of what the plugin uses, read from its wheels, to
-tests/pure/seams.json: parameters, attributes, and the arguments' defaults.
+tests/pure/engine/seams.json: parameters, attributes, and the arguments' defaults.
 
     pip download --no-deps -d wheels sglang==VERSION   # of each release
     python scripts/seams.py wheels/sglang-*.whl
@@ -19,7 +19,7 @@ from typing import Any
 from sglang_mixkv.engine.seams import ATTRIBUTES, SEAMS
 from sglang_mixkv.tools.against import ASSEMBLED, Wheel
 
-WRITTEN = Path(__file__).parent.parent / "tests" / "pure" / "seams.json"
+WRITTEN = Path(__file__).parent.parent / "tests" / "pure" / "engine" / "seams.json"
 ((ARGUMENTS, FOLDER),) = ASSEMBLED.items()
 
 

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 from msgspec.structs import replace
+from pure.tools.test_plan import MLA, pair
 from rig.ring.model import Cache, Case, Request
 from rig.ring.run import run
-from test_plan import MLA, pair
 
 from sglang_mixkv.tools.plan_pair import need_of
 

@@ -128,13 +128,14 @@ class Asked:
 
 
 def test_the_installed_release_is_as_its_source_says(tmp_path: Path) -> None:
-    """What tests/pure/test_releases.py knows of each release is read from its source alone."""
+    """tests/pure/engine/test_releases.py knows each release from its source alone; compare it with
+    the release that runs."""
     root = Path(next(iter(sglang.__path__))).parent
     path = tmp_path / f"sglang-{releases.sglang_version()}-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for file in root.glob("sglang/srt/**/*.py"):
             archive.write(file, file.relative_to(root))
-    wheel, written = Wheel(path), json.loads((ROOT / "tests/pure/seams.json").read_text())
+    wheel, written = Wheel(path), json.loads((ROOT / "tests/pure/engine/seams.json").read_text())
     for function in SEAMS:
         named = inspect.signature(pkgutil.resolve_name(function)).parameters
         assert [n for n in wheel.names(function) if n != "cls"] == [*named], function

@@ -76,7 +76,7 @@ def _apply(site: Path, name: str, *options: str) -> None:
 
 def python(site: Path, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     """Run Python where `sglang` is that of the folder."""
-    path = [site, ROOT, ROOT / "tests", ROOT / "tests" / "pure"]
+    path = [site, ROOT, ROOT / "tests"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, path))}
     command = [sys.executable, *map(str, arguments)]

@@ -19,7 +19,7 @@ from sglang_mixkv.tools.client import RequestFailed, session
 from sglang_mixkv.tools.status import MetricPages, page_url, read
 
 ONE, TWO = "10.0.0.1:8998", "10.0.0.2:8998"
-TOOLS = Path(__file__).parents[2] / "docs" / "tools.md"
+TOOLS = Path(__file__).parents[3] / "docs" / "tools.md"
 
 
 def line(name: str, value: float, prefix: str = series.PREFIX, **labels: object) -> str:

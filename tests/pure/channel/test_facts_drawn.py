@@ -79,12 +79,13 @@ def test_every_number_and_every_name_has_its_bounds() -> None:
 # test, either could stand in the other's place. Of settings, and of facts.
 BY_RANK = "protocol/test_matrix.py::test_every_byte"
 BYTES = "protocol/test_random.py::test_random_case"
-BUFFERS = "pure/test_facts.py::test_each_buffer_of_prefill_finds_its_own_on_decode"
-COMPARED = "pure/test_facts.py::test_what_two_rows_differ_in"
+BUFFERS = "pure/channel/test_facts.py::test_each_buffer_of_prefill_finds_its_own_on_decode"
+NEWEST = "pure/decode/test_plan_drawn.py::test_a_pair_uses_the_newest_version_of_all_its_ranks"
+COMPARED = "pure/channel/test_facts.py::test_what_two_rows_differ_in"
 UNLIKE = {
     "config.staging_mb": BYTES, "config.patience": BYTES,
     "config.port": "protocol/test_manager.py::test_a_port_of_its_own_or_any_free_one",  # prefill's
-    "protocol": "pure/test_plan_drawn.py::test_a_pair_uses_the_newest_version_of_all_its_ranks",
+    "protocol": NEWEST,
     **dict.fromkeys(("rank_port", "attn_tp", "attn_tp_rank", "draft.tp", "draft.rank"), BY_RANK),
     "pp_rank": "protocol/test_matrix.py::test_dcp_from_stages_of_one_rank",
     "aux_item_lens": COMPARED, "topk": COMPARED,
@@ -108,7 +109,7 @@ def test_each_number_differs_between_the_sides_of_a_test() -> None:
             numbers.add(f"config.{name}")
     assert set(UNLIKE) == numbers
     for file, _, test in (where.partition("::") for where in UNLIKE.values()):
-        code = (Path(__file__).parents[1] / file).read_text()
+        code = (Path(__file__).parents[2] / file).read_text()
         assert f"\ndef {test}(" in code, f"{file} has no {test}"
 
 

@@ -36,7 +36,7 @@ def test_batches_are_right_in_tritons_interpreter(examples: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"],
         env={**os.environ, "TRITON_INTERPRET": "1", "EXAMPLES": str(examples)},
-        capture_output=True, text=True, cwd=cases.parents[2],
+        capture_output=True, text=True, cwd=cases.parents[3],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import zmq
-from pure import stranger
+from pure.channel import stranger
 from rig.channel.invariants import outstanding
 from rig.channel.threads import Channel, wait_for
 from rig.process.resources import leaks, resources
