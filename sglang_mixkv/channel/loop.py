@@ -162,14 +162,14 @@ class Worker(ABC):
         """Carry out actions. Small copies are made here, as are the actions that follow from them.
         Copies on a device are polled for as long as that takes less time than sleeping."""
         while True:
-            for action in (actions := self._machine.actions()):
+            for action in (wanted := self._machine.actions()):
                 try:
                     self._do(action)
                 except Exception as error:  # the other actions are still carried out
                     name = type(action).__name__
                     logger.exception("[MIXKV-SELF-01] the draft channel failed on %s", name)
                     self._call(self._machine.on_action_failed, action, error)
-            if actions:
+            if wanted:
                 self._poller.came = time.monotonic()
             while not ((copies := self._copies) and copies.done):
                 if not (copies and copies.polled and time.monotonic() < copies.launched + ASKED):

@@ -71,8 +71,9 @@ class ReceiveHandle:
 class DecodeWorker(Worker):
     """`store`: None on a rank without a drafter, which opens requests but reads nothing.
 
-    `forget_peer` is called with a restarted peer, `check_peer` with one that a message could not
-    reach, both in the channel thread: they must neither block nor raise.
+    `forget_peer` is called with a restarted peer, and must `drop` it with all others of its server;
+    `check_peer` with one that a message could not reach. Both are called in the channel thread:
+    they must neither block nor raise.
     """
 
     names = "mixkv-decode", "mixkv-unpack"
@@ -219,7 +220,6 @@ class DecodeWorker(Worker):
                 if handle.state is None:
                     self._decide(handle, state, reason)
             case act.Forget(peer):
-                self.drop(peer)
                 self._forget_peer(peer)
             case Note():
                 self._reporter(action)

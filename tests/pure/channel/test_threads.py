@@ -149,7 +149,12 @@ def test_a_rank_that_was_restarted_is_dropped_and_forgotten(
 ) -> None:
     """Another instance listens at its address. Others are asked as before."""
     decode, forgotten = channel.decode, list[bytes]()
-    monkeypatch.setattr(decode.channel, "_forget_peer", forgotten.append)
+
+    def forget(peer: bytes) -> None:
+        forgotten.append(peer)
+        decode.channel.drop(peer)  # as PrefillServers does
+
+    monkeypatch.setattr(decode.channel, "_forget_peer", forget)
     former = SimpleNamespace(**vars(channel.prefill.row) | {"instance": draw_instance()})
     peer = decode.reach(former)
     handle = decode.open(1, TOKENS, peer)
