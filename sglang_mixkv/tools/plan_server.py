@@ -27,7 +27,7 @@ from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_model import Model, model_of, stage_of
-from sglang_mixkv.tools.plan_shell import Line, unreadable
+from sglang_mixkv.tools.plan_shell import Line, unreadable, value_of
 from sglang_mixkv.tools.plan_text import Given, split
 
 OF_HOST = (
@@ -283,8 +283,8 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
     if any(word.startswith("--config=") for word in words):
         raise unreadable("SGLang takes --config FILE only, and ignores --config=FILE")
     try:
-        if line.file:
-            words = [*merger._convert_config_to_args(line.file), *_without(words, *_FILES)]
+        if settings := line.file or _section(words) if line.is_dynamos else line.file:
+            words = [*merger._convert_config_to_args(settings), *_without(words, *_FILES)]
         elif "--config" in words:
             words = list(merger.merge_config_with_args(words))
     except Exception as error:  # from SGLang or the YAML parser
@@ -312,6 +312,14 @@ def _flags(settings: Mapping[Any, Any]) -> Iterator[str]:
             yield f"--{str(key).replace('_', '-')}"
             values = value if isinstance(value, list) else [value] * (value is not True)
             yield from (json.dumps(v) if isinstance(v, dict) else str(v) for v in values)
+
+
+def _section(words: list[str]) -> Mapping[Any, Any]:
+    """Return the section of --disagg-config's file that --disagg-config-key names."""
+    import yaml
+
+    path, key = value_of(words, "--disagg-config"), value_of(words, "--disagg-config-key")
+    return dict(yaml.safe_load(Path(path).read_text())[key]) if path and key else {}
 
 
 _FILES = "--config", "--disagg-config", "--disagg-config-key"

@@ -54,7 +54,7 @@ def split(given: Given | str, role: str) -> Line:
     """Return the only launch line for this role. Raises MixKVError if there is none, more than one,
     or one that only a shell can read."""
     given = Given(given) if isinstance(given, str) else given
-    found, is_script = _found(given), given.file not in ("", "-") and not given.pointer
+    found, is_script = _found(given), not re.search(r"^-?$|\.(?:ya?ml|json)$", given.file)
     command = f"bash {shlex.quote(given.file)}" if is_script else "COMMAND"
     ask = ASK.format(role=role, command=command)
     fits = (lambda line: line.mode == role, lambda line: line.mode not in ("prefill", "decode"),

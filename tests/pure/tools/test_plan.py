@@ -345,6 +345,14 @@ def test_a_config_file_continuations_and_a_positional_model(tmp_path: Path) -> N
     config.write_text("a: [1")
     with pytest.raises(ValueError, match="decode: --config: "):
         read("decode", line)
+    with pytest.raises(ValueError, match="takes --config FILE only, and ignores --config=FILE"):
+        read("decode", f"sglang serve {TARGET} --config={config}")
+    config.write_text(f"one: {{model-path: {TARGET}, tp-size: 4}}\ntwo: {{tp-size: 2}}")
+    line = f"dynamo.sglang --disagg-config {config} --disagg-config-key one --dyn-x y --page-size 8"
+    found = read("decode", line)
+    assert (found.attention_tp, found.page_size, found.stock) == (4, 8, ())
+    with pytest.raises(ValueError, match="three"):
+        read("decode", line.replace("one", "three"))
 
 
 CUTEDSL = "--decode-attention-backend cutedsl_mla --page-size 128"

@@ -258,6 +258,23 @@ def test_data_is_pointed_at(
     )
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_products_own_files() -> None:
+    """Dynamo's workers are read. What runs a launch script in an image is answered with the
+    command that does."""
+    found = [
+        split(load(f"{ROOT}/examples/kubernetes/dynamo.yaml"), r) for r in ("prefill", "decode")
+    ]
+    assert [(one.mode, one.environ[ON], one.is_dynamos) for one in found] == [
+        ("prefill", "1", True), ("decode", "1", True),
+    ]  # fmt: skip
+    for file in ("examples/kubernetes/pair.yaml", "docker/compose.yaml"):
+        with pytest.raises(ValueError, match=r"found none in .*decode\.json COMMAND ends"):
+            split(load(f"{ROOT}/{file}"), "decode")
+
+
 def test_a_role_of_a_recipe_has_its_variables(tmp_path: Path) -> None:
     """Of srt-slurm, whether it is pointed at or found."""
     file = tmp_path / "recipe.yaml"
