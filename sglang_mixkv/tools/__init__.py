@@ -54,10 +54,11 @@ def point(text: str, first: str = "") -> list[str]:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Format rows as left-aligned columns two spaces apart; the first row is the header."""
-    head, *others = rows
-    widths = [max(map(len, column)) for column in zip(head, *others, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, ["-" * width for width in widths], *others)
-    ]
+    """Format rows as columns two spaces apart, those of numbers to the right; the first row is the
+    header."""
+    columns = []
+    for head, *cells in zip(*rows, strict=True):
+        width = max(map(len, (head, *cells)))
+        side = ">" if all(re.fullmatch(r"-|[\d,.]+%?( .*)?", cell) for cell in cells) else "<"
+        columns.append([f"{cell:{side}{width}}" for cell in (head, "-" * width, *cells)])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

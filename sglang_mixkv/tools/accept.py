@@ -6,7 +6,8 @@
 Both get the same token ids, and decode greedily. A baseline is the file that an earlier run wrote
 with `--json`: its prompts, and the single server's answers to them. The report shows accept length,
 acceptance by position, and whether the outputs agree. The loss of accept length is judged at 95 %
-confidence, over all prompts and on each of decode's DP ranks.
+confidence, over all prompts and on each of decode's DP ranks. A prompt that fails with status 502
+or 503 is sent once more.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the outputs differ too early too
 often; 2 no verdict: too few prompts, a failed request, or a server that does not answer or does not
@@ -18,7 +19,9 @@ If the servers ask for an API key, put it into SGLANG_MIXKV_API_KEY.
 from __future__ import annotations
 
 import argparse
+import codecs
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,18 +32,14 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.tools import as_json, parser
-from sglang_mixkv.tools.accept_figures import Asked, Comparison, Decision, compare
+from sglang_mixkv.tools.accept_figures import Asked, Comparison, Decision, compare, lengths
 from sglang_mixkv.tools.client import RequestFailed, read_event, request, stream
 
 MAX_NEW_TOKENS = 128
 LEAST = 1.1  # the least accept length of a useful drafter; below it there is nothing to lose
 NOT_JUDGED, INTERRUPTED = 2, 130
-EXIT = {
-    Decision.WITHIN: 0,
-    Decision.BELOW: 1,
-    Decision.OTHER_OUTPUT: 1,
-    Decision.UNDECIDED: NOT_JUDGED,
-}
+AWAY, PAUSE_S = (502, 503), 2.0  # a router's statuses while it reaches no server
+EXIT = {Decision.WITHIN: 0, Decision.UNDECIDED: NOT_JUDGED}  # 1 for others
 
 
 Prompt = tuple[int, ...] | dict[str, Any]
@@ -63,17 +62,17 @@ class _Tokens(msgspec.Struct):
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Read prompts, one per line, as plain text or JSON. Raises ValueError or OSError."""
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     found = [_prompt(f"{path}, line {n}", ln) for n, ln in enumerate(lines, 1) if ln.strip()]
     if not found:
         raise ValueError(f"{path} has no prompts: put one on each line, text or JSON")
     return found
 
 
-def _prompt(where: str, line: str) -> Prompt:
-    if not line.lstrip().startswith("{"):
-        return {"prompt": line.rstrip("\r")}
+def _prompt(where: str, line: bytes) -> Prompt:
     try:
+        if not line.lstrip().startswith(b"{"):
+            return {"prompt": line.decode().rstrip("\r")}
         row = msgspec.json.decode(line, type=_PromptRow)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -121,16 +120,50 @@ def to_ask(args: argparse.Namespace) -> tuple[Sequence[Any], int]:
     return found.each, found.max_new_tokens
 
 
-def ask(args: argparse.Namespace, number: int, prompt: Any) -> Asked:
-    """Ask both deployments for answers of at most `number` tokens. Raises RequestFailed."""
+def ask(args: argparse.Namespace, number: int, prompt: Any, again: bool = True) -> Any:
+    """Ask both deployments for answers of at most `number` tokens, again if a server was away.
+    Return Asked or RequestFailed."""
     sampling = {"max_new_tokens": number, "temperature": 0}
-    if isinstance(prompt, Asked):
-        ids, single = prompt.input_ids, prompt.single
-    else:
-        ids = token_ids(args.single, prompt)
-        single = stream(args.single, {"input_ids": ids, "sampling_params": sampling})
-    pair = stream(args.pair, {"input_ids": ids, "sampling_params": sampling})
-    return Asked(ids, single, pair)
+    try:
+        if isinstance(prompt, Asked):
+            ids, single = prompt.input_ids, prompt.single
+        else:
+            ids = token_ids(args.single, prompt)
+            single = stream(args.single, {"input_ids": ids, "sampling_params": sampling})
+        pair = stream(args.pair, {"input_ids": ids, "sampling_params": sampling})
+        return Asked(ids, single, pair)
+    except RequestFailed as error:
+        if not again or error.status not in AWAY:
+            return error
+    time.sleep(PAUSE_S)
+    return ask(args, number, prompt, again=False)
+
+
+def ask_all(args: argparse.Namespace, number: int, prompts: Sequence[Any]) -> list[Any]:
+    """Ask all prompts, or until Ctrl-C, and return what `ask` did. Say how far it is: on a terminal
+    after each prompt, else after the first. Raises RequestFailed if that, sent alone, fails."""
+    begin, once, screen = time.monotonic(), partial(ask, args, number), sys.stderr.isatty()
+    found = [once(prompts[0])]
+    if isinstance(found[0], RequestFailed):
+        raise found[0]
+    begin += (time.monotonic() - begin) * (1 - 1 / args.at_once)  # others will run beside
+    with ThreadPool(min(args.at_once, len(prompts))) as pool, suppress(KeyboardInterrupt):
+        answers = pool.imap(once, prompts[1:])
+        while len(found) < len(prompts):
+            if screen or len(found) == 1:
+                text = progress(found, len(prompts), time.monotonic() - begin)
+                line = f"\r{text}\x1b[K" if screen else f"{text} with --at-once {args.at_once}\n"
+                print(line, end="", file=sys.stderr, flush=True)
+            found.append(next(answers))
+    print(end="\r\x1b[K" * screen, file=sys.stderr, flush=True)
+    return found
+
+
+def progress(found: list[Any], number: int, seconds: float) -> str:
+    asked, done = [one for one in found if isinstance(one, Asked)], len(found)
+    text = "{} of {} prompts, {} failed, accept length {:.2f} single, {:.2f} pair, {:.1f} min left"
+    left = seconds / 60 / done * (number - done)
+    return text.format(done, number, done - len(asked), *lengths(asked), left)
 
 
 def judge(args: argparse.Namespace) -> int:
@@ -139,15 +172,9 @@ def judge(args: argparse.Namespace) -> int:
     prompts, number = to_ask(args)
     if args.json:
         args.json.open("a").close()  # raise OSError before the work, not after it
-    asked, failed = [ask(args, number, prompts[0])], list[str]()
-    with ThreadPool(min(args.at_once, len(prompts))) as pool, suppress(KeyboardInterrupt):
-        answers = pool.imap(partial(ask, args, number), prompts[1:])
-        for _ in prompts[1:]:
-            try:
-                asked.append(next(answers))
-            except RequestFailed as error:
-                failed.append(str(error))
-    left = len(prompts) - len(asked) - len(failed)
+    found = ask_all(args, number, prompts)
+    asked, left = [one for one in found if isinstance(one, Asked)], len(prompts) - len(found)
+    failed = [str(one) for one in found if isinstance(one, RequestFailed)]
     compared = compare(asked, args.gate)
     why_not = [*why_invalid(asked, compared)]
     why_not += [f"interrupted: {left} prompts were not asked, or not answered"] * (left > 0)
@@ -155,8 +182,7 @@ def judge(args: argparse.Namespace) -> int:
     if why_not or (failed and verdict is Decision.WITHIN):  # a loss stands even if prompts failed
         verdict = Decision.UNDECIDED
     if failed:
-        answered = len(asked) + len(failed)
-        why_not.append(f"{len(failed)} of {answered} prompts failed, the first: {failed[0]}")
+        why_not.append(f"{len(failed)} of {len(found)} prompts failed, the first: {failed[0]}")
     if args.json:
         run = {
             "verdict": verdict.value, "not_judged": why_not, "failed": failed,
@@ -168,7 +194,7 @@ def judge(args: argparse.Namespace) -> int:
         print("\n".join(why_not), file=sys.stderr)
     if verdict is not Decision.UNDECIDED or not why_not:
         print(compared.words())
-    return INTERRUPTED if left else EXIT[verdict]
+    return INTERRUPTED if left else EXIT.get(verdict, 1)
 
 
 def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:

@@ -108,6 +108,11 @@ class Comparison(msgspec.Struct, frozen=True):
         return f"{ratio}, between {low:.1%} and {high:.1%} by {self.prompts} prompts{marks}"
 
 
+def lengths(asked: Sequence[Asked]) -> list[float]:
+    sides = [a.single for a in asked], [a.pair for a in asked]
+    return [_side(_at_least(answers)).accept_length for answers in sides]
+
+
 def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparison:
     """Compare both answers to each prompt. `tail`: the probability on each side of `interval`."""
     sides = [a.single for a in asked], [a.pair for a in asked]

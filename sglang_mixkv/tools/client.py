@@ -44,10 +44,12 @@ class StreamEvent(msgspec.Struct):
 
 
 class RequestFailed(RuntimeError):
-    """A server answered with an error, with something unreadable, or not at all."""
+    """A server answered with an error, with something unreadable, or not at all. `status`: the
+    HTTP status of an error."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(printable(text))
+        self.status = status
 
 
 def session() -> requests.Session:
@@ -69,11 +71,11 @@ def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[req
     shown = hidden(url)
     try:
         with session() as made, made.request(method, url, timeout=timeout, **how) as response:
-            if response.status_code != requests.codes.ok:
+            if (code := response.status_code) != requests.codes.ok:
                 text = " ".join(response.text[:2000].split())
-                if response.status_code == requests.codes.unauthorized:
+                if code == requests.codes.unauthorized:
                     text += f" (put the server's --api-key into {API_KEY_ENV})"
-                raise RequestFailed(f"HTTP {response.status_code} from {shown}: {text}")
+                raise RequestFailed(f"HTTP {code} from {shown}: {text}", code)
             yield response
     except (OSError, UnicodeError) as error:  # requests' are all OSErrors
         # requests reports a stream's timeout as a broken connection.

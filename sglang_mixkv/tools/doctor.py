@@ -80,7 +80,7 @@ def versions() -> Iterator[Finding]:
     sglang, newest, advice, missing = version_of("sglang"), SUPPORTED_SGLANG[-1], "", ""
     engines = [f"{version_of(name)} ({name})" for name in MOONCAKE if version_of(name) != "none"]
     if sglang == "none":
-        advice = "SGLang is not installed, and nothing else was checked: use the servers' image"
+        advice = "doctor needs SGLang, and checked nothing else: run it in the servers' image"
     elif sglang not in SUPPORTED_SGLANG:
         advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=={newest}"
     elif not engines and version_of("nixl") == "none":

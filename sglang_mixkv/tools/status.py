@@ -30,6 +30,7 @@ from sglang_mixkv.tools.client import RequestFailed, request
 
 COLD_SHARE = 0.01  # of requests, as in the alert MixKVColdDrafters
 OURS, NONE, TIMEOUT_S = "sglang_mixkv_", "-", 5.0
+NO_PAGE = ". Start it with --enable-metrics. Of a router, give its servers, or its /engine_metrics"
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
 
 
@@ -124,8 +125,7 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[MetricPages, 
             try:
                 pages |= read(url, answer.get(max(0.0, end - time.monotonic())).text)
             except RequestFailed as error:
-                remedy = ". Start it with --enable-metrics" * str(error).startswith("HTTP 404")
-                unread[url] = f"{error}{remedy}"
+                unread[url] = f"{error}{NO_PAGE * (error.status == 404)}"
             except TimeoutError:
                 unread[url] = f"{url} did not end within {2 * timeout:.0f} s"
             except ValueError as error:

@@ -7,6 +7,7 @@ to this environment's light dependencies, where Python sees nothing else. So not
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -31,9 +32,7 @@ from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HEAVY = ("torch",)
-"""Is left out of the clean environment; `doctor`'s read and the engine import it."""
-BESIDE_SGLANG = {"huggingface_hub", "mooncake", "nixl", "sglang", "triton", "yaml"}
+BESIDE_SGLANG = {"huggingface_hub", "mooncake", "nixl", "sglang", "torch", "triton"}
 """What is imported only where SGLang, or a transport, is."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 FOLDERS = (
@@ -122,12 +121,12 @@ def test_the_placeholder_stands_in_pyproject_alone() -> None:
 
 
 def declared() -> set[str]:
-    """The wheel's dependencies and theirs, but for the heavy one."""
+    """The wheel's dependencies and theirs."""
     found, left = set[str](), list[str](PROJECT["dependencies"])
     while left:
         requirement = Requirement(left.pop())
         name = canonicalize_name(requirement.name)
-        if name in found or name in HEAVY:
+        if name in found:
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             found.add(name)
@@ -164,6 +163,8 @@ def test_its_entry_points_load_in_the_clean_environment(clean: Path) -> None:
 
 
 def test_the_commands_work_without_sglang(clean: Path) -> None:
+    """And without torch: on a router's host, or a laptop."""
+
     def call(*arguments: str, status: int = 0) -> str:
         return run("-m", "sglang_mixkv", *arguments, cwd=clean, status=status, site=clean)
 
@@ -172,6 +173,14 @@ def test_the_commands_work_without_sglang(clean: Path) -> None:
         assert f"sglang_mixkv {command}" in call(command, "--help")
     with serving(lambda path: (200, b"go 5\n")) as server:
         assert "no series of the plugin" in call("status", server, status=1)
+    (clean / "prompts").write_text('{"input_ids": [1]}')
+    info = {"completion_tokens": 2, "finish_reason": {"type": "length"}, "spec_verify_ct": 1}
+    event = {"output_ids": [5, 6], "meta_info": info | {"spec_correct_drafts_histogram": [0, 1]}}
+    with serving(lambda *_: (200, f"data: {json.dumps(event)}\n".encode())) as server:
+        urls = [f"--{one}=http://{server}" for one in ("single", "pair")]
+        shown = call("accept", *urls, "--prompts=prompts", status=2)
+    assert "pair to single: 100.0%, of 1 prompts" in shown
+    run("-c", "import torch", cwd=clean, site=clean, status=1)
     call("plan", "--prefill", "x", "--decode", "x", status=2)
     said = call("doctor", status=1)
     assert "sglang_mixkv.plugin:register" in said

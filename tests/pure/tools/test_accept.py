@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +46,7 @@ class Stub:
     broken: list = field(default_factory=lambda: [10, 0, 0, 0])
     new_only: bool = False
     other_from: int = 10**6
+    away: dict = field(default_factory=dict)
 
     def answer(self, path: str, body: dict, authorization: str) -> tuple[int, bytes]:
         if self.key and authorization != f"Bearer {self.key}":
@@ -51,6 +55,8 @@ class Stub:
             return 200, json.dumps({"tokens": self.tokens(body)}).encode()
         if body["input_ids"] in self.refused:
             return 503, b"no room"
+        if status := self.away.pop(body["input_ids"][-1], 0):
+            return status, b"no worker"
         lines = [*map(json.dumps, self.events(body)), "[DONE]"]
         return 200, "".join(f"data: {line}\n\n" for line in lines).encode()
 
@@ -81,8 +87,9 @@ class Stub:
 
 
 @pytest.fixture
-def servers() -> Iterator[tuple[Stub, Stub]]:
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stub, Stub]]:
     """The single server, the pair."""
+    monkeypatch.setattr(accept, "PAUSE_S", 0.01)
     made = Stub(), Stub()
     with serving(made[0].answer) as single, serving(made[1].answer) as pair:
         made[0].url, made[1].url = f"http://{single}", f"http://{pair}"
@@ -123,7 +130,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     for text, why in (
         (b"{no json", "line 1"), (b'a\n{"prompt": "b"}', "line 2: expected input_ids"),
-        (b"\n", "no prompts"), (b"\xff", "'utf-8' codec can't decode byte 0xff"),
+        (b"\n", "no prompts"), (b"a\n\xff", "line 2: 'utf-8' codec can't"),
         (b'{"input_ids": 5}', r"line 1: Expected `array`, got `int` - at `\$.input_ids`"),
         (b'{"turns": {"a": 1}}', "line 1: .*turns"),
         (b'{"input_ids": "abc"}', "line 1: .*input_ids"),
@@ -150,6 +157,8 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
         ({"other_from": EARLY}, (), "within", "within the gate"),
         # A loss stays one where prompts failed.
         ({"histogram": [9, 1, 0, 0], "refused": [[5, 3]]}, (), "below", "OUTSIDE the gate of 5%"),
+        # One that a router has no server for is sent again, once.
+        ({"away": {3: 502, 4: 503}}, (), "within", "outputs equal: 16 of 16"),
     ],
 )  # fmt: skip
 def test_the_verdict_on_a_pair(
@@ -163,7 +172,8 @@ def test_the_verdict_on_a_pair(
     assert words in capsys.readouterr().out
     assert found["single"]["accept_length"] == 4.0
     assert len(found["each"]) + len(found["failed"]) == 2 * FEWEST
-    assert sorted(pair.asked) == sorted(ids for ids in single.asked if ids not in pair.refused)
+    asked = {tuple(ids) for ids in single.asked if ids not in pair.refused}
+    assert sorted(map(tuple, pair.asked)) == sorted(asked)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +261,32 @@ def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
     assert running.returncode == 130
     assert len(asked) - before < 3
     assert "pair to single: 100.0%" in out
-    assert err.startswith("interrupted: 3")
+    far, interrupted = err.splitlines()
+    assert re.fullmatch(
+        r"1 of 40 prompts, 0 failed, accept length 2.00 single, 2.00 pair, \d\.\d min left with "
+        "--at-once 2", far,
+    )  # fmt: skip
+    assert interrupted.startswith("interrupted: 3")
     assert "Traceback" not in err
+
+
+def test_a_terminal_shows_how_far_it_is(servers: tuple, tmp_path: Path) -> None:
+    """After each prompt, on one line, which is gone at the end."""
+    single, pair = servers
+    pair.histogram, pair.refused = [0, 0, 5, 5], [[5, 3]]
+    (tmp_path / "prompts").write_text("".join(f'{{"input_ids": [5, {n}]}}\n' for n in range(5)))
+    command = [sys.executable, "-m", "sglang_mixkv", "accept", f"--single={single.url}",
+               f"--pair={pair.url}", f"--prompts={tmp_path / 'prompts'}"]  # fmt: skip
+    master, slave = pty.openpty()
+    done = subprocess.run(command, stdout=PIPE, stderr=slave, text=True)
+    os.close(slave)
+    with open(master, "rb", buffering=0) as screen:
+        shown = screen.read(1 << 16).decode()
+    line = r"\r%d of 5 prompts, %d failed, accept length 4\.00 single, 3\.50 pair, \d\.\d min left"
+    lines = "".join(rf"{line}\x1b\[K" % counts for counts in ((1, 0), (2, 0), (3, 0), (4, 1)))
+    assert re.match(lines + r"\r\x1b\[K1 of 5 prompts failed, the first: HTTP 503", shown)
+    assert done.returncode == 2
+    assert "pair to single: 87.5%" in done.stdout
 
 
 def answer(right: int, rounds: int, dp_rank: int | None = None, first: int = 0) -> Answer:

@@ -64,7 +64,7 @@ def test_an_installation_that_lacks_something(
     for version, words in (
         ("0.5.20", "expected SGLang 0.5.21 or 0.5.22 or 0.5.23: pip install sglang==0.5.23"),
         ("0.5.23", "neither Mooncake nor NIXL is installed"),
-        ("none", "SGLang is not installed, and nothing else was checked"),
+        ("none", "doctor needs SGLang, and checked nothing else"),
     ):
         known = {"sglang": version}
         monkeypatch.setattr(doctor, "version_of", lambda name, k=known: k.get(name, "none"))

@@ -214,7 +214,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for words in (
         "http://127.0.0.1:9/metrics: HTTPConnection(host='127.0.0.1', port=9): Failed to establish",
-        "Start it with --enable-metrics", "/html/metrics is not a metrics page",
+        "Start it with --enable-metrics. Of a router, give its servers, or its /engine_metrics",
+        "/html/metrics is not a metrics page",
         "from http://***@127", "/404?***:", "from http://[::1/metrics: Failed to parse",
         "from http:/metrics: Invalid URL 'http:/metrics': No host supplied", ONE,
     ):  # fmt: skip
