@@ -1,4 +1,4 @@
-"""Who may import what, checked on the source and in a process."""
+"""The rules about who may import what, checked on the source and in a process."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def is_allowed(module: str, own: set[str]) -> bool:
-    """Whether this part of the package is, or lies in, one of these."""
+    """Return True if this module is one of these places or lies in one of them."""
     rest = module.removeprefix("sglang_mixkv").removeprefix(".")
     if not is_package(module) and not (ROOT / (module.replace(".", "/") + ".py")).is_file():
         rest = rest.rpartition(".")[0]  # a name in a module
@@ -117,7 +117,7 @@ def is_allowed(module: str, own: set[str]) -> bool:
 
 
 def violations(file: str, source: str) -> list[str]:
-    """What a file imports that it may not."""
+    """Return the imports of a file that RULES does not allow it."""
     outside, own = rule_of(file)
     modules = (module for node in ast.walk(ast.parse(source)) for module in imported(node))
     return [
@@ -130,7 +130,7 @@ def violations(file: str, source: str) -> list[str]:
 
 @pytest.mark.parametrize("file", sorted(map(str, FILES)))
 def test_a_file_imports_what_its_place_allows(file: str) -> None:
-    """And names nothing that stands beside the package: the wheel has none of it."""
+    """A file does not even name what stands beside the package, since the wheel lacks it."""
     assert violations(file, text_of(file)) == []
     assert file.startswith(BESIDE) or not [name for name in BESIDE if name in text_of(file)]
 
@@ -146,7 +146,7 @@ def test_a_forbidden_import_is_found() -> None:
 
 
 def test_what_needs_no_engine_loads_without_one() -> None:
-    """In a process of its own: nothing comes in by another module either."""
+    """A separate process also shows what is imported through another module."""
     light = [
         "sglang_mixkv." + file.removesuffix(".py").replace("/", ".")
         for file in map(str, FILES)

@@ -79,7 +79,7 @@ def test_router_names_every_server() -> None:
 
 
 def test_the_printed_command_is_the_one_that_runs() -> None:
-    """With a launcher that prints its arguments, one a line; further ones arrive unchanged."""
+    """The launcher prints its arguments, one a line; further arguments arrive unchanged."""
     more = ["--log-level", "two words", "--chat-template", "a'b\"c$HOME"]
     variables = {**MODELS, "LAUNCHER": "printf %s\\n", "MIXKV": "0", "SPEC_ALGORITHM": ""}
     dry = printed("prefill.sh", *more, **variables)

@@ -1,4 +1,4 @@
-"""What the plugin logs inside a server, read off its source: little, and in SGLang's format."""
+"""The plugin's logs inside a server, judged by its source: little, and in SGLang's format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ FILES = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "tools" not in path
 
 
 def test_little_is_logged_in_sglangs_format() -> None:
-    """Below WARNING there is the banner, when a manager is made; the rest is DEBUG. Loggers are
-    below `sglang`: some launchers (Dynamo) give that logger handlers, and the root none."""
+    """The banner, when a manager is made, is the only line below WARNING that is not DEBUG. Loggers
+    are below `sglang`, since some launchers (Dynamo) give that logger handlers, and the root
+    none."""
     nodes = [(path.name, node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
     calls = [(name, ast.unparse(node)) for name, node in nodes if isinstance(node, ast.Call)]
     assert {text for _, text in calls if text.startswith("logging.")} == {

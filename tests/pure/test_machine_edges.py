@@ -84,7 +84,7 @@ def test_a_token_that_just_fits_a_slot_is_served() -> None:
 
 
 @pytest.mark.parametrize(("less", "held"), [(0.01, True), (0.0, False)])
-def test_an_open_without_a_request_is_held_as_long_as_sglang_waits(less: float, held: bool) -> None:
+def test_an_early_open_is_held_as_long_as_sglang_waits(less: float, held: bool) -> None:
     rank = Prefill()
     rank.until(rank.now + 400.0, step=0.9)
     rank.open(1)
@@ -176,7 +176,7 @@ def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
 
 
 def test_an_owner_that_holds_some_leaves_a_quarter() -> None:
-    """And gets what is above it, up to its share."""
+    """It gets slots only while more than a quarter is free, up to its share."""
     pool = SlotPool(64, Times())
     for _ in range(41):
         pool.allocate("others")
@@ -235,7 +235,7 @@ def test_a_room_is_cold_at_its_deadline(took: float) -> None:
 
 
 class Held(Prefill):
-    """Its packs end when the test says so."""
+    """A prefill rank whose packs end when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,8 +248,9 @@ class Held(Prefill):
             super().meet(action)
 
 
-def test_slots_of_segments_that_wait_for_an_earlier_one_are_free_with_their_part() -> None:
-    """Packed, and not announced: a part's segments are announced in their order."""
+def test_slots_behind_an_earlier_segment_end_with_their_part() -> None:
+    """Segments are announced in order, so packed ones wait; they must not keep their slots once
+    their part has ended."""
     rank = Held()
     rank.open(1)
     rank.begin(1, 1, 5 * TOKENS)
@@ -263,11 +264,11 @@ def test_slots_of_segments_that_wait_for_an_earlier_one_are_free_with_their_part
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 15))), max_size=10))
-def test_packs_of_all_readers_under_way_are_two_batches_at_most(
+def test_all_readers_together_have_two_batches_in_flight(
     steps: list[tuple[bool, set[int]]],
 ) -> None:
-    """In whatever order they end: a reader that opens late does not wait behind all of a crowd's.
-    And whatever ends lets another one begin."""
+    """The bound keeps a reader that opens late from waiting for all packs of a crowd. It holds in
+    whatever order packs end, and each end lets another pack begin."""
     rank, readers, most = Held(), 0, 2 * list_of(SLOTS)
     for opens, ended in [(True, set[int]()), *steps]:
         if opens:
@@ -312,8 +313,8 @@ def test_packing_is_given_up_at_its_time() -> None:
         assert ((READER, "slow") in rank.notes) is given_up
 
 
-def test_what_a_stranger_announces_of_a_room_is_acknowledged_and_not_read() -> None:
-    """Its slots are free at once, and the room goes on."""
+def test_a_strangers_announcement_is_acknowledged_and_not_read() -> None:
+    """The ACK frees the stranger's slots at once, and the room goes on."""
     rank = Decode()
     rank.open(1)
     rank.ready(1, 2, b"stranger")

@@ -115,8 +115,9 @@ def ready(segment: int = 0, generation: int = 10, count: int = 8) -> Ready:
     return Ready(ROOM, generation, segment, 8 * segment, (announced,), segment == 1)
 
 
-def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
-    """`slot_aside` is its own: whatever this rank does with a slot ends by the smaller patience."""
+def test_a_less_patient_prefill_rank_has_its_slots_back_in_time() -> None:
+    """Prefill reuses a slot after its own `slot_aside`, so this rank must be done with the slot by
+    the smaller patience."""
     half = replace(room(), sources=(replace(room().sources[0], patience=0.5),))
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, half)
@@ -170,8 +171,8 @@ def test_what_a_prefill_rank_sends_is_read(page_size: int | None, message: Ready
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> None:
-    """Rows behind a prompt that seems to end early would be another request's, in a warm room."""
+def test_an_impossible_announcement_makes_its_room_cold(case: str) -> None:
+    """Rows after a prompt that seems to end early would be another request's, in a warm room."""
     page_size, *messages = WRONG[case]
     rooms = decode()
     opened = room(**{"page_size": page_size} if page_size else {})
@@ -212,7 +213,8 @@ def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
 
 
 def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
-    """Nor for it. Its last segment is announced and waits to be read."""
+    """Neither strikes nor resources are kept for it, even if its last segment is announced and
+    waits to be read."""
     rooms = decode()
     for generation in range(STRIKES):
         rooms.handle(0.0, rooms.machine.open, room(generation))
@@ -250,8 +252,8 @@ def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:
     return now
 
 
-def test_a_warm_room_without_rows_says_nothing_of_its_peer() -> None:
-    """Its prefix was all there: no read has succeeded."""
+def test_a_warm_room_without_rows_closes_no_breaker() -> None:
+    """The cached prefix covers all of its rows, so no read has succeeded."""
     rooms, now = decode(), 0.0
     for generation in (1, 2, 3):
         now = wait_in_vain(rooms, generation, now)
@@ -270,7 +272,7 @@ def test_a_warm_room_without_rows_says_nothing_of_its_peer() -> None:
     assert send.message.wanted == range(4), "the next probe"
 
 
-def test_segments_of_one_message_are_read_and_acknowledged_together() -> None:
+def test_segments_of_one_message_are_read_and_acked_together() -> None:
     rooms = Driven(DecodeMachine(READER, SlotPool(16, TIMES), 1 << 20, TIMES))
     source = Source(PREFILL, range(4), 1, slots=16, segment_tokens=10)
     rooms.handle(0.0, rooms.machine.open, Opened(10, ROOM, (source,), 0, 32))
@@ -287,8 +289,8 @@ def test_segments_of_one_message_are_read_and_acknowledged_together() -> None:
 def test_invented_readers_are_bounded(
     monkeypatch: pytest.MonkeyPatch, limit: str, refused: str
 ) -> None:
-    """Of one connection, which leaves room for others, and of all. Ended ones count until their
-    time is over, since their requests may still come."""
+    """One bound holds for a connection, which leaves room for others, and one for all. Ended
+    readers count until their time is over, since their requests may still come."""
     monkeypatch.setattr(prefill_module, limit, 8)
     rooms, codes = prefill(), dict[str, list[str]]()
     for connection in "cd":
@@ -400,11 +402,9 @@ def test_no_owner_has_more_than_its_share_however_long_it_holds() -> None:
 
 
 @pytest.mark.parametrize(("staging_mb", "each"), [(256, 0), (512, 0), (683, 1), (2048, 3)])
-def test_128_readers_at_once_have_equal_shares_where_there_are_slots(
-    staging_mb: int, each: int
-) -> None:
-    """`each`: how many every one holds for as long as all want more. Where that is none, some wait
-    until others have all of theirs."""
+def test_128_readers_at_once_have_equal_shares_of_the_slots(staging_mb: int, each: int) -> None:
+    """`each`: how many slots every reader holds while all want more. Where that is zero, some wait
+    until others have got all of theirs."""
     rank, segments = Prefill(slots_of(staging_mb)[0]), 20
     readers = {number: b"reader%03d" % number for number in range(1, 129)}
     for number, reader in readers.items():
@@ -426,7 +426,8 @@ def test_128_readers_at_once_have_equal_shares_where_there_are_slots(
 
 
 def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
-    """Of a READY the slots are free at once, of an ACK they expire. Its reader is as before."""
+    """The slots of a READY are free at once, those of an ACK expire. Other parts of the same reader
+    go on."""
     rank = Prefill()
     rank.slow.add(READER)
     for number in (1, 2):
@@ -461,10 +462,9 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
 @pytest.mark.parametrize(
     ("readers", "second"), [(1, OTHER), (1, READER), (2, READER)], ids=["all here", "one", "again"]
 )
-def test_an_open_that_the_current_use_does_not_wait_for_is_the_next_ones(
-    readers: int, second: bytes
-) -> None:
-    """Its reader has opened that, or all have. Packing has not ended."""
+def test_an_open_that_this_use_does_not_need_is_the_next_ones(readers: int, second: bytes) -> None:
+    """The reader, or every reader, has opened the current use already, whose packing has not
+    ended."""
     rank = Prefill()
     rank.do(rank.machine.begin, "b", ROOM)
     rank.open(ROOM, READER, 1, readers=readers)
@@ -480,7 +480,7 @@ def test_an_open_that_the_current_use_does_not_wait_for_is_the_next_ones(
 
 
 def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
-    """Whose reader need not wait."""
+    """The reader of the former use learns it at once and need not wait."""
     rank = Prefill()
     rank.do(rank.machine.begin, "b", ROOM)
     rank.open(ROOM, READER, 1)
@@ -489,7 +489,7 @@ def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
     assert rank.pages_released == {"b": rank.now}
 
 
-def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
+def test_an_early_room_opened_again_has_the_later_part_only() -> None:
     rank = Prefill()
     for generation in (1, 2, 3):
         rank.open(ROOM, READER, generation)

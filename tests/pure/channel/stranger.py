@@ -55,8 +55,8 @@ def others(slots: int) -> Iterator[Message]:
 
 
 def readies(generation: int) -> Iterator[Message]:
-    """Of a room that was opened: too many tokens, doubled, a slot that is not there; and late ones
-    of rooms that are none."""
+    """READYs of the room that was opened, with too many tokens, a slot twice and a slot that does
+    not exist, and late READYs and FAILs of rooms that do not exist."""
     while True:
         for whose in (generation, draw()):
             yield Ready(1, whose, 0, 0, (Announced(1 << 20, draw(), 1 << 31),) * 8, False)
@@ -65,8 +65,8 @@ def readies(generation: int) -> Iterator[Message]:
 
 
 class Sender:
-    """As many as the socket takes. `before`: frames in front of each. `more`: how often it may be
-    repeated in further ones."""
+    """A connection that sends as many messages as its socket takes. `before`: frames in front of
+    each message. `more`: how many further frames may repeat it."""
 
     def __init__(self, socket: zmq.Socket[bytes], what: Iterator[Message]) -> None:
         self._socket, self._what = socket, what

@@ -1,5 +1,5 @@
-"""What all data planes share: peers and reads, without a backend. With them:
-tests/protocol/test_data_planes.py."""
+"""The code that all data planes share, peers and reads, without a backend. The tests with backends
+are in tests/protocol/test_data_planes.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ TEN = (LOCAL, REMOTE, 10)
 
 
 class Scripted(DataPlane):
-    """Its reads end once `end` is set. `posted`: what went to the backend."""
+    """A data plane whose reads end once `end` is set. `posted`: the extents that went to the
+    backend."""
 
     name = "scripted"
     there = msgspec.msgpack.encode(Endpoint("scripted", b"", Memory(REMOTE, SIZE), b""))
@@ -72,7 +73,7 @@ class Scripted(DataPlane):
 
 
 def test_a_peer_is_probed_into_a_byte_that_means_nothing() -> None:
-    """At any time: not into a stamp or a sum."""
+    """A probe may be written at any time, so it must not hit a stamp or a sum."""
     plane = Scripted()
     plane.connect(plane.there)
     assert plane.posted == [(LOCAL + PROBE_OFFSET, REMOTE, 1)]
@@ -98,8 +99,8 @@ def test_nothing_outside_either_memory_is_asked_of_a_backend() -> None:
     assert unregistered.read(peer, TEN) == [("it", "outside the registered memory")]
 
 
-def test_a_peer_is_released_once_behind_its_last_read() -> None:
-    """Its bytes may still land."""
+def test_a_peer_is_released_once_after_its_last_read() -> None:
+    """A peer stays open until its reads have ended, since their bytes may still land."""
     plane = Scripted()
     peer, plane.end = plane.connect(plane.there), False
     assert plane.read(peer, TEN) == plane.read(peer, TEN) == []
@@ -113,11 +114,11 @@ def test_a_peer_is_released_once_behind_its_last_read() -> None:
     assert plane.dropped == [peer]
 
 
-def test_what_a_backend_holds_of_a_read_is_released_before_its_peer() -> None:
-    """NIXL frees a transfer with its handle, and removes no agent before."""
+def test_the_handle_of_a_read_is_released_before_its_peer() -> None:
+    """NIXL frees a transfer with its handle, and that must precede the removal of its agent."""
 
     class Handle:
-        """Of a transfer in the backend."""
+        """A stand-in for the backend's handle of a transfer."""
 
     class Holding(Scripted):
         def _post(self, read: Read, extents: Any) -> None:
@@ -199,9 +200,9 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
-def test_a_read_over_mooncake_has_ended_once_all_its_transfers_have(failing: int | None) -> None:
-    """In whatever order they end. None is asked for after its end, when Mooncake has forgotten it,
-    and one alone at each look that finds none ended."""
+def test_a_mooncake_read_ends_once_all_its_transfers_have(failing: int | None) -> None:
+    """Transfers may end in any order. None is polled after its end, when Mooncake has forgotten it,
+    and a poll that finds nothing ended asks for one transfer only."""
     for order in permutations(range(3)):
         plane, asked, ended = object.__new__(Mooncake), list[int](), list[int]()
         DataPlane.__init__(plane)
@@ -233,10 +234,10 @@ HEAD = struct.pack("<QB", 400, mooncake.METADATA)
 @pytest.mark.parametrize(
     ("begin", "drip"), [(b"", b""), (HEAD, b""), (b"", b"\1"), (HEAD, b"\1"), (HEAD[:4], b"\0")]
 )
-def test_a_peer_of_mooncakes_is_asked_within_its_time_whatever_it_says(
+def test_a_mooncake_peer_that_answers_slowly_is_given_up_in_time(
     monkeypatch: pytest.MonkeyPatch, begin: bytes, drip: bytes
 ) -> None:
-    """All of its answer together: each byte comes in time."""
+    """The limit holds for the whole answer, although each byte arrives in time."""
     monkeypatch.setattr(mooncake, "ANSWER_S", 0.3)
     plane = object.__new__(Mooncake)
     DataPlane.__init__(plane)
@@ -253,7 +254,7 @@ def test_a_peer_of_mooncakes_is_asked_within_its_time_whatever_it_says(
 def test_a_name_that_mooncake_does_not_open_holds_no_thread(
     monkeypatch: pytest.MonkeyPatch, opened: bool
 ) -> None:
-    """Or that it opens, and does not close."""
+    """The thread ends whether Mooncake never opens the name or opens it and does not close it."""
     monkeypatch.setattr(mooncake, "HAND_S", 0.3)
     before, host = set(threading.enumerate()), mooncake._hand(b"answer", 1)
     (thread,) = set(threading.enumerate()) - before
@@ -290,8 +291,8 @@ class Counting(Scripted):
 
 
 class Watched:
-    """Behind the `at`th time that its first thread looks at one of `names`, another thread does
-    `what`, as far as it can without the first one's lock."""
+    """Run `what` in another thread after the first thread has read one of `names` for the `at`th
+    time, as far as it gets without the first thread's lock."""
 
     names: tuple[str, ...]
     at, what = 0, staticmethod(lambda: None)
@@ -327,7 +328,8 @@ class WatchedPeer(Watched, RemoteMemory):
 @pytest.mark.parametrize("at", range(1, 6))
 @pytest.mark.parametrize("doing", ["start", "ended", "forget"])
 def test_a_peer_that_is_forgotten_in_another_thread(doing: str, at: int) -> None:
-    """At each step: it is released once, and under no read, whose bytes may still land."""
+    """A peer that is forgotten at any step is released once, and never during a read, whose bytes
+    may still land."""
     plane = Counting()
     peer = WatchedPeer(msgspec.msgpack.decode(plane.there, type=Endpoint))
     peer.name, plane.end = "it", False
@@ -369,8 +371,8 @@ class WatchedPlane(Watched, Scripted):
     ("doing", "other"), [("give up", "give up"), ("give up", "ended"), ("ended", "give up")]
 )
 def test_probes_that_are_given_up_in_several_threads(doing: str, other: str, at: int) -> None:
-    """At each step: each is asked for its end until it has one, and its peer is asked once, and
-    released once."""
+    """A probe that is given up at any step is polled until it has ended; then its peer is polled
+    and released once."""
     plane, given_up = WatchedPlane(), [b"answers", b"silent"]
     for session in given_up:
         plane.give_up(session)
@@ -420,7 +422,7 @@ def nixl_with(agent: Any) -> tuple[Nixl, Callable[[bytes], RemoteMemory]]:
 
 
 def test_nixl_knows_a_name_as_long_as_somebody_has_it() -> None:
-    """Over many repairs, of two that have the same name."""
+    """Two peers with one name keep it known to NIXL through many repairs, until both have left."""
     agent = Agent()
     plane, opened = nixl_with(agent)
     one, two, other = opened(b"a"), opened(b"a"), opened(b"b")
@@ -437,7 +439,7 @@ def test_nixl_knows_a_name_as_long_as_somebody_has_it() -> None:
 
 
 @pytest.mark.parametrize("reads", [0, 1])
-def test_a_name_whose_connection_broke_is_taken_from_nobody_that_reads(reads: int) -> None:
+def test_a_repair_keeps_a_name_that_another_peer_is_reading_from(reads: int) -> None:
     agent = Agent()
     plane, opened = nixl_with(agent)
     one, two = opened(b"a"), opened(b"a")
@@ -487,7 +489,8 @@ def test_nixl_names_the_gpu_that_each_side_has(here: int | None, there: int | No
 
 
 def agent_of_process_seven() -> str:
-    """With one seed, as SGLang's ranks."""
+    """Return an agent's name in a process that has SGLang's usual seed and a PID that others have,
+    too."""
     os.getpid = lambda: 7
     random.seed(1)
     name: str = nixl._new_agent().name

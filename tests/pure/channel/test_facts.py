@@ -84,7 +84,7 @@ OLDER = {"engine": "0.5.22", "backend": "mooncake"}  # SGLang serves it before 0
     ],
 )  # fmt: skip
 def test_what_two_rows_differ_in(prefill, decode, expected):
-    """And how grave it is, the gravest first."""
+    """Each difference has its severity, and the gravest comes first."""
     found = differences(row(**prefill), row(**decode))
     assert [(d.severity, d.what) for d in found] == expected
     for one in found:
@@ -172,7 +172,7 @@ SHORT, NUMBERED = but(TWO, entries=2), but(TWO, entries=2, layer_ids=True)
     ],
 )  # fmt: skip
 def test_a_target_is_served_where_sglang_moves_it(target, tp, backend, what):
-    """From a prefill of attention TP 2."""
+    """The prefill server has attention TP 2 in every case."""
     decode = row(attn_tp=tp, target=MLA if target.is_mla else GQA, backend=backend)
     found = differences(row(attn_tp=2, target=target, backend=backend), decode)
     assert all(one.severity is Severity.REFUSED for one in found)
@@ -183,8 +183,8 @@ def test_a_target_is_served_where_sglang_moves_it(target, tp, backend, what):
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 @pytest.mark.parametrize("target", [MLA, GQA])
 def test_a_target_is_dealt_out_anew_from_one_rank_alone(target, backend, draft):
-    """As `requires_dcp_relayout` of SGLang's managers says, which raises in the thread that
-    registers decode ranks."""
+    """The rule is that of `requires_dcp_relayout` in SGLang's managers, which raises in the thread
+    that registers decode ranks."""
     for theirs, ours, tp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (4, 8)):
         there = row(attn_tp=8, target=but(target, dcp=theirs), backend=backend, **draft)
         here = row(attn_tp=tp, target=but(target, dcp=ours), backend=backend, **draft)
@@ -284,8 +284,8 @@ BACKENDS = (None, *sorted(WINDOWED), "flashinfer", "triton")
 
 @pytest.mark.parametrize("own", [None, "fa3", "flashinfer"])
 @pytest.mark.parametrize("common", [None, "fa4", "triton"])
-def test_every_phase_of_a_drafter_keeps_to_the_window_or_all_is_read(own, common):
-    """A draft extend runs on the backend of prefill, a draft step on that of decode."""
+def test_the_window_applies_only_if_every_draft_phase_keeps_to_it(own, common):
+    """A draft extend runs on prefill's attention backend, a draft step on decode's."""
     drafter = block_drafter(sliding_window=129)
     for of_prefill, of_decode in itertools.product(BACKENDS, repeat=2):
         given = flags(
@@ -298,8 +298,8 @@ def test_every_phase_of_a_drafter_keeps_to_the_window_or_all_is_read(own, common
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
-def test_the_pages_left_out_are_those_that_no_query_reads_and_all_of_them(page_size):
-    """The first query stands behind the prompt; what DFLASH reads begins on a page."""
+def test_exactly_the_pages_that_no_query_reads_are_left_out(page_size):
+    """The first query stands after the prompt, and what DFLASH reads begins on a page."""
     for window, pages in itertools.product((1, 2, 15, 16, 17, 31, 32, 33, 128), range(40)):
         left_out = pages_left_out(pages, page_size, window)
         in_last_page = range(1, page_size + 1) if pages else ()
@@ -332,7 +332,7 @@ def changed(path: str, value: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("path", "least", "most"), BOUNDS)
-def test_a_number_of_a_row_is_taken_up_to_its_bounds_and_not_beyond(path, least, most):
+def test_a_number_in_a_row_is_accepted_only_within_its_bounds(path, least, most):
     step = 0.01 if isinstance(least, float) else 1
     for bound, beyond in ((least, least - step), (most, most + step)):
         read_row(changed(path, bound))
@@ -386,7 +386,8 @@ def test_a_target_with_as_many_heads_as_ranks_is_served(heads, tp, backend, is_s
     ],
 )  # fmt: skip
 def test_a_state_that_sglang_does_not_cut_by_heads(states, target, engine, what):
-    """At equal sizes it is sent as it is, but MiniMax's from one stage alone."""
+    """SGLang sends such a state unchanged between equal sizes, MiniMax's only from a server of one
+    stage."""
     for backend in ("mooncake", "nixl"):
         same = {"engine": engine, "backend": backend}
         there, here = (

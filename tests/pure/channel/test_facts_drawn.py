@@ -1,4 +1,4 @@
-"""What ranks publish: the bound of every field, and every target that SGLang cannot move."""
+"""Rows that ranks publish: the bounds of every field, and every target that SGLang cannot move."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_row_is_read_where_both_have_a_version(protocol: tuple[int, int], read
 
 
 def wrong(prefill: Row, decode: Row) -> set[str]:
-    """What SGLang gets wrong between these, by how it moves the target."""
+    """Return what SGLang gets wrong between these two, derived from how it moves the target."""
     source, wanted, over_nixl = prefill.target, decode.target, prefill.backend == "nixl"
     same_tp, has_heads = prefill.attn_tp == decode.attn_tp, 0 not in (source.heads, wanted.heads)
     splits = source.stages > wanted.stages and has_heads  # it looks for layers of other stages
@@ -227,7 +227,7 @@ def names(found: list[Difference]) -> set[str]:
     return {next(name for name in known if one.what.startswith(name)) for one in found}
 
 
-def test_targets_are_refused_in_every_case_that_sglang_gets_wrong_and_in_no_other() -> None:
+def test_exactly_the_targets_that_sglang_moves_wrong_are_refused() -> None:
     seen = set[str]()
     targets = [
         Target(heads, entries, layer_ids=layer_ids, even=even, stages=stages, dcp=dcp)
@@ -259,7 +259,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("backend", SERVED)
-def test_releases_are_served_alike_and_in_the_mixes_that_were_seen_to(backend: str) -> None:
+def test_equal_releases_and_known_mixes_are_served(backend: str) -> None:
     for old, new in itertools.product(RELEASES, repeat=2):
         for more in ("", "+cu130", ".post1", "rc2"):
             sides = (

@@ -38,7 +38,7 @@ def test_generations_rise_and_no_two_ranks_share_one() -> None:
 def test_they_begin_in_the_lower_half(
     drawn: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 31 bits, so that they rise for years."""
+    """The first number lies in the lower half of 31 bits, so that numbers can rise for years."""
     monkeypatch.setattr(messages, "draws", lambda: itertools.repeat(drawn))
     rank = Decode(Times())
     found = [rank.channel._new_generation() for _ in range(3)]

@@ -1,5 +1,5 @@
-"""How often the channel's threads give up Python's GIL: beside a thread that computes in Python, to
-get it back takes 5 ms each time."""
+"""The channel's threads seldom give up Python's GIL, since beside a thread that computes in Python
+it takes 5 ms each time to get it back."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield one
 
 
-def test_a_batch_gives_up_the_gil_to_sleep_and_for_messages_alone(channel: Channel) -> None:
+def test_a_batch_gives_up_the_gil_only_to_sleep_and_for_messages(channel: Channel) -> None:
     """Prefill is woken by a chunk, announces it by a message of two frames, and is woken by an ACK
     of two. Decode is woken by the READY, answers it, and looks once whether its read has ended. In
-    between a batch was packed, and unpacked: its end is seen before the thread sleeps. The fewest
-    of some tries, since libzmq wakes a thread now and then for reasons of its own."""
+    between a batch is packed and unpacked, whose end is seen before the thread sleeps. The fewest
+    calls of several tries count, since libzmq sometimes wakes a thread for reasons of its own."""
     found = dict[str, list[Counter[str]]](prefill=[], decode=[])
     for room in range(TRIES):
         handle = channel.open(room, SEGMENT)
@@ -111,10 +111,10 @@ def test_a_batch_gives_up_the_gil_to_sleep_and_for_messages_alone(channel: Chann
     assert fewest["decode"] == Counter(epoll_wait=1, ppoll=1, send=1, recv=1)
 
 
-def test_what_is_under_way_is_asked_often_from_its_beginning_on(
+def test_work_in_flight_is_polled_often_from_its_beginning(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where no file has been readable for long: an event is seen by asking."""
+    """An event can only be polled, so this holds even if no file has been readable for long."""
     monkeypatch.setattr(Later, "took", 1e-3)  # longer than a thread asks before it sleeps
     monkeypatch.setattr(sockets, "IDLE_MS", 200)
     taken = []

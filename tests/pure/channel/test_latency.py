@@ -94,8 +94,8 @@ def test_the_end_of_a_read_is_noticed_at_once(channel: Channel) -> None:
 def test_the_end_of_a_large_copy_is_noticed_at_once(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, wakes: bool
 ) -> None:
-    """Which its thread makes, so that the channel's sleeps meanwhile. Or a device, whose end wakes
-    nobody, so that the channel's thread asks."""
+    """A thread makes the copy while the channel's thread sleeps, or a device does, whose end wakes
+    nobody, so that the channel's thread polls."""
     monkeypatch.setattr(copier, "AT_ONCE", 0)
     if not wakes:
         copies = getattr(channel, side).channel._copies
@@ -147,9 +147,9 @@ def test_a_copy_has_ended_when_its_thread_wakes_the_other() -> None:
 def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, is_decided: bool, reason: str
 ) -> None:
-    """To wake a thread costs it 10 us. The rest comes with the next event, or the next tick: what
-    starts a clock, and the end of a request of which nothing is under way. (Halves that are not
-    decided are of two requests here, since the end of one decides the other.)"""
+    """A wake-up costs the scheduler 10 us. Inputs that only start a clock, and the end of a request
+    with nothing in flight, wait for the next event or tick. (Undecided halves belong to two
+    requests here, since the end of one half decides the other.)"""
     prefill, decode = channel.prefill.channel, channel.decode.channel
     woken, made = list[threading.Thread](), list[Any]()
 
@@ -181,12 +181,12 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
         assert not wakes(call, one, "once more")
 
 
-def test_an_event_that_is_put_while_others_are_taken_leaves_a_wake_up() -> None:
+def test_an_event_put_while_others_are_taken_leaves_a_wake_up() -> None:
     queue: EventQueue[int] = EventQueue()
     inner = queue._events
 
     class Queue:
-        """After the last look of `take` another thread puts an event."""
+        """A queue into which another thread puts an event after the last look of `take`."""
 
         def empty(self) -> bool:
             if found := inner.empty():
@@ -335,7 +335,7 @@ class Answers(Event):
         return self.done
 
     def is_asked(self, times: int = 3) -> bool:
-        """By the channel's thread, from now on."""
+        """Wait until the channel's thread has polled this event that many times more."""
         until = self.asked + times
         return wait_for(lambda: self.asked >= until, LOST_S)
 
@@ -344,7 +344,7 @@ def untouched(channel: Channel, room: Any) -> bool:
     return bool((channel.decode.rows_of(room) == CANARY).all())
 
 
-def test_a_forward_on_decode_has_not_ended_while_a_graph_is_captured(channel: Channel) -> None:
+def test_a_forward_counts_as_running_while_a_graph_is_captured(channel: Channel) -> None:
     forward = Answers(CAPTURING)
     sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
     assert forward.is_asked()
@@ -358,8 +358,8 @@ def test_a_forward_on_decode_has_not_ended_while_a_graph_is_captured(channel: Ch
     channel.end(sent, room)
 
 
-def test_a_forward_on_decode_of_which_nobody_knows_makes_its_room_cold(channel: Channel) -> None:
-    """Its rows are zeroed once it is known to have ended, and nobody gets a strike."""
+def test_a_forward_that_cannot_be_queried_makes_its_room_cold(channel: Channel) -> None:
+    """Its rows are zeroed once it is known to have ended, and no peer gets a strike."""
     forward = Answers("CUDA error: unknown error")
     sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
     assert wait_for(lambda: "unpack" in channel.decode.notes.seen, LOST_S)
@@ -426,10 +426,10 @@ def test_a_chunk_is_not_written_while_a_graph_is_captured(channel: Channel) -> N
     channel.end(sent, room)
 
 
-def test_of_a_chunk_of_which_nobody_knows_nothing_is_packed(
+def test_a_chunk_whose_event_cannot_be_queried_is_not_packed(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request goes on without draft KV, for a reader that opens later, too."""
+    """The request goes on without draft KV, also for a reader that opens it later."""
     packs = list[Any]()
     monkeypatch.setattr(channel.prefill.rows, "pack", lambda *what: packs.append(what))
     done, chunk = Event(), Answers("CUDA error: unknown error")
@@ -459,7 +459,7 @@ def test_pages_of_which_nobody_knows_are_read_in_neither_way() -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_request_that_ends_before_its_event_has_an_answer_holds_nothing_back(
+def test_a_request_that_ends_before_its_event_holds_nothing_back(
     channel: Channel, side: str
 ) -> None:
     event, worker = Answers(CAPTURING), getattr(channel, side).channel
@@ -479,8 +479,9 @@ def test_a_request_that_ends_before_its_event_has_an_answer_holds_nothing_back(
     assert event.asked == asked
 
 
-def test_what_torch_says_of_a_capture_is_known() -> None:
-    """Its errors have the text of CUDA's runtime: all of 900 to 908, and no others."""
+def test_torchs_errors_during_a_capture_are_recognized() -> None:
+    """PyTorch's errors carry the text of CUDA's runtime: the codes 900 to 908, and no others, mean
+    a capture."""
     from ctypes import CDLL, c_char_p
 
     from sglang_mixkv.draft.cuda import is_over

@@ -58,7 +58,7 @@ def items(message: messages.Message) -> list[object]:
 
 
 def with_field(message: messages.Message, name: str, value: object) -> bytes:
-    """Its bytes, with one item replaced, whatever the value is."""
+    """Encode the message with one item replaced, by a value of any kind."""
     changed = items(message)
     changed[1 + message.__struct_fields__.index(name)] = value
     return msgspec.msgpack.encode(changed)

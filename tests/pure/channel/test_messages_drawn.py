@@ -1,4 +1,4 @@
-"""What the two sides of the channel rest on in each message, and the numbers that are drawn."""
+"""The properties of each message that both sides rely on, and the numbers that are drawn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_fail_says_no_more_than_fits(length: int) -> None:
 
 
 def test_nesting_ends_in_the_error_of_what_is_no_message() -> None:
-    """In an item of a later version, say."""
+    """A later version may nest items deeply, and decoding one must not overflow the stack."""
     assert messages.encode(Ack(())) == b"\x92\x03\x90"
     with pytest.raises(ValueError, match="nested"):
         messages.decode(b"\x93\x03\x90" + b"\x91" * 4000)

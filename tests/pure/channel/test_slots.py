@@ -50,10 +50,8 @@ SIGNS = [  # of the newcomer's life, by when: 14 of 16 slots were published at 1
 
 @pytest.mark.parametrize("began", [0.0, -11.0])
 @pytest.mark.parametrize(("served", "when", "given"), SIGNS)
-def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(
-    served, when, given, began
-):
-    """Whenever the caller's clock began."""
+def test_the_last_quarter_is_for_new_owners_and_outlived_slots(served, when, given, began):
+    """This holds wherever the caller's clock began."""
     pool = SlotPool(16, TIMES)
     counts = [len(published(pool, began + 10.0, owner)) for owner in "abcdefgh"]
     assert counts == [8, 4, 1, 1, 0, 0, 0, 0]
@@ -65,7 +63,8 @@ def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(
 
 
 def test_the_last_slots_are_for_those_that_were_served():
-    """And a quarter of what each has not outlived stays free: they may be gone by now, too."""
+    """A quarter of the slots that an owner has not outlived stays free, since that owner may be
+    gone by now, too."""
     pool, owners = SlotPool(64, TIMES), range(200)
     assert len(published(pool, 0.0, *owners)) == 56
     for owner in owners:
@@ -81,7 +80,7 @@ def test_the_last_slots_are_for_those_that_were_served():
     assert take(pool, 199) is None
 
 
-def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
+def test_signs_of_life_last_while_they_outlive_an_offered_slot():
     pool = SlotPool(16, TIMES)
     for owner in range(100):
         pool.sign(owner, 1.0)
@@ -97,7 +96,7 @@ def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
         assert pool.acknowledge([(slot, 7)], now + 0.9) == []
 
 
-def test_signs_that_outlive_nothing_are_forgotten_behind_one_that_comes_again():
+def test_signs_that_outlive_nothing_are_forgotten():
     pool = SlotPool(16, TIMES)
     first, second = published(pool, 1.0, "a")[:2]
     pool.free(second)
@@ -112,8 +111,8 @@ def test_signs_that_outlive_nothing_are_forgotten_behind_one_that_comes_again():
     assert pool._signs[True] == {"steady": 5.0, "x": 6.0}
 
 
-def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
-    """Ranks of a server that is gone keep what they hold: they took it when they were few."""
+def test_an_owner_above_its_share_waits_for_the_others():
+    """Ranks of a dead server keep the slots that they took while owners were few."""
     pool = SlotPool(16, TIMES)
     first = drain(pool, "a")
     for owner in "bcde":
@@ -128,7 +127,7 @@ def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
     assert len(drain(pool, "a")) == 1
 
 
-def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
+def test_an_offered_slot_is_free_after_its_ack_or_its_time():
     pool = SlotPool(8, TIMES)
     one, other = take(pool, "a"), take(pool, "b")
     pool.publish(one, 7, 0.0)

@@ -1,4 +1,4 @@
-"""What wakes a channel thread, and how often it polls."""
+"""What wakes a channel thread, and how often the thread polls."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_file_that_is_readable_ends_the_sleep(
     os.close(queue.fileno())
 
 
-def test_more_files_than_one_look_takes_are_found_by_the_next_ones() -> None:
+def test_files_that_exceed_one_poll_are_found_by_the_next() -> None:
     queues, poller = [EventQueue[int]() for _ in range(2 * sockets._MOST + 1)], Poller()
     for one in queues:
         poller.register(one.fileno())
@@ -162,7 +162,7 @@ OPTIONS = {
 
 @pytest.fixture
 def router() -> Iterator[zmq.Socket[bytes]]:
-    """Of a rank whose messages are delivered within half a second, or lost."""
+    """A rank's ROUTER whose messages are delivered within half a second, or lost."""
     context = new_context()
     socket = new_socket(context, zmq.ROUTER, HOST, Times(0.1))
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -170,7 +170,7 @@ def router() -> Iterator[zmq.Socket[bytes]]:
     context.destroy(linger=0)
 
 
-def test_a_message_that_is_too_long_costs_its_sender_the_connection(
+def test_too_long_a_message_costs_its_sender_the_connection(
     router: zmq.Socket[bytes],
 ) -> None:
     port = router.bind_to_random_port(f"tcp://{HOST}")
@@ -225,8 +225,8 @@ def lose_a_peer() -> None:
     context.destroy(linger=0)
 
 
-def test_a_peer_that_is_lost_with_many_messages_does_not_end_the_process() -> None:
-    """With libzmq's heartbeats it does."""
+def test_losing_a_peer_with_many_messages_ends_no_process() -> None:
+    """libzmq's own heartbeats are off, since with them the process ends."""
     assert in_fork(lose_a_peer) is None
 
 
@@ -234,7 +234,7 @@ KEEPALIVE, ESTABLISHED = "02", "01"
 
 
 def timers(port: int) -> list[tuple[str, int]]:
-    """Of both ends of a connection: its kind, and in how many ms it fires."""
+    """Return for both ends of a connection its timer's kind and the milliseconds until it fires."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ends = [line for line in lines if line[3] == ESTABLISHED and f":{port:04X}" in " ".join(line)]
     found = [line[5].split(":") for line in ends]

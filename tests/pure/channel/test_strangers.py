@@ -1,4 +1,5 @@
-"""What strangers send to both sides of the channel, over real sockets, while it serves others."""
+"""Messages that strangers send to both sides of the channel, over real sockets, while it serves
+others."""
 
 from __future__ import annotations
 
@@ -73,10 +74,10 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         assert leaks(warm, resources, SLACK) == []
 
 
-def test_answers_that_a_peer_does_not_take_end_its_connection_once(
+def test_a_peer_that_takes_no_answers_is_disconnected_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each end looks at all parts of the rank."""
+    """Ending a connection looks at every transfer of the rank, so it must happen once."""
 
     def full(*_: Any) -> None:
         raise zmq.Again
@@ -132,9 +133,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_look_takes_no_more_frames_of_one_message_than_of_many(looks: list[int]) -> None:
-    """Whether it has two, fills a look or several to the last one, or has more. Each counts once as
-    unreadable, whatever its frames are; what comes behind it is read, from the same connection and
-    from others."""
+    """A message of two frames, of exactly as many as one or several polls take, or of more counts
+    once as unreadable, whatever its frames hold. Later messages from the same connection and from
+    others are read."""
     with Channel(Times(PATIENCE)) as channel, zmq.Context() as context:
         notes, room = channel.prefill.notes.seen, 0
         with context.socket(zmq.DEALER) as peer:
@@ -167,7 +168,7 @@ def greeted(address: str) -> socket.socket:
 
 
 def test_a_message_that_does_not_end_keeps_nobody_waiting(looks: list[int]) -> None:
-    """Nor is anything of it seen, and it is gone with its connection."""
+    """No part of such a message is seen, and it goes away with its connection."""
     with Channel(Times(PATIENCE)) as channel:
         with greeted(channel.prefill.channel.address) as endless:
             for room in range(20):
@@ -182,9 +183,9 @@ def test_a_message_that_does_not_end_keeps_nobody_waiting(looks: list[int]) -> N
         assert channel.request(21) == ("warm", "")
 
 
-def test_a_peer_that_sends_a_second_frame_is_none_to_decode() -> None:
-    """Its link is dropped, also where more messages are behind: its rooms are cold at once, and
-    those of another peer warm."""
+def test_decode_drops_a_peer_that_sends_a_second_frame() -> None:
+    """Its link is dropped even if more messages follow: its rooms are cold at once, and those of
+    another peer stay warm."""
     with Channel(Times(PATIENCE)) as channel, zmq.Context() as context:
         decode, notes = channel.decode.channel, channel.decode.notes.seen
         with context.socket(zmq.ROUTER) as other:

@@ -57,7 +57,8 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
 def test_a_link_that_is_made_while_a_message_fails_stays(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a room whose link was dropped; the server is the same one, and is connected to again."""
+    """The message belongs to a room whose link was dropped; meanwhile the same server was connected
+    to again."""
     decode, peer = channel.decode.channel, channel.prefill.instance
     link, send = decode.dial(channel.prefill.row, ""), decode._links.send
     first, links = channel.open(1, 20), [link]
@@ -118,7 +119,7 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
 
 
 def test_a_device_copies_what_threads_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it clears."""
+    """The device also clears rows as the threads would."""
     monkeypatch.setattr(_Side, "device", OnDevice)
     with Channel() as channel:
         channel.check_three_at_once()
@@ -130,8 +131,8 @@ def test_a_device_copies_what_threads_would(monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------- who is gone
 
 
-def test_a_peer_that_comes_back_after_it_was_given_up_is_asked_at_once(channel: Channel) -> None:
-    """Its breaker was open: what was known of it is known of nobody."""
+def test_a_peer_that_comes_back_is_asked_at_once(channel: Channel) -> None:
+    """Its breaker was open before, and giving a peer up forgets all that was held against it."""
     decode = channel.decode
     decode.plane.broken = 10**6
     for room in range(STRIKES):
@@ -186,11 +187,11 @@ def test_a_rank_listens_at_the_port_that_it_is_given(host: str) -> None:
 
 
 @pytest.mark.parametrize("vanish", [False, True])
-def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
+def test_readers_that_end_before_packing_cost_nobody_a_request(
     vanish: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than there are slots. Their READYs cannot be sent, and their slots are free at once; or
-    their host takes them into its kernel, and one slot is left."""
+    """These readers outnumber the slots. Either their READYs cannot be sent, so that their slots
+    are free at once, or their host's kernel accepts them, and one slot is left for others."""
     with Channel(Times(PATIENCE)) as channel:
         prefill, gone, worker = channel.prefill, list[Decode](), channel.prefill.channel
         send = worker._send
@@ -219,8 +220,8 @@ def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
 
 
 def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
-    """Also of a room that has nothing to send yet: its pages would be kept for a reader that is
-    gone."""
+    """Even a room with nothing to send yet ends, since its pages would otherwise be kept for a
+    reader that is gone."""
     with Channel(Times(100)) as channel:
         prefill, reader = channel.prefill, Decode(channel.times)
         reader.reach(prefill.row)
@@ -237,8 +238,8 @@ def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 64, -(1 << 63), 1 << 200])
-def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number: int) -> None:
-    """Whose OPEN cannot be made, or not be read."""
+def test_an_invalid_room_number_costs_its_own_room_only(channel: Channel, number: int) -> None:
+    """Its OPEN cannot be encoded, or the other side cannot read it."""
     others = [channel.open(room, TOKENS) for room in (11, 12, 13)]
     bad = channel.open(number, TOKENS)
     assert channel.state(bad) == ("cold", "unsent")
@@ -328,10 +329,10 @@ def failing(*_: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("end", ["channel", "copies", "machine"])
-def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
+def test_rooms_are_cleared_if_the_decode_thread_has_ended(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An operator is told where its end was an error."""
+    """The log tells an operator where an error ended the thread."""
     worker = channel.decode.channel
     owner, name = {
         "channel": (worker, "_poll"), "copies": (worker._copies, "_copy"),
@@ -357,11 +358,12 @@ CLOSING: dict[str, Callable[[Channel, Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", CLOSING)
-def test_a_handle_says_nothing_of_an_end_before_its_gate_is_closed(
+def test_a_handle_shows_its_end_only_once_its_gate_is_closed(
     how: str, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The channel's thread looks at handles at any time: what it takes for over may neither be
-    packed nor be cleared through an open gate. Here it looks a few times before a gate closes."""
+    """The channel's thread looks at handles at any time: pages of a request that it takes for ended
+    must not be packed or cleared through an open gate. Here it looks a few times before a gate
+    closes."""
     seen, real = list[dict[str, Any]](), Gate.try_close
     handle, forward = channel.open(1, SEGMENT), Event()
     sent = channel.prefill.send(1, SEGMENT, events=[forward])
@@ -396,8 +398,8 @@ def test_a_handle_says_nothing_of_an_end_before_its_gate_is_closed(
 def test_each_chunk_is_timed_once_from_its_forward_to_its_ready(
     channel: Channel, held: tuple[int, ...], prefix: int
 ) -> None:
-    """Of three chunks, of one segment or several; those in `held` wait for their forward. A chunk
-    within the reader's prefix has no READY."""
+    """The request has three chunks of one or several segments; those in `held` wait for their
+    forward. A chunk within the reader's prefix has no READY."""
     handle, sender = channel.open(1, 40 - prefix, first=prefix, page=PAGE), channel.prefill.channel
     sent, forward, times = sender.begin(1), Event(), channel.prefill.notes.announcing
     rows = channel.prefill.pages(40).rows(0, 40)
@@ -448,10 +450,11 @@ def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> N
     worker.close(handle)
 
 
-def test_a_verdict_that_comes_behind_the_schedulers_changes_nothing(
+def test_a_verdict_after_the_schedulers_own_changes_nothing(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows were in place, and the end of the copies not handled yet, when they were cleared."""
+    """The room's rows were in place, but the end of its copies was not handled yet, when the
+    scheduler had them cleared."""
     worker, copied, go = channel.decode.channel, threading.Event(), threading.Event()
     real = worker._machine.copied
 
@@ -548,7 +551,7 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
 def test_the_scheduler_decides_once_the_channel_had_its_time(
     patience: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says so once, however often SGLang polls."""
+    """It logs its decision once, however often SGLang polls."""
     with Channel(Times(patience)) as channel:
         slowest = channel.times.last_resort
         prefill, decode = channel.prefill.channel, channel.decode.channel

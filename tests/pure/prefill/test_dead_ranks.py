@@ -62,7 +62,7 @@ def test_readers_that_are_gone_leave_slots_to_those_that_live(ranks: int, fails:
 
 
 def test_a_request_goes_on_whose_reader_reads_while_others_die() -> None:
-    """Its OPEN came long before, and it acknowledges what it had."""
+    """Its OPEN came long before, and the reader acknowledges what it has read."""
     rank = Prefill()
     rank.slow.update(LIVING)
     for room, reader in enumerate(LIVING, 1):
@@ -83,8 +83,9 @@ def test_a_request_goes_on_whose_reader_reads_while_others_die() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))
-def test_requests_that_were_open_when_a_few_readers_die_are_served(ranks: int) -> None:
-    """Their readers have shown nothing since, and cannot be told from those."""
+def test_open_requests_are_served_when_a_few_readers_die(ranks: int) -> None:
+    """Their readers have shown no sign of life since, so nothing distinguishes them from the dead
+    ones."""
     rank, dead = Prefill(), names(b"dead", ranks)
     for number, reader in enumerate([*dead, *LIVING], 1):
         rank.open(number, reader)
@@ -96,7 +97,7 @@ def test_requests_that_were_open_when_a_few_readers_die_are_served(ranks: int) -
 
 
 def test_a_second_crash_leaves_slots_too() -> None:
-    """Its ranks have outlived the first one's, and had acknowledged something since then."""
+    """The ranks of the second crash had outlived the first, and acknowledged slots since then."""
     rank = Prefill()
     for crash in range(2):
         dead = names(b"dead%d" % crash, 128)
@@ -116,7 +117,7 @@ def test_a_second_crash_leaves_slots_too() -> None:
 
 
 def ask(rank: Decode, peer: bytes, generation: int, segments: int = 4) -> tuple[str, str]:
-    """What becomes of a request, whose target is there with the first READY."""
+    """Return the verdict on a request whose target has arrived with the first READY."""
     rank.open(generation, peer, segments=segments)
     rank.ready(generation, segments, peer, last=True)
     rank.arrive(generation)
@@ -138,7 +139,7 @@ def hang(rank: Decode, ranks: int, apart: float, segments: int = 40) -> list[byt
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("ranks", [18, *RANKS])
-def test_prefill_ranks_whose_reads_hang_leave_slots_to_the_others(ranks: int, known: bool) -> None:
+def test_prefill_ranks_with_hung_reads_leave_slots_to_others(ranks: int, known: bool) -> None:
     rank = Decode()
     if known:
         assert ask(rank, b"healthy0", 1000)[0] == "warm"
@@ -153,7 +154,7 @@ def test_prefill_ranks_whose_reads_hang_leave_slots_to_the_others(ranks: int, kn
     assert (rank.slots.free_slots, outstanding(rank.machine), rank.violations) == (SLOTS, {}, [])
 
 
-def test_ranks_that_hang_one_by_one_leave_slots_to_those_in_service() -> None:
+def test_ranks_that_hang_one_by_one_leave_slots_to_the_others() -> None:
     rank = Decode()
     for turn, peer in enumerate(names(b"hung", 128)):
         rank.hung.add(peer)
@@ -168,7 +169,7 @@ def test_ranks_that_hang_one_by_one_leave_slots_to_those_in_service() -> None:
 
 
 @pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
-def test_a_peer_with_an_overdue_read_gets_no_slot_until_it_has_ended(patience: float) -> None:
+def test_a_peer_gets_no_slot_until_its_overdue_read_has_ended(patience: float) -> None:
     rank, peer = Decode(patience=patience), b"hung"
     rank.hung.add(peer)
 
