@@ -81,16 +81,13 @@ def _plan(args: dict[str, Any]) -> Plan | None:
             errors.setdefault(str(error).replace(f"{role}: ", ""), str(error))
         except ImportError as error:
             errors["SGLang"] = f"{error}. Run plan in the servers' image, which has SGLang."
-    try:
-        if not errors and len({one.gpu for one in servers} - {""}) > 1:
-            # One starts only on the last: perhaps both do.
-            again = [one if one in rows else read(one.role, args[one.role], gpu=[*GPUS][-1])
-                     for one in servers]  # fmt: skip
-            servers = servers if any(one.stock for one in again) else again
-        if not errors:
-            return make_plan(*servers)
-    except ImportError as error:
-        errors["SGLang"] = f"{error}. Run plan in the servers' image, which has SGLang."
+    if not errors and len({one.gpu for one in servers} - {""}) > 1:
+        # One starts only on the last: perhaps both do.
+        again = [one if one in rows else read(one.role, args[one.role], gpu=[*GPUS][-1])
+                 for one in servers]  # fmt: skip
+        servers = servers if any(one.stock for one in again) else again
+    if not errors:
+        return make_plan(*servers)
     print(*(f"error: {error}" for error in errors.values()), sep="\n", file=sys.stderr)
     return None
 

@@ -9,10 +9,11 @@ GPU, arguments are resolved as for `plan --gpu`.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ from sglang_mixkv.tools.plan_shell import unreadable
 from sglang_mixkv.tools.plan_text import Given
 
 SCHEMA = 1
-MARK = '{"sglang_mixkv_plan":'
+MARK = r'\{\s*"sglang_mixkv_plan"'
 _SEEN = "_mixkv_planned"
 _for_good = ExitStack()  # this process ends before it could be left
 
@@ -42,28 +43,27 @@ class Row(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def rows_in(text: str) -> Iterator[str]:
-    """Yield the rows in a file or a log, where each is a part of a line."""
-    for found in re.finditer(re.escape(MARK), text):
-        yield text[found.start() :].partition("\n")[0].rstrip()
+def rows_in(text: str) -> list[dict[str, Any]]:
+    """Return the rows in a file or a log. Raises ValueError for one that is cut off."""
+    decode = json.JSONDecoder().raw_decode
+    return [decode(text, found.start())[0] for found in re.finditer(MARK, text)]
 
 
 def read_row(given: Given, role: str) -> Server | None:
     """Read the row in a text; None if it has none. Raises MixKVError for one that is of another
     version, damaged or foreign, and for several."""
-    rows = {*rows_in(given.text)} if not given.pointer else set()
-    if not rows:
+    if given.pointer or not re.search(MARK, given.text):
         return None
     again = f"write it again with sglang-mixkv {__version__}"
-    if len(rows) > 1:
-        raise unreadable(f"{role}: expected one row of {PLAN_ENV}, got {len(rows)} that differ")
     try:
-        found = msgspec.json.decode(*rows)
+        found, *others = rows_in(given.text)
+        if any(one != found for one in others):
+            raise unreadable(f"{role}: expected one row of {PLAN_ENV}, got {1 + len(others)}")
         if found["sglang_mixkv_plan"] != SCHEMA:
             text = f"the row has format {found['sglang_mixkv_plan']}, of sglang-mixkv "
             raise unreadable(f"{role}: {text}{found.get('plugin')}; expected {SCHEMA}: {again}")
         row = msgspec.convert(found, Row)
-    except msgspec.MsgspecError as error:
+    except (json.JSONDecodeError, RecursionError, msgspec.MsgspecError) as error:
         raise unreadable(f"{role}: the row is damaged ({error}): {again}") from None
     if row.server is None:
         raise unreadable(f"{role}: SGLang {row.sglang} did not resolve the launch: {row.error}")

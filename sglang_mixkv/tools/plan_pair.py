@@ -31,6 +31,7 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.compare import Difference, Severity, differences
 from sglang_mixkv.draft import layout
 from sglang_mixkv.draft.layout import DraftLayout
+from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_model import Model
 from sglang_mixkv.tools.plan_server import Server
@@ -117,11 +118,11 @@ def _has(method: str) -> bool:
 
 @cache
 def _source(file: str) -> str:
-    """Read a file of SGLang's disaggregation/. Importing one would take as long as all the rest.
-    Raises ImportError without SGLang."""
+    """Read a file of SGLang's disaggregation/; "" without SGLang. Importing one would take as long
+    as all the rest."""
     found = find_spec("sglang")
     if found is None or found.origin is None:
-        raise ImportError("No module named 'sglang'")
+        return ""
     return (Path(found.origin).parent / "srt" / "disaggregation" / file).read_text()
 
 
@@ -145,6 +146,8 @@ def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
 
 def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
     """Run SGLang's own check of a pair that meets, except for what _findings reports itself."""
+    if not _source("common/conn.py"):
+        return
     none, target = {"kv_layout": None, "dsv41_spec_layout": None}, decode.target
     published = msgspec.structs.asdict(prefill) | prefill.target.met | {
         "attn_tp_size": prefill.attention_tp, "page_size": None, "kv_cache_dtype": None,
@@ -277,6 +280,8 @@ def _differ(what: str, prefill: object, decode: object, why: str) -> Iterator[st
 
 def _notes(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     yield from (*prefill.notes, *decode.notes)
+    if (here := sglang_version()) != decode.sglang:
+        yield f"SGLang's own check of a pair was that of SGLang {here} here, not {decode.sglang}"
     for gpu in dict.fromkeys(filter(None, (prefill.gpu, decode.gpu))):
         roles = " and ".join(side.role for side in (prefill, decode) if side.gpu == gpu)
         yield f"{roles}: resolved for a {gpu.title()} GPU (--gpu)"

@@ -33,6 +33,7 @@ _UNGLUE = {glued: code for code, glued in _GLUE.items()}
 _DEPTH = dict.fromkeys(("if", "for", "while", "until", "case", "select", "{"), 1)
 _DEPTH |= dict.fromkeys(("fi", "done", "esac", "}"), -1)
 _DEPTH |= dict.fromkeys(("then", "else", "elif", "do", "in", "!", "time", "function"), 0)
+_SURE = {"cd", "export", "mkdir", "set", "ulimit"}
 _LOOPS, _BLANKET = {"for", "select"}, {".", "source", "eval"}
 _SETTERS = _LOOPS | {"unset", "read", "mapfile", "readarray", "getopts", "let", "printf",
                      "declare", "typeset", "readonly", "local"}  # fmt: skip
@@ -139,8 +140,8 @@ def lines_of(text: str, environ: Mapping[str, str], unknown: Mapping[str, str]) 
 
 def _commands(text: str) -> Iterator[tuple[int, list[str], bool]]:
     """Yield each command's line and words as written, and whether it runs in any case: outside of
-    branches, loops, functions and subshells, and not after `&&` or `||`."""
-    at, raw, depth, brackets, before, number = 0, list[str](), 0, 0, "", 1
+    branches, loops, functions and subshells, and after `&&` only where nothing is asked."""
+    at, raw, depth, brackets, before, number, last = 0, list[str](), 0, 0, "", 1, ""
     text = f"{text}\n"
     while at < len(text):
         found = _TOKEN.match(text, at)
@@ -157,7 +158,9 @@ def _commands(text: str) -> Iterator[tuple[int, list[str], bool]]:
                     break
                 raw.pop(0)
             if raw:
-                yield number, raw, not (depth or brackets or before in ("&&", "||"))
+                is_sure = before not in ("&&", "||") or (before == "&&" and last in _SURE)
+                yield number, raw, is_sure and not (depth or brackets)
+                last = raw[0]
             brackets = max(0, brackets + (token == "(") - (token == ")"))
             raw, before = [], token
 
@@ -222,6 +225,8 @@ def line_of(
     for name, why in changed.items():
         if _NEEDED.match(name) and (name in own or "changed" in why):
             stop = stop or f"{name} {why}"
+        elif own.pop(name, None) is not None:
+            notes.append(f"{name}: {why}, and plan does not need it")
     if inner >= 0:
         for line in lines_of(texts[inner], own, changed):
             yield line._replace(notes=(*notes, *line.notes), stop=stop or line.stop)

@@ -51,7 +51,7 @@ def test_two_servers_write_rows_that_plan_reads(
     """One opted in, the other not: the row is the same in the file and in the log."""
     prefill, decode = tmp_path / "prefill.json", tmp_path / "decode.json"
     done = launched(prefill, [*SERVER, *mode("prefill", "--tp 2")], SGLANG_ENABLE_MIXKV="1")
-    assert (done.returncode, [*rows_in(done.stdout)]) == (0, [prefill.read_text().strip()])
+    assert (done.returncode, rows_in(done.stdout)) == (0, [json.loads(prefill.read_text())])
     done = launched(decode, [*SERVER, *mode("decode")])
     assert done.returncode == 0, done.stderr
     (tmp_path / "decode.log").write_text(f"pulled\n{done.stdout}\nended\n")
@@ -116,7 +116,7 @@ def test_a_row_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     done = launched(tmp_path / "fifo", [*SERVER, *mode("decode")])
     assert done.returncode == 1
     assert f"SGLANG_MIXKV_PLAN={tmp_path}/fifo: No such device or address" in done.stderr
-    assert len([*rows_in(done.stdout)]) == 1
+    assert len(rows_in(done.stdout)) == 1
 
 
 def test_nothing_is_registered_without_the_variable(sglang_with_plugin: Call) -> None:

@@ -500,7 +500,9 @@ def test_exit_statuses(
     assert capsys.readouterr().err.count("Run plan in the servers' image") == 1
 
 
-def test_rows_beside_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_beside_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in a log; one that is damaged, foreign, of another version, or one of two, is one
     sentence. Two rows are read without importing SGLang."""
     sides = pair(2, 1, 8, enabled=False)
@@ -508,7 +510,7 @@ def test_rows_beside_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
                        separators=(",", ":")) for side in sides]  # fmt: skip
     files = [tmp_path / "prefill.log", tmp_path / "decode.json"]
     files[0].write_text(f"a\n[server] {rows[0]}\nb {{\n")
-    files[1].write_text(rows[1])
+    files[1].write_text(json.dumps(json.loads(rows[1]), indent=2))
     both = ["--prefill", str(files[0]), "--decode", str(files[1])]
     assert tool.main(both) == 1
     assert "on neither side, and the pair needs it" in capsys.readouterr().out
@@ -518,6 +520,14 @@ def test_rows_beside_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )  # fmt: skip
     assert (done.returncode, "torch" in done.stderr) == (1, False)
     other = rows[1].replace('"heads":0', '"heads":"0"')
+    with monkeypatch.context() as without:  # where only the rows are
+        without.setitem(sys.modules, "sglang", None)
+        without.setattr(plan_pair, "find_spec", lambda name: None)
+        without.setattr(plan_pair, "sglang_version", lambda: "none")
+        plan_pair._source.cache_clear()
+        assert tool.main(both) == 1
+        assert "own check of a pair was that of SGLang none here" in capsys.readouterr().out
+    plan_pair._source.cache_clear()
     for text, words in (
         (rows[1][:-9], "the row is damaged"), (other, "the row is damaged"),
         (rows[1].replace('plan":1', 'plan":2'), "has format 2, of sglang-mixkv 0.4; expected 1"),

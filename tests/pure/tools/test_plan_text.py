@@ -118,9 +118,10 @@ READ = {  # text; variables; flags; what the notes say, in order
     f"{RUN} --api-key $KEY --tp 8":
         ({}, "--model-path m --tp 8", "--api-key: KEY is not set in it, and plan does not need"),
     # scripts
-    SCRIPT: ({ON: "1", "MODEL": "m", "CUDA_VISIBLE_DEVICES": "$rank"},
+    SCRIPT: ({ON: "1", "MODEL": "m"},
              f"--model-path m {PREFILL} --tp 2 {HOST}", "MODEL is taken as 'm', its default",
-             "--port: rank is changed by for in line 6", "--host: only a shell computes it",
+             "CUDA_VISIBLE_DEVICES: rank is changed", "--port: rank is changed by for in line 6",
+             "--host: only a shell computes it",
              "SGLANG_LOCAL is set but not exported, so"),
     OPTIONS: ({}, "--model-path m --page-size 64 --dtype bfloat16 --tp 8"),
     f"A=1\nexport A\n{RUN} ${{X:-}}": (A, "--model-path m", "X is taken as '', its default"),
@@ -258,7 +259,7 @@ def test_data_is_pointed_at(
     )
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_products_own_files() -> None:
