@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,29 @@ def test_no_thread_is_left_at_the_end(plane: str, hangs: str) -> None:
     assert line.split()[1:] == ["mixkv-name"] * bool(hangs)
     assert ended.returncode == 0, ended.stderr[-500:]
     assert "pending" not in ended.stderr
+
+
+def test_threads_that_hang_hold_up_the_end_no_longer_than_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that end leave the others what is left of the time."""
+    from sglang_mixkv import background
+
+    takes, given = {"mixkv-a": 0.2, "mixkv-b": 60, "mixkv-c": 60, "other": 60}, dict[str, float]()
+
+    def join(self: threading.Thread, seconds: float) -> None:
+        given[self.name] = seconds
+        now[0] += min(seconds, takes[self.name])
+
+    now, threads = [1000.0], [threading.Thread(name=name) for name in takes]
+    monkeypatch.setattr(background, "stoppable", ())
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(background.threading, "enumerate", lambda: threads)
+    monkeypatch.setattr(threading.Thread, "join", join)
+    background.end_threads()
+    expected = {"mixkv-a": background.END_S, "mixkv-b": background.END_S - 0.2, "mixkv-c": 0.0}
+    assert given == pytest.approx(expected)
+    assert 0.1 <= background.END_S <= 1.0
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
     ("lost", lost(), {PREFILL}), ("lost", lost(gone=True), set()),
     ("read", hangs, {PREFILL}), ("read", breaks, {PREFILL}),
     ("slots", no_slot, set()), ("stalled", stopped, set()), ("unsent", open_fails, set()),
-    ("stale", result(SlotCheck.STALE), set()), ("unpack", result(SlotCheck.ERROR), set()),
+    ("stale", result(SlotCheck.STALE), set()), ("stale", result(SlotCheck.DIFFERS), set()),
+    ("unpack", result(SlotCheck.ERROR), set()), ("unpack", result(OSError()), set()),
     ("protocol", lambda rank: rank.ready(1, 5), set()),
     *(
         ("prefill_" + code, lambda rank, code=code: rank.fail(1, code), set())
@@ -173,6 +174,28 @@ def test_a_peer_that_this_rank_has_just_stopped_delaying_gets_time_to_send() -> 
     rank.wait(0.3)
     assert {6, 7} <= {*rank.verdicts}
     assert rank.strikes() >= 2
+
+
+@pytest.mark.parametrize("tenths", range(3, 12))
+def test_a_peer_gets_that_time_from_the_end_of_the_delay_on_however_long_it_was(
+    tenths: int,
+) -> None:
+    rank = delayed("copies")
+    rank.wait(tenths / 10 - 0.21)
+    for generation in (6, 7, 8):
+        rank.open(generation)
+        rank.arrive(generation)
+    rank.wait(0.21)
+    ended, rank.held_copies = rank.held_copies, None
+    rank.do(rank.machine.copied, ended, SlotCheck.OK)
+    rank.wait(0.1)
+    assert {6, 7, 8} <= {*rank.verdicts}
+    assert rank.strikes() == 0
+    for generation in (16, 17, 18):
+        rank.open(generation)
+        rank.arrive(generation)
+    rank.wait(0.4)
+    assert rank.strikes() == STRIKES
 
 
 def test_restarted_is_resolved_anew_whatever_became_of_the_room() -> None:

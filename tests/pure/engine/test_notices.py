@@ -124,6 +124,24 @@ def test_an_abort_ends_where_its_number_is_used_again(monkeypatch: pytest.Monkey
     assert (tables.transfer_infos, tables.req_to_decode_prefix_len) == (ranks, {7: 4})
 
 
+@pytest.mark.parametrize("waits", ["a", "b", ""])
+def test_an_abort_after_metadata_waits_for_no_more(
+    waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode ranks that get nothing from this rank are not notified, and if there is no other,
+    nobody is."""
+    monkeypatch.setattr(aborts, "POLL_S", 600.0)
+    sender = Sender()
+    sender.hung.set()
+    infos = sender.kv_mgr.transfer_infos[7]
+    for name, one in infos.items():
+        one.is_dummy = name != waits
+    sender.abort()
+    assert wait_for(lambda: not sender.kv_mgr.aborted._background.running)
+    assert [sender.sent.get() for _ in range(sender.sent.qsize())] == list(waits)
+    assert sender.kv_mgr.transfer_infos == {7: infos}
+
+
 @pytest.mark.parametrize(("under_way", "is_sent"), [(-1, True), (0, False), (1, False)])
 def test_aborts_beyond_those_that_are_under_way_are_not_sent(under_way: int, is_sent: bool) -> None:
     sender = Sender()
