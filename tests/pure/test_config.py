@@ -43,7 +43,7 @@ VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 """Of each setting: texts inside of its bounds and their values, and texts outside."""
 
 
-def test_every_setting_has_bounds_and_an_empty_text_means_its_default() -> None:
+def test_every_setting_has_bounds_and_empty_means_its_default() -> None:
     assert set(VALUES) == {one.field for one in config.SETTINGS} == set(Config.__struct_fields__)
     assert resolve(None, {one.environ: " " for one in config.SETTINGS}) == Config()
     assert resolve(parse("--enable-mixkv"), {"SGLANG_ENABLE_MIXKV": "0"}).enabled
@@ -53,7 +53,7 @@ def test_every_setting_has_bounds_and_an_empty_text_means_its_default() -> None:
 def test_the_bounds_of_a_setting(
     setting: config.Setting, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is outside is refused with its name and what is expected."""
+    """A value outside is refused with the setting's name and what was expected."""
     inside, outside = VALUES[setting.field]
     flag = "" if setting.field == "enabled" else setting.flag
     for text, value in inside.items():
@@ -76,7 +76,7 @@ def test_the_bounds_of_a_setting(
 
 @pytest.mark.parametrize("service", ["SGLANG_MIXKV_ROUTER", "SGLANG_MIXKV"])
 def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
-    """But for one that is called sglang-mixkv, whose address has a setting's name."""
+    """A service called sglang-mixkv is the exception: its address has a setting's name."""
     ends = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80",
             "PORT": "tcp://10.0.0.1:80", "PORT_80_TCP": "tcp://10.0.0.1:80",
             "PORT_80_TCP_PROTO": "tcp", "PORT_80_TCP_ADDR": "10.0.0.1"}  # fmt: skip
@@ -122,7 +122,7 @@ REFUSED = [
 
 
 def test_what_sglang_sets_by_itself_is_no_flag_to_drop() -> None:
-    """As it does for some models; and what was given is."""
+    """SGLang sets some flags itself for some models; only a flag that was given can be dropped."""
     given, resolved = arguments(), arguments(enable_multi_layer_eagle=True, use_ray=True)
     rules = refusals.ARGUMENT_RULES
     for raw, word in ((given, "sets it itself"), (resolved, "drop the flag")):
@@ -141,7 +141,7 @@ WITH_A_DRAFTER = [
 ]
 
 
-def test_each_unsupported_choice_is_refused_by_name_and_by_a_rule_of_its_own() -> None:
+def test_each_unsupported_choice_is_refused_by_a_rule_of_its_own() -> None:
     hit = set[str]()
     for changed, name in (*REFUSED, *WITH_A_DRAFTER):
         (refusal,) = refused(arguments(**changed))

@@ -1,5 +1,5 @@
-"""When the stand-in for sgl_kernel and the hooks of the CPU engine act, and when they do not. What
-they do: servers on it, in tests/e2e."""
+"""The conditions on which the stand-in for sgl_kernel and the hooks of the CPU engine act. What
+they do is tested by servers on it, in tests/e2e."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mixkv_cpu import support
 
 
 def printed(code: str, *flags: str, **environ: str) -> str:
-    """By a fresh Python, with the engine's environment."""
+    """Return what a fresh Python prints, with the engine's environment."""
     env = {**os.environ, **cpu.launch_env(), **environ}
     command = [sys.executable, *flags, "-c", code]
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""What the demo makes of its runs."""
+"""The demo's evaluation of its runs."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def run(plane: str, hangs: str) -> None:
     [("fake", ""), ("copies", ""), ("fake", "hangs"), ("mooncake", ""), ("nixl", "")],
 )
 def test_no_thread_is_left_at_the_end(plane: str, hangs: str) -> None:
-    """Except one that hangs, which nothing waits for."""
+    """A thread that hangs may be left, since nothing waits for it."""
     env = os.environ | {
         "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp",
     }  # fmt: skip

@@ -90,7 +90,7 @@ class One:
 
 
 def test_what_the_tools_own_operators_make_is_python(tmp_path: Path) -> None:
-    """What is none would be killed by the first test, whatever that looks at."""
+    """The first test would kill a mutant that does not compile, whatever it looks at."""
     (tmp_path / "blocks.py").write_text(BLOCKS)
     skip = {"functions": [], "calls": [], "keywords": []}
     found = mutants(tmp_path, "blocks.py", {"operators": list(OWN), "skip": skip})

@@ -1,4 +1,4 @@
-"""What of a process has grown is found, and what is closed a little later is not."""
+"""A process's growth is found, and a resource that is closed a little later is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a channel reports, and where an operator sees it."""
+"""The metrics of a channel, and where an operator sees them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Rank(metrics.MetricsReporter):
 
 
 class Req:
-    """What is read of SGLang's."""
+    """The fields of SGLang's Req that are read."""
 
     def __init__(self, rid: str, histogram: list[int] | None = None) -> None:
         self.rid, self.spec_correct_drafts_histogram = rid, histogram or list[int]()
@@ -69,7 +69,7 @@ class Req:
 
 
 def test_every_note_has_a_place_and_a_remedy() -> None:
-    """In a series, or as a room that is counted at its end; and a log line says all that helps."""
+    """A note is counted in a series, or as a room at its end; its log line says all that helps."""
     known = {one.name: one for one in SERIES}
     page, remedies = ((DOCS / f"{n}.md").read_text() for n in ("metrics", "troubleshooting"))
     for what, spec in NOTES.items():
@@ -189,7 +189,7 @@ def test_what_copies_on_a_gpu_is_there_once_it_is_known(side: str) -> None:
 
 
 def test_accept_length_by_state() -> None:
-    """Of requests that have ended, or are gone."""
+    """Requests count once they have ended or are gone."""
     one = Rank()
     warm, cold = Req("warm"), Req("cold")
     one.end(act.State.WARM, request=warm)

@@ -1,5 +1,5 @@
-"""What an operator is told of what does not fit: each text once. Other tests look at codes and
-values, so that a text can be reworded here alone.
+"""The texts of errors for an operator, each once. Other tests look at codes and values, so that a
+text can be reworded here alone.
 
 Texts for which SGLang is needed are read in tests/protocol: why a server does not start, in
 test_hooks.py; which request is refused, in test_rooms.py. What notes say is in test_series.py.
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_said(text: str) -> None:
     assert str(refused.value) == text
 
 
-def test_a_backend_that_cannot_be_made_is_an_error_with_all_four_parts() -> None:
+def test_a_backend_that_cannot_start_is_an_error_of_four_parts() -> None:
     assert str(data_plane.refused("an engine to start", "none")) == (
         "[MIXKV-START-06] expected an engine to start beside SGLang's; got none. As it is, "
         "draft KV cannot be read. See the transport's messages above."

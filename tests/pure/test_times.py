@@ -1,5 +1,5 @@
-"""What the machines do when, by tables: two events of a request, and the time between them. Each
-time is tried just before it and at it, for ranks of little and of much patience."""
+"""The machines' actions over time, as tables: two events of a request and the time between them.
+Each time is tried just before it and at it, for ranks of little and of much patience."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def test_a_room_that_is_complete_is_not_late(patience: float) -> None:
 @pytest.mark.parametrize("theirs", PATIENCE)
 @pytest.mark.parametrize("ours", PATIENCE)
 def test_prefills_slot_is_done_with_by_the_smaller_patience(ours: float, theirs: float) -> None:
-    """While a segment waits for our slot, while it is read, and while this rank stands still. The
-    target has not arrived."""
+    """The segment waits for our slot, is being read, or this rank stands still. The target has not
+    arrived."""
     limits = Times(min(ours, theirs))
     for waits, limit, reason in (
         ("slot", limits.unread, "slots"), ("read", limits.read, "read"),
@@ -140,7 +140,7 @@ def test_prefills_slot_is_done_with_by_the_smaller_patience(ours: float, theirs:
 
 
 @patiently
-def test_a_read_that_ends_late_is_not_used_whether_a_tick_came_or_not(patience: float) -> None:
+def test_a_read_that_ends_late_is_unused_with_or_without_a_tick(patience: float) -> None:
     for late in (False, True):
         rank = Decode(patience=patience)
         rank.hung.add(PREFILL)
@@ -195,7 +195,7 @@ def test_packing_that_goes_on_is_not_given_up(what: str, sent_at: float, patienc
 
 
 @patiently
-def test_a_request_that_nobody_opens_waits_as_long_as_packing_may(patience: float) -> None:
+def test_an_unopened_request_waits_as_long_as_packing_may(patience: float) -> None:
     for opens in (None, BEFORE, AT):
         rank = Prefill(patience=patience)
         rank.begin(1, 1, 8)
@@ -225,7 +225,7 @@ ENDS = {
 @pytest.mark.parametrize("sent_first", [True, False])
 @pytest.mark.parametrize("how", ENDS)
 def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bool) -> None:
-    """Whether the target was sent before or is later; nor for reading."""
+    """The target may have been sent before or later, and reading may go on."""
     rank = slow(1.0, tokens=8 * TOKENS)
     if sent_first:
         rank.do(rank.machine.target_sent, 1)
@@ -263,8 +263,8 @@ def test_an_open_waits_for_its_request_as_long_as_sglangs_may() -> None:
 
 
 @pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
-def test_sglangs_scheduler_waits_for_the_channel_and_not_for_long(patience: float) -> None:
-    """Longer than any deadline, and a request is not held for it much longer."""
+def test_the_scheduler_waits_for_the_channel_but_not_for_long(patience: float) -> None:
+    """It waits longer than any deadline, but does not hold a request for much longer."""
     times = Times(patience)
     assert times.whole_wait + times.longest_wait < times.last_resort <= 2 * times.whole_wait
     assert times.packing < times.last_resort

@@ -284,7 +284,7 @@ BACKENDS = (None, *sorted(WINDOWED), "flashinfer", "triton")
 
 @pytest.mark.parametrize("own", [None, "fa3", "flashinfer"])
 @pytest.mark.parametrize("common", [None, "fa4", "triton"])
-def test_the_window_applies_only_if_every_draft_phase_keeps_to_it(own, common):
+def test_the_window_applies_only_if_each_draft_phase_keeps_to_it(own, common):
     """A draft extend runs on prefill's attention backend, a draft step on decode's."""
     drafter = block_drafter(sliding_window=129)
     for of_prefill, of_decode in itertools.product(BACKENDS, repeat=2):

@@ -16,7 +16,7 @@ def opened(*peers: bytes) -> Breaker:
     return breaker
 
 
-def test_three_strikes_in_a_row_open_it_and_a_warm_probe_closes_it():
+def test_three_strikes_open_a_breaker_and_a_warm_probe_closes_it():
     breaker = Breaker()
     for generation in range(10):
         assert not breaker.record_failure(A, generation, 0.0)
@@ -43,7 +43,7 @@ def test_a_segment_says_nothing_where_the_breaker_is_closed(before: int) -> None
     assert found == [False, False, True]
 
 
-def test_after_a_wait_that_doubles_up_to_thirty_seconds_one_room_is_a_probe():
+def test_one_room_is_a_probe_after_waits_that_double_up_to_30_s():
     breaker, now, waits = opened(A), 0.0, []
     for generation in range(10, 18):
         began = now

@@ -63,7 +63,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def is_named(ranks: Ranks, timeout_s: float = 0) -> bool:
-    """Whether the kernel names the socket."""
+    """Return True if epoll reports the socket as readable."""
     return bool(select.select([ranks.links._poller._epoll], [], [], timeout_s)[0])
 
 
@@ -80,7 +80,7 @@ def test_a_message_that_came_before_a_send_is_read(ranks: Ranks, leaves: bool) -
     assert ranks.look() == [(PEER, Fail(1, 2, "lost"))]
 
 
-def test_more_messages_than_one_look_takes_need_no_further_signal(ranks: Ranks) -> None:
+def test_messages_that_exceed_one_poll_need_no_further_signal(ranks: Ranks) -> None:
     sent = [(PEER, Fail(number, 2, "lost")) for number in range(3 * BATCH)]
     for peer, message in sent:
         ranks.send(peer, message)
@@ -148,8 +148,8 @@ def test_a_rank_that_does_not_answer_is_given_up(
 
 
 def test_a_peer_takes_little_memory_and_few_descriptors() -> None:
-    """Of links to one prefill rank, as if other servers named it, too: on decode a socket and what
-    signals its messages, on prefill a socket."""
+    """All links lead to one prefill rank, as if other servers named it, too. Each takes a socket
+    and an eventfd for its messages on decode, and a socket on prefill."""
     with Channel(PATIENT) as channel:
 
         def serve(servers: range) -> None:
@@ -255,7 +255,7 @@ STEPS = range(1, 9)
 @pytest.mark.parametrize("at", STEPS)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_link_that_is_hung_up_while_it_reconnects(dialed: Dialed, fails: bool, at: int) -> None:
-    """At each step of the mender: nobody has its peers then."""
+    """Hanging up at any step of the reconnection leaves its peers with nobody."""
     these, plane, dial, made = dialed
     link = dial()
     link.reconnecting, plane.fails = True, fails
@@ -268,7 +268,7 @@ def test_a_link_that_is_hung_up_while_it_reconnects(dialed: Dialed, fails: bool,
 
 @pytest.mark.parametrize("at", STEPS)
 def test_a_link_that_reconnects_while_it_is_hung_up(dialed: Dialed, at: int) -> None:
-    """At each step of hanging up, from the mender's beginning to its end."""
+    """A whole reconnection happens at each step of hanging up."""
     these, plane, dial, _ = dialed
     link = dial()
     plane.at, plane.then, plane._steps = at, lambda: these._connect_again(link), 0
@@ -356,7 +356,8 @@ def test_where_no_thread_can_be_started_the_next_failure_mends(
 
 
 def test_a_read_is_one_of_the_memory_that_its_end_names(dialed: Dialed) -> None:
-    """Also where a mender replaces it meanwhile: its failure is mended then."""
+    """This holds even if a reconnection replaces the memory meanwhile, whose later failure is
+    mended."""
     these, plane, dial, _ = dialed
     started: list[tuple[Any, Any]] = []
 
@@ -378,7 +379,8 @@ def test_a_read_is_one_of_the_memory_that_its_end_names(dialed: Dialed) -> None:
 def test_without_a_drafter_or_a_staging_buffer_nothing_is_read(
     ranks: Ranks, dialed: Dialed
 ) -> None:
-    """On this rank, or on that of the peer; nor from one that is gone."""
+    """Either this rank or its peer may lack them; nothing is read from a peer that is gone,
+    either."""
     without, (these, _, dial, _) = ranks.links, dialed
     these.add(link := dial())
     for one, peer, staging in (

@@ -1,4 +1,5 @@
-"""What a cold room says of its peers: whom it strikes, which breaker opens, and what closes it."""
+"""How a cold room counts against its peers: whom it strikes, which breaker opens, and what closes
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def wait(rank: Decode) -> None:
 
 
 def half(rank: Decode) -> None:
-    """Of the room comes from the other one."""
+    """Deliver the other peer's half of the room."""
     rank.ready(1, 4, OTHER, last=True)
     wait(rank)
 
@@ -83,15 +84,15 @@ AT_ONCE = ("no_drafter", "mismatch", "breaker", "repeated")  # nothing is asked 
 
 
 def test_the_table_has_every_reason() -> None:
-    """But for those that the machine does not decide."""
+    """Only reasons that the machine does not decide are left out."""
     assert {reason for reason, _, _ in COLDS} | {*AT_ONCE, "broken", "other"} == set(ColdReason)
 
 
 @pytest.mark.parametrize(("reason", "act", "struck"), COLDS)
-def test_a_cold_room_strikes_the_peers_whose_draft_kv_did_not_come(
+def test_a_cold_room_strikes_the_peers_that_did_not_deliver(
     reason: str, act: Callable[[Decode], None], struck: set[bytes]
 ) -> None:
-    """And no other; their other rooms are not concerned, but by a lost connection."""
+    """No other peer is struck, and only a lost connection affects their other rooms."""
     rank = Decode()
     rank.open(1, PREFILL, OTHER)
     rank.open(2, PREFILL)
@@ -145,8 +146,9 @@ def delayed(by: str, slots: int = 4) -> Decode:
 
 
 @pytest.mark.parametrize("by", ["copies", "reads"])
-def test_a_peer_whose_slots_wait_for_this_rank_is_struck_for_none_of_its_requests(by: str) -> None:
-    """Unless its reads do not end. The first request goes cold first, and its segments with it."""
+def test_a_peer_that_waits_for_this_rank_gets_no_strike(by: str) -> None:
+    """A peer whose reads do not end gets one. The first request turns cold first, and its segments
+    with it."""
     rank = delayed(by)
     rank.wait(1.1)
     assert [rank.verdicts.get(n, ("cold", "deadline")) for n in range(2, 6)] == [
@@ -156,9 +158,9 @@ def test_a_peer_whose_slots_wait_for_this_rank_is_struck_for_none_of_its_request
     assert rank.strikes() == (0 if by != "reads" else STRIKES)
 
 
-def test_a_peer_that_this_rank_has_just_stopped_delaying_gets_time_to_send() -> None:
-    """The end of copies frees this rank's slots. What waited for them is being read when other
-    requests become too late; a read that goes on for as long again is the peer's."""
+def test_a_peer_that_this_rank_delayed_gets_time_to_send() -> None:
+    """Once copies end and free this rank's slots, the segments that waited for them are read while
+    other requests run out of time; a read that takes as long again is the peer's fault."""
     rank = delayed("copies")
     rank.wait(0.29)
     rank.hung.add(PREFILL)
@@ -205,8 +207,8 @@ def test_restarted_is_resolved_anew_whatever_became_of_the_room() -> None:
     assert rank.forgotten == [PREFILL]
 
 
-def test_a_peer_that_is_gone_ends_what_waits_for_it_and_nothing_else() -> None:
-    """At once, although all segments of one room are announced, and are being read."""
+def test_a_lost_peer_ends_only_what_waits_for_it() -> None:
+    """This happens at once, although all segments of one room are announced and being read."""
     rank = Decode()
     rank.hung.add(PREFILL)
     for generation in range(2 * STRIKES):
@@ -247,7 +249,7 @@ def opened(strikes: int = STRIKES) -> Decode:
 
 
 def asked(rank: Decode, generation: int) -> bool:
-    """Whether its rows are asked for, or it is cold at once."""
+    """Return True if the room's rows are requested, False if it is cold at once."""
     rank.open(generation, segments=60)
     assert rank.verdicts.get(generation) in (None, ("cold", "breaker"))
     return generation not in rank.verdicts
@@ -269,7 +271,7 @@ def test_a_warm_room_between_begins_the_count_again(before: int) -> None:
     assert asked(rank, 50)
 
 
-def test_the_first_segment_of_a_probe_lets_the_others_in_and_one_strike_ends_that() -> None:
+def test_a_probes_first_segment_lets_others_in_until_a_strike() -> None:
     """A warm room closes the breaker for good."""
     rank = opened()
     for turn in range(3):
@@ -323,8 +325,8 @@ def test_a_probe_that_decides_nothing_lets_another_one_try() -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "aborted", "no rows"])
-def test_a_probe_that_ends_without_a_verdict_lets_another_one_try(how: str) -> None:
-    """It says nothing of reads."""
+def test_a_probe_without_a_verdict_lets_another_room_try(how: str) -> None:
+    """Such a probe proves nothing about reads."""
     rank = opened()
     rank.wait(1.0)
     if how == "no rows":
@@ -339,8 +341,8 @@ def test_a_probe_that_ends_without_a_verdict_lets_another_one_try(how: str) -> N
     assert asked(rank, 12) == (how == "no rows")
 
 
-def test_a_peer_that_brings_one_segment_of_each_room_has_its_breaker_open() -> None:
-    """Most of the time."""
+def test_one_segment_per_room_does_not_keep_a_breaker_closed() -> None:
+    """The breaker is open most of the time."""
     rank, asks = Decode(), 0
     for generation in range(1, 101):
         rank.open(generation)

@@ -78,7 +78,7 @@ class Side:
         )
 
     def zero(self, one: Segment) -> None:
-        """What becomes of a segment's rows whose slot is wrong."""
+        """Zero the rows of a segment, as happens if its slot is wrong."""
         heads = slice(one.heads.start - self.held.start, one.heads.stop - self.held.start)
         for entry in self.wanted:
             entry[torch.from_numpy(one.rows(self)), heads] = 0
@@ -183,8 +183,9 @@ def eight(side: Side, page: int = 1) -> list[GpuJob]:
     return [side.rows.job(pages, 2 * n, 2, range(4, 6), n, 1 + n) for n in range(8)]
 
 
-def test_a_batch_is_six_calls_that_keep_the_gil_and_compiles_nothing() -> None:
-    """A call of torch or numpy gives it up; ctypes.PyDLL does not."""
+def test_a_batch_is_six_calls_that_keep_the_gil() -> None:
+    """A batch compiles nothing, and calls neither torch nor numpy, which would give up the GIL;
+    ctypes.PyDLL does not."""
     side, tickets = small(FakeCuda(captures=0)), []  # a ticket's event is destroyed with it
     one = side.rows.job(side.rows.pages([3]), 5, 11, range(5, 6))
     called = set[str]()
@@ -229,8 +230,8 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
 
 @pytest.mark.parametrize(("page", "rows"), [(16, 64), (1, 4096)])
 def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
-    """Of slots full of one head's rows, for many readers of the same pages, and of a whole pool
-    that is cleared."""
+    """The largest batches are slots full of one head's rows for many readers of the same pages, and
+    the clearing of a whole pool."""
     side = Side([16, 16], range(2), page, rows // page, 1, MAX_BATCH, 1024)
     pages, heads = side.rows.pages(np.arange(rows // page)), range(1)
     jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MAX_BATCH)]
@@ -310,10 +311,8 @@ def test_a_batch_has_not_ended_while_a_graph_is_captured(code: int) -> None:
 
 @pytest.mark.parametrize("asked", ["over", "done"])
 @pytest.mark.parametrize("code", [1, 400, 999])
-def test_behind_an_error_that_does_not_stay_a_batch_has_ended_once_it_has(
-    code: int, asked: str
-) -> None:
-    """Kernels still run, and are waited for, also in a thread that has no device yet and while a
+def test_a_batch_ends_with_its_kernels_despite_a_passing_error(code: int, asked: str) -> None:
+    """Kernels that still run are waited for, also in a thread that has no device yet and while a
     graph is captured. What they did is unknown."""
     side = small(FakeCuda(late=9, captures=0))
     before = [side.rows.start("pack", eight(side)[:1]), side.rows.start("pack", eight(side)[1:])]
@@ -363,8 +362,8 @@ def test_a_batch_has_ended_for_all_threads_at_once(
     assert side.rows.can_start
 
 
-def test_what_a_slot_held_is_said_of_that_slot() -> None:
-    """Of a batch in which some are of another use, and some are damaged."""
+def test_each_slot_has_a_result_of_its_own() -> None:
+    """One batch holds slots of another use, damaged slots and good ones."""
     side, jobs = small(), []
     ended(side.rows.start("pack", eight(side)))
     expected = [OK, STALE, DIFFERS, OK, OK, DIFFERS, STALE, STALE]
@@ -394,8 +393,8 @@ def test_what_was_added_up_is_what_was_stored(byte: int, found: SlotCheck) -> No
     assert all(map(torch.equal, rows, right))
 
 
-def test_a_slot_of_another_use_is_not_even_in_the_pool_for_a_moment() -> None:
-    """A wrong sum is known once all is stored, another stamp before."""
+def test_a_slot_of_another_use_is_never_stored_in_the_pool() -> None:
+    """Another stamp is known before anything is stored, a wrong sum only afterwards."""
     side = small(FakeCuda(captures=0))
     ended(side.rows.start("pack", eight(side)))
     rows = [entry[16:18] for entry in side.pool]
@@ -410,7 +409,7 @@ def test_a_slot_of_another_use_is_not_even_in_the_pool_for_a_moment() -> None:
 
 
 def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
-    """Also where they have more tiles than there are programs that clear them."""
+    """The rows have more tiles than there are programs to clear them."""
     side = Side([272], range(6), 1, 140, 1, slots=1, slot_bytes=1 << 18)
     jobs = [side.rows.job(side.rows.pages(np.arange(140)), 5, 130, range(1, 6), 0, 7)]
     assert ended(side.rows.start("pack", jobs)) == [OK]
@@ -422,7 +421,7 @@ def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
 
 
 def test_a_kernel_that_wrote_no_result_is_an_error() -> None:
-    """And nothing starts with kernels that do nothing."""
+    """Kernels that do nothing are also found at start, which then fails."""
     side = small()
     side.cuda.compiled = [(image, lambda *_: None) for image, _ in side.cuda.compiled]
     for what in ("pack", "unpack", "clear"):
@@ -443,8 +442,9 @@ OUTSIDE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("wrong", OUTSIDE, ids=str)
-def test_a_job_that_lies_outside_is_none(wrong: dict[str, Any]) -> None:
-    """Of 8 pages of 16 tokens, heads 4 and 5, and 8 slots that hold 42 tokens of both."""
+def test_a_job_outside_the_pool_or_slots_is_rejected(wrong: dict[str, Any]) -> None:
+    """The pool has 8 pages of 16 tokens, with heads 4 and 5; 8 slots hold 42 tokens of both
+    heads."""
     side, job = small(), RIGHT | wrong
     with pytest.raises(ValueError, match=r"expected|pages|fit"):
         side.rows.job(side.rows.pages(job.pop("pages")), **job)
@@ -475,10 +475,11 @@ UNORDERED, CANNOT = {cuda.RDMA_ORDERING: 0}, {cuda.RDMA_FLUSH_OPTIONS: 2}
         (UNORDERED | CANNOT, None),
     ],
 )
-def test_a_nics_writes_are_flushed_where_the_gpu_does_not_order_them(
+def test_nic_writes_are_flushed_if_the_gpu_does_not_order_them(
     attributes: dict[int, int], flushes: int | None
 ) -> None:
-    """Before what was read is unpacked. None: a GPU that could do neither has no kernels."""
+    """The flush precedes the unpack of what was read. None: a GPU that can neither order nor flush
+    has no kernels."""
     device = FakeCuda(attributes=attributes)
     if flushes is None:
         with pytest.raises(CudaError, match="neither orders"):
@@ -533,8 +534,8 @@ def test_calls_of_a_batch_come_in_their_order(what: str) -> None:
     assert not ended(ticket).count(ERROR)
 
 
-def test_the_memory_of_a_batch_is_used_again_behind_its_event_alone() -> None:
-    """Not behind another one's, and not before somebody has seen that it has come."""
+def test_a_batchs_memory_is_reused_only_after_its_own_event() -> None:
+    """Another batch's event does not count, and neither does its own until somebody has seen it."""
     side = small(FakeCuda(late=1, captures=0))
     first, second = (side.rows.start("pack", eight(side)) for _ in range(2))
     assert not second.done()
@@ -598,7 +599,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield both
 
 
-def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
+def test_concurrent_rooms_are_right_with_kernels_or_cold(
     channel: Any,
 ) -> None:
     channel.check_three_at_once()
@@ -612,10 +613,10 @@ def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
 
 
 @pytest.mark.parametrize(("failing", "found"), [("settle", "cold"), ("settle clear", "failed")])
-def test_rows_that_nobody_has_judged_are_zeroed_before_the_request_begins(
+def test_unchecked_rows_are_zeroed_before_the_request_begins(
     channel: Any, failing: str, found: str
 ) -> None:
-    """Where the second launch fails, the first has stored what may be wrong. Where it cannot be
+    """If the second launch fails, the first has stored rows that may be wrong. If they cannot be
     zeroed either, the request fails."""
     device, decode, stored = channel.decode.store.device, channel.decode, list[bool]()
     fake, real = device.driver.library, device.driver.library._cuLaunchKernel

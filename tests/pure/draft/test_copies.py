@@ -19,7 +19,7 @@ from sglang_mixkv.draft.slot_format import SlotCheck
 
 
 class Batch:
-    """In flight until the test ends it."""
+    """A batch that stays in flight until the test ends it."""
 
     error = ""
 
@@ -38,7 +38,8 @@ class Batch:
 
 
 class Device:
-    """Of what the copier calls. A job is its name; "!": it cannot be prepared."""
+    """The calls of a device that the copier makes. A job is its name; one with "!" cannot be
+    prepared."""
 
     max_batch = 3
 
@@ -85,7 +86,8 @@ class Copies:
         return Copy(kind, job, self.gates[job[0]], pages, 0, 1, range(1))
 
     def ended(self) -> dict[str, Any]:
-        """What was found. What did not run took no time; no gate knows of a batch that ended."""
+        """Return each job's result, None for one that did not run; check that no gate still holds a
+        batch that has ended."""
         found = self.copies.ended()
         flying = [batch for batch in self.device.batches if not batch.over()]
         assert all(batch in flying for gate in self.gates.values() for batch in gate._tickets)
@@ -96,7 +98,7 @@ class Copies:
         return [(batch.kind, batch.jobs) for batch in self.device.batches if not batch.over()]
 
 
-def test_jobs_of_several_requests_are_one_batch_and_two_batches_fly() -> None:
+def test_jobs_of_several_requests_share_batches_of_which_two_fly() -> None:
     test = Copies()
     test.start("a1", "b1", "a2", "b2", "c1", "c2", "c3")
     assert test.flying == [("unpack", ["a1", "b1", "a2"]), ("unpack", ["b2", "c1", "c2"])]
@@ -115,7 +117,7 @@ def test_jobs_of_several_requests_are_one_batch_and_two_batches_fly() -> None:
     assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])], "a batch is of one kind"
 
 
-def test_what_is_made_ends_together_and_is_counted_unless_it_was_cleared() -> None:
+def test_copies_end_together_and_count_unless_they_only_clear() -> None:
     test, began = Copies(), time.perf_counter()
     test.start("a1", "b1 stale", "c1")
     test.start("a clear")
@@ -127,7 +129,7 @@ def test_what_is_made_ends_together_and_is_counted_unless_it_was_cleared() -> No
     assert 0 < test.took[0] < time.perf_counter() - began
 
 
-def test_a_batch_that_failed_ends_with_its_reason_which_is_logged_once(
+def test_a_failed_batch_ends_with_its_reason_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     test = Copies()
@@ -140,7 +142,7 @@ def test_a_batch_that_failed_ends_with_its_reason_which_is_logged_once(
     assert [record.message.count(batch.error) for record in caplog.records] == [0, 1]
 
 
-def test_jobs_behind_a_closed_gate_are_skipped_and_the_others_start() -> None:
+def test_jobs_behind_a_closed_gate_are_skipped_and_others_start() -> None:
     test = Copies()
     test.gates["b"].close()
     test.start("a1", "b1", "c1")
@@ -152,9 +154,9 @@ def test_jobs_behind_a_closed_gate_are_skipped_and_the_others_start() -> None:
     assert test.ended() == {"b2": None}
 
 
-def test_a_gate_that_is_closed_between_look_and_launch_waits_for_the_batch() -> None:
-    """They are one step: the close comes before both, or behind both. So is that the gate knows of
-    the batch: who waits for its lock comes before all that is done after it."""
+def test_a_gate_cannot_close_between_its_check_and_the_launch() -> None:
+    """Check and launch are one step, so a close comes before both or after both. Recording the
+    batch at the gate belongs to that step, too: whoever waits for the lock sees it."""
 
     class Unlocked(threading.Condition):
         def __exit__(self, *args: Any) -> None:
@@ -200,7 +202,8 @@ def test_what_cannot_be_started_fails_alone(fails: str) -> None:
 
 
 def test_a_gate_is_asked_while_a_batch_ends() -> None:
-    """By SGLang's scheduler, while the channel's thread forgets another of its tickets."""
+    """SGLang's scheduler polls the gate while the channel's thread forgets another of its
+    tickets."""
     gate, other, forgotten = Gate(), Batch("pack", []), []
 
     class Asked(Batch):
@@ -221,8 +224,8 @@ def test_a_gate_is_asked_while_a_batch_ends() -> None:
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_a_gate_waits_for_each_of_its_batches(owners: list[str], order: Any) -> None:
-    """In whatever order they end, and whether or not the channel's thread has forgotten those that
-    have; batches of other requests alone are not waited for."""
+    """Batches may end in any order, and the channel's thread may or may not have forgotten those
+    that ended. A gate does not wait for batches of other requests only."""
     gates, left = {name: Gate() for name in "ab"}, list[tuple[str, Batch]]()
     for owner in owners:
         left.append((owner, batch := Batch("pack", [owner])))
@@ -239,10 +242,10 @@ def test_a_gate_waits_for_each_of_its_batches(owners: list[str], order: Any) -> 
 
 
 @pytest.mark.parametrize(("looks", "is_slow"), [(0, False), (1, False), (2, False), (3, True)])
-def test_a_gate_that_closes_looks_often_and_says_when_it_took_long(
+def test_a_closing_gate_polls_often_and_logs_a_long_wait(
     looks: int, is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang's scheduler waits meanwhile. On this clock each look takes one second."""
+    """SGLang's scheduler waits meanwhile. On this clock each poll takes one second."""
     gate, slept = Gate(), list[float]()
 
     class Ends(Batch):

@@ -47,7 +47,8 @@ def bytes_of(entries: list) -> list[np.ndarray]:
 
 
 def cells(entries: list, rows: np.ndarray, heads: range) -> Iterator[np.ndarray]:
-    """Of these rows the bytes of each head, in the order of a payload. `heads`: of the rank."""
+    """Yield the bytes of each head of these rows, in a payload's order. `heads`: positions on this
+    rank."""
     for entry in bytes_of(entries):
         for row in rows.tolist():
             for head in heads:
@@ -94,7 +95,7 @@ def segments(draw: st.DrawFn) -> Segment:
 
 
 def summed(payload: bytes, stamp: int) -> int:
-    """By plain loops and Python's integers: the sum as slot_format.py describes it."""
+    """Return the sum as slot_format.py describes it, by plain loops over Python's integers."""
 
     def weight(place: int) -> int:
         found = (place + 1) * 0x9E3779B97F4A7C15 & MASK
@@ -116,11 +117,11 @@ def canary_slot(size: int) -> torch.Tensor:
 @by_numpy
 @settings(max_examples=80)
 @given(case=segments(), bit=st.integers(0, 7), data=st.data())
-def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
+def test_a_segment_reaches_only_its_slot_and_its_rows(
     by_numpy: bool, case: Segment, bit: int, data: st.DataObject
 ) -> None:
-    """As plain loops copy it. A slot with another stamp or with any bit changed is not used; what
-    is unused there, and what lies behind the segment, may change. Cleared rows are zeros."""
+    """Slots and rows equal what plain loops copy. A slot with another stamp or any bit changed is
+    not used; unused bytes there, and rows after the segment, may change. Cleared rows are zeros."""
     source, target = case.pool(case.source, 0), case.pool(case.target, 1)
     there, here = DraftRows(source, case.source, by_numpy), DraftRows(target, case.target, by_numpy)
     payload, before = payload_of(source, case.rows(0), case.on(case.source)), all_bytes(source)
@@ -211,7 +212,8 @@ def test_entries_of_another_layout_are_refused(wrong: str) -> None:
 def test_a_gpu_copies_the_widest_words_that_all_heads_consist_of(
     widths: list[int], skipped: int, word: torch.dtype
 ) -> None:
-    """And begin at. A byte at a time it would take several times as long."""
+    """Every head must also begin at such a word. Copying single bytes would take several times as
+    long."""
     memory = [torch.zeros(4 * width + 8, dtype=torch.uint8) for width in widths]
     entries = [m[skipped:][: 4 * w].view(2, 2, w) for m, w in zip(memory, widths, strict=True)]
     assert DraftRows(entries, range(2), by_numpy=False)._word == word
@@ -268,7 +270,7 @@ def test_staging_lies_in_the_pool_that_the_kv_lies_in(monkeypatch: pytest.Monkey
 
 
 def test_other_staging_on_a_gpu_is_none_of_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may lie in segments that a transport cannot register. On HIP it is."""
+    """Memory of torch may lie in segments that a transport cannot register. HIP has no other."""
     made = list[Any]()
 
     def memory(size: int, driver: int) -> Any:
@@ -290,7 +292,8 @@ def test_other_staging_on_a_gpu_is_none_of_torchs_memory(monkeypatch: pytest.Mon
 
 
 def test_what_a_nic_wrote_is_flushed_before_it_is_unpacked() -> None:
-    """Where the GPU does not order it. The flush may find the slot's bytes still on their way."""
+    """The GPU does not order the NIC's writes here, so the slot's bytes may arrive as late as the
+    flush."""
     rows = DraftRows([torch.zeros(4, 1, 8, dtype=torch.uint8)], range(1))
     source, slot = (
         DraftRows([torch.ones(4, 1, 8, dtype=torch.uint8)], range(1)),

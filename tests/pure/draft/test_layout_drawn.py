@@ -35,7 +35,8 @@ def test_as_many_tokens_are_in_a_slot_as_fit_with_their_header(
 
 
 def test_weights_are_odd_and_those_of_the_page() -> None:
-    """In Python's integers: docs/protocol.md has the formula, and both sides need the same."""
+    """The formula of docs/protocol.md, in Python's integers, gives the same weights, which both
+    sides need."""
     mask = (1 << 64) - 1
 
     def weight(place: int) -> int:
@@ -138,7 +139,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize(("prefill", "decode", "both", "own", "windowed"), BACKENDS)
-def test_a_layer_has_a_window_where_every_backend_in_use_keeps_to_it(
+def test_a_layer_has_a_window_if_every_backend_in_use_keeps_it(
     prefill: str | None, decode: str | None, both: str, own: str | None, windowed: bool
 ) -> None:
     named = {
@@ -175,7 +176,7 @@ def test_with_a_top_k_above_1_layers_see_more() -> None:
         assert reach(flags, config) == window
 
 
-def test_without_the_flag_only_the_configuration_of_a_block_drafter_counts() -> None:
+def test_without_the_flag_only_a_block_drafters_config_counts() -> None:
     none = {"speculative_draft_window_size": None}
     assert reach(none, BY_ITSELF) is None
     for flags in (DFLASH, DSPARK):

@@ -1,4 +1,4 @@
-"""Which heads a decode rank reads from which prefill rank, beside a brute force."""
+"""The heads that a decode rank reads from each prefill rank, compared with a brute force."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def heads_by_brute_force(total: int, tp: int, rank: int) -> set[int]:
 
 
 @pytest.mark.parametrize("total", HEADS)
-def test_a_head_comes_once_and_from_the_first_contacted_rank_that_holds_it(total):
+def test_a_head_comes_once_from_the_first_contact_that_holds_it(total):
     cases = [pair for pair in PAIRS if not any(total % tp and tp % total for tp in pair)]
     assert len(cases) > 5
     for p, d in cases:

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("examples", [6, pytest.param(200, marks=pytest.mark.full)])
 def test_batches_are_right_in_tritons_interpreter(examples: int) -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    """Triton reads TRITON_INTERPRET when it is imported, so this needs a process of its own."""
     cases = Path(__file__).with_name("rows_gpu_interpreted.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"],
@@ -58,7 +58,7 @@ def test_kernels_copy_16_bytes_at_a_time_and_spill_nothing(capability: int, page
 
 
 def test_kernels_compile_without_a_c_compiler(tmp_path: Path) -> None:
-    """Which Triton's launcher needs. The server may have none."""
+    """Triton's launcher needs a C compiler, which a server may lack."""
     code = "from sglang_mixkv.draft.kernels import compiled; print(*compiled(90, 1))"
     path = os.pathsep.join(sys.path)
     env = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "CC": "false"}
@@ -119,7 +119,7 @@ def test_numbers_are_those_of_cuda_h() -> None:
 
 
 def test_no_call_gives_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each checks its arguments."""
+    """Each call also checks its arguments."""
     keeps = mock.MagicMock()
     monkeypatch.setattr(ctypes, "PyDLL", lambda _: keeps)
     library = cuda.libcuda()
@@ -219,10 +219,10 @@ CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize("in_body", [False, True])
-def test_copies_by_torch_have_ended_although_a_graph_was_captured(
+def test_torchs_copies_are_waited_for_during_a_capture(
     monkeypatch: pytest.MonkeyPatch, in_body: bool
 ) -> None:
-    """The gate of the request opens behind them, and an error that stays comes out."""
+    """The request's gate opens only after them, and an error that persists is raised."""
     answers: list[Any] = [RuntimeError(CAPTURING), False, RuntimeError(CAPTURING), True]
     stream = SimpleNamespace(query=mock.Mock(side_effect=answers))
     monkeypatch.setattr(rows_module._own, "stream", stream, raising=False)

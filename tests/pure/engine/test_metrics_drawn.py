@@ -1,4 +1,4 @@
-"""What a rank counts and logs, at the bounds of its tables, and with drawn histograms."""
+"""The metrics and logs of a rank, at the bounds of its tables and with drawn histograms."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Rank(metrics.MetricsReporter):
         return found
 
     def buckets(self, name: str) -> dict[tuple[str, ...], dict[float, float]]:
-        """Of a histogram, by values of its own labels: how many observations each bucket has, by
-        its upper bound; those without any are left out."""
+        """Return a histogram's counts by bucket, keyed by the values of its own labels and by upper
+        bound; empty buckets are left out."""
         found: dict[tuple[str, ...], dict[float, float]] = {}
         below: dict[tuple[str, ...], float] = {}
         for line in generate_latest(self.registry).decode().splitlines():
@@ -171,7 +171,7 @@ def test_what_is_watched_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPat
     assert len(one._ended) == 3
 
 
-def test_a_pair_of_peer_and_note_is_logged_once_and_not_without_end(
+def test_a_note_is_logged_once_per_peer_and_not_without_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics, "MAX_LOGGED", 3)
@@ -227,7 +227,7 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
 def test_the_labels_are_those_of_sglangs_own_series(
     dp_rank: int | None, extra: Any, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As text, since SGLang's are. None where its metrics are off."""
+    """Labels are strings, since SGLang's are. There are none if its metrics are off."""
     args = SimpleNamespace(enable_metrics=True, served_model_name="m", extra_metric_labels=extra)
     ranks = SimpleNamespace(tp_rank=1, pp_rank=2, moe_ep_rank=3, dp_rank=dp_rank)
     context = SimpleNamespace(get_parallel=lambda: ranks, get_server_args=lambda: "of the process")

@@ -28,7 +28,7 @@ class Stock:
 
 
 class Sender(DraftSender, Stock):
-    """On a manager with two decode ranks, of which one takes no message."""
+    """A sender on a manager with two decode ranks, one of which takes no message."""
 
     def __init__(self) -> None:
         self.bootstrap_room, self.hung, self.sent = 7, Event(), SimpleQueue[str]()
@@ -60,7 +60,7 @@ def test_an_abort_waits_for_no_decode_rank() -> None:
 
 
 class Use:
-    """Of a number, by a sender that SGLang has aborted, or by the one behind it."""
+    """A sender of one room number, which SGLang has aborted, or which uses the number next."""
 
     def __init__(self) -> None:
         self.bootstrap_room, self.cleared = 7, False
@@ -89,11 +89,12 @@ NOTED = {"prefixes": {7: 0}, "status": {7: KVPoll.Failed}, "infos": HERE}
         ("another", NOTED | {"prefixes": {}}, (), True, False),
     ],
 )
-def test_an_abort_before_metadata_touches_nothing_of_the_numbers_next_use(
+def test_an_abort_before_metadata_spares_the_numbers_next_use(
     newest: str, tables: Any, targets: Any, is_left: bool, is_cleared: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Metadata that come then are that one's. SGLang's thread notes the prefix, then the status."""
+    """Metadata that arrive later belong to the next use. SGLang's thread records the prefix, then
+    the status."""
     infos, prefixes, status = (dict(tables[name]) for name in ("infos", "prefixes", "status"))
     sender, another = Use(), Use()
     uses = {"own": {7: sender}, "none": {}, "another": {7: another}}[newest]
@@ -158,10 +159,11 @@ def test_aborts_beyond_those_that_are_under_way_are_not_sent(under_way: int, is_
 
 
 @pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed, KVPoll.Transferring])
-def test_nothing_is_sent_for_a_room_that_has_ended_or_whose_pages_decode_would_free(
+def test_no_abort_is_sent_if_decode_would_free_pages_in_use(
     status: Any,
 ) -> None:
-    """At once, while prefill may still write to them: it does not defer their release then."""
+    """Without a deferred release, decode would free the pages at once, while prefill may still
+    write to them. Nothing is sent for a room that has ended, either."""
     sender = Sender()
     sender.hung.set()
     sender.kv_mgr.request_status[7] = status
@@ -176,7 +178,7 @@ def test_nothing_is_sent_for_a_room_that_has_ended_or_whose_pages_decode_would_f
 
 
 class Receiver:
-    """Of a refused request, as far as it notifies prefill. As SGLang's it does so once."""
+    """The part of a refused request that notifies prefill, once, as SGLang's receiver does."""
 
     def __init__(self) -> None:
         self.told, self.abort_notified = list[str](), True  # by `_fail`, before its ranks are known
@@ -188,7 +190,7 @@ class Receiver:
 
 
 @pytest.mark.parametrize(("under_way", "is_sent"), [(-1, True), (0, False), (1, False)])
-def test_refused_requests_beyond_those_that_are_under_way_are_not_aborted(
+def test_refused_requests_beyond_the_bound_are_not_aborted(
     under_way: int, is_sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "PAUSES_S", (0.0, 0.0))
@@ -200,9 +202,9 @@ def test_refused_requests_beyond_those_that_are_under_way_are_not_aborted(
     assert (len(receiver.told), refused._under_way) == (2 * is_sent, before)
 
 
-def test_notices_are_bounded_and_sent_for_as_long_as_sglang_waits() -> None:
-    """A refused request's first ABORT comes behind decode's own answer; later ones meet a prefill
-    that takes the request late."""
+def test_notices_are_bounded_and_last_as_long_as_sglang_waits() -> None:
+    """The first ABORT of a refused request follows decode's own answer; later ones reach a prefill
+    rank that accepts the request late."""
     assert (notices.MAX_NOTICES, aborts.BLOCKED_AT_ONCE) == (4096, 256)
     assert (aborts.POLL_S, aborts.LATE_S, notices.LINGER_MS) == (1.0, 300.0, 1000)
     assert notices.PAUSES_S == (0.2, 0.5, 1.3, 6.0)

@@ -47,7 +47,7 @@ def body_of(*rows: Row) -> bytes:
 
 
 def asked(status: int, body: bytes) -> Any:
-    """What `fetch` makes of this answer, or the error."""
+    """Return what `fetch` makes of this answer, or the error that it raises."""
     paths = list[str]()
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -118,7 +118,7 @@ def test_a_question_ends_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
-    """Nor is one taken that is packed."""
+    """A compressed answer is not requested, either."""
 
     async def run() -> None:
         seen = list[Any]()
@@ -187,7 +187,7 @@ def test_every_rank_is_asked_for(counts: list[int]) -> None:
 def test_where_a_server_does_not_say_them_no_rank_is_known(
     counts: tuple[int, ...], sizes: dict[str, Any]
 ) -> None:
-    """Nor where one of them has no answer."""
+    """One missing answer is enough: the list is empty."""
     with serving(a_server_of(*counts, **sizes)) as address:
         assert asyncio.run(ranks_of(address, Names())) == []
 
@@ -257,7 +257,7 @@ def test_the_rows_of_all_ranks_are_passed_on() -> None:
     assert len(server.mixkv_rows) == 11
 
 
-def test_a_rank_without_a_row_is_named_and_a_server_that_is_not_ready_says_so() -> None:
+def test_an_unready_server_names_its_ranks_without_a_row() -> None:
     server = Server()
     for number in range(10):
         server.put(pp_rank=number, rank_port=number)

@@ -1,4 +1,4 @@
-"""What hung, hostile and gone prefill servers cost a decode rank, and who is notified."""
+"""The cost of hung, hostile and dead prefill servers to a decode rank, and who is notified."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_servers_are_asked_as_often_and_as_many_as_was_meant() -> None:
 def hung(
     request: pytest.FixtureRequest, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[str]]:
-    """As many servers that are hung for longer than the test takes."""
+    """Yield the addresses of HUNG servers, which hang for longer than the test takes."""
     monkeypatch.setattr(prefill_http, "ASK_S", FOR_EVER_S)
     monkeypatch.setattr(links, "CONNECT_S", FOR_EVER_S)
     with silent() as address:
@@ -170,7 +170,7 @@ def test_names_that_hang_cost_new_names_alone(
 def test_a_name_that_moves_is_followed(
     name_server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was answered before is taken where the look-up hangs or fails, and only there."""
+    """The former address is used only if the look-up hangs or fails."""
     answers: dict[str, Any] = {"a": "127.0.0.1"}
 
     def look_up(host: str, *args: Any, **hints: Any) -> Any:
@@ -207,11 +207,11 @@ def test_a_name_that_moves_is_followed(
     asyncio.run(check())
 
 
-def test_a_name_that_moves_is_followed_where_each_look_up_is_late(
+def test_a_name_that_moves_is_followed_if_each_look_up_is_late(
     name_server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for such an answer, and the next one who asks has it. A late failure takes
-    nothing away."""
+    """Nobody waits for a late answer, and the next request for the name uses it. A late failure
+    changes nothing."""
     late, over = ["127.0.0.1", "127.0.0.2", "", "127.0.0.3"], list[str]()
 
     def look_up(host: str, *args: Any, **hints: Any) -> Any:
@@ -282,7 +282,7 @@ PACKED = OK[:-2] + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
 def test_a_question_ends_whatever_comes(
     begin: bytes, drip: bytes, seconds: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is packed is refused: it could be of any size once it is unpacked."""
+    """A compressed answer is refused, since it could be of any size once it is decompressed."""
     monkeypatch.setattr(prefill_http, "ASK_S", seconds)
     monkeypatch.setattr(prefill_http, "MAX_BODY", 1 << 20)
     with silent(begin, drip) as address, pytest.raises((TimeoutError, MixKVError), match=words):
@@ -292,7 +292,7 @@ def test_a_question_ends_whatever_comes(
 def test_a_server_that_was_silent_is_ready_once_it_answers(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first question hangs, the next is answered with an error."""
+    """The first request hangs, and the second is answered with an error."""
     asked, body, over = list[str](), answer_of(row_of(prefill)), threading.Event()
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -309,10 +309,11 @@ def test_a_server_that_was_silent_is_ready_once_it_answers(
     assert len(asked) >= 3  # more where this machine is slow
 
 
-def test_a_refused_server_is_asked_again_but_not_with_each_request(
+def test_a_refused_server_is_asked_again_but_not_per_request(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does one end the scheduler that SGLang refuses by raising, where page sizes differ."""
+    """A server that SGLang refuses by raising, for other page sizes, does not end the scheduler,
+    either."""
     asked: list[str] = []
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -352,7 +353,8 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
 def test_a_server_ends_nothing_of_another(
     site: Site, prefill: Prefill, claim: str, first: bool
 ) -> None:
-    """What it publishes is in part, or all, that of another one's rank, whoever comes first."""
+    """One server publishes another one's rank, in part or in full, before or after the other
+    does."""
     other, own = Prefill(Times()), row_of(prefill)
     stolen = own if claim == "all" else row_of(other, **{claim: getattr(own, claim)})
     with publishing(own) as real, publishing(stolen) as thief:
@@ -371,10 +373,10 @@ def test_a_server_ends_nothing_of_another(
 
 
 @pytest.mark.parametrize("asked", ["refuse", "cold"])
-def test_a_server_of_another_drafter_is_refused_unless_an_operator_wants_its_requests(
+def test_a_server_with_another_drafter_is_refused_unless_allowed(
     site: Site, prefill: Prefill, asked: Any
 ) -> None:
-    """They are cold then, and it is connected to as others are."""
+    """If it is allowed, its requests are cold, and it is connected to like any other server."""
     site.manager.local.config = Config(on_draft_mismatch=asked)
     own = row_of(prefill)
     facts = msgspec.structs.replace(own.draft.facts, architecture="Another")
@@ -426,11 +428,12 @@ FOUR = {"attn_tp_size": 2, "dp_size": 2}
          set()),
     ],
 )  # fmt: skip
-def test_decode_connects_to_the_ranks_that_its_requests_can_contact_and_no_others(
+def test_decode_connects_only_to_ranks_that_requests_can_contact(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]],
     said: dict[str, int], code: str, dialled: set[int],
 ) -> None:  # fmt: skip
-    """Whatever a server publishes. What it says of its own size holds, and one maximum."""
+    """This holds for anything that a server may publish: its own size and one maximum bound the
+    connections."""
     links = list[Any]()
 
     def dial(row: Row, server: str) -> Any:
@@ -529,10 +532,10 @@ def test_nothing_is_left_of_servers_that_are_gone(site: Site) -> None:
     assert not site.table
 
 
-def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
+def test_giving_a_server_up_while_connecting_leaves_nothing(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its other ranks are not connected to any more."""
+    """Its remaining ranks are not connected to any more."""
     dialling, go, dial, dialled = (
         threading.Event(), threading.Event(), site.decode.channel.dial, list[Any]()
     )  # fmt: skip
@@ -558,7 +561,7 @@ def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
     second.close()
 
 
-def test_nothing_is_held_of_a_server_one_of_whose_ranks_cannot_be_reached(
+def test_a_server_with_an_unreachable_rank_leaves_nothing(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "CONNECT_S", 0.1)
@@ -572,7 +575,7 @@ def test_nothing_is_held_of_a_server_one_of_whose_ranks_cannot_be_reached(
 def test_servers_that_nobody_asks_for_are_forgotten(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not one that is ready, however long SGLang's table has had it."""
+    """A server that is ready stays, however long SGLang's table has had it."""
     monkeypatch.setattr(prefill_http, "ASK_S", 0.1)
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     with silent() as address, publishing(row_of(prefill)) as real:
@@ -630,10 +633,11 @@ def test_a_server_that_becomes_ready_while_a_request_looks_stays(
 
 
 @pytest.mark.parametrize("late", ["other rows", "a refusal"])
-def test_what_is_heard_late_of_a_former_server_ends_nothing_of_the_next(
+def test_a_former_servers_late_answer_ends_nothing_of_the_next(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """At the same address: it was asked whether it is the same when it was given up."""
+    """Both have the same address; the former one was given up while it was asked whether it is the
+    same."""
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     held, asked, real = threading.Event(), list[str](), prefill_servers.fetch
 
@@ -661,11 +665,10 @@ def test_what_is_heard_late_of_a_former_server_ends_nothing_of_the_next(
         assert site.request(address, prefill) == "warm"
 
 
-def test_a_bootstrap_server_that_goes_away_alone_costs_what_sglang_gives_up(
-    site: Site, prefill: Prefill
-) -> None:
-    """Its ranks live, and requests go on until SGLang's heartbeats take it out of the table. What
-    waits for it then is cold. At the same address it is connected to again."""
+def test_losing_a_bootstrap_server_costs_what_sglang_gives_up(site: Site, prefill: Prefill) -> None:
+    """Its ranks live, and requests go on until SGLang's heartbeats remove it from the table.
+    Requests that wait for it then are cold. If it comes back at the same address, it is connected
+    to again."""
     with publishing(row_of(prefill)) as address:
         assert site.is_ready(address)
     entry = site.decode.open(100, TOKENS, site.peer(address))  # no target: no deadline
@@ -684,10 +687,11 @@ def test_a_bootstrap_server_that_goes_away_alone_costs_what_sglang_gives_up(
         assert site.request(address, prefill) == "warm"
 
 
-def test_a_server_that_is_given_up_and_asked_for_at_once_is_looked_after_once(
+def test_a_server_asked_for_again_at_once_is_checked_by_one_task(
     site: Site, prefill: Prefill
 ) -> None:
-    """By the task of its new connection: the former one's has not looked since."""
+    """The task of the new connection checks it; the former connection's task has not run in
+    between."""
     with publishing(row_of(prefill)) as address:
         for _ in range(3):
             assert site.is_ready(address)
@@ -737,12 +741,12 @@ def test_a_rank_that_was_restarted_at_another_port_is_found(
         (0, None, False),
     ],
 )  # fmt: skip
-def test_a_server_that_is_doubted_is_given_up_for_what_it_says_alone(
+def test_a_doubted_server_is_given_up_only_for_what_it_answers(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch,
     status: int, body: bytes | None, is_another: bool,
 ) -> None:  # fmt: skip
-    """Other facts are another server's. No answer, a late one, or one that it cannot give yet (and
-    those of something in between) are none: what is connected to it stays."""
+    """Other facts mean another server. No answer, a late one, "not ready yet" and a proxy's error
+    say nothing, so its connections stay."""
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     monkeypatch.setattr(prefill_http, "ASK_S", 0.3)
     facts, doubts, go = answer_of(row_of(prefill)), list[str](), threading.Event()
@@ -962,8 +966,8 @@ def test_plans_are_those_of_the_ranks_that_a_request_has(site: Site, prefill: Pr
 
 
 class Receiver:
-    """As far as SGLang's is asked to tell prefill of an abort, which it does once. Its sockets are
-    in a dict of its class, as SGLang's are."""
+    """The part of SGLang's receiver that tells prefill of an abort, once. Its sockets are in a dict
+    of its class, as SGLang's are."""
 
     abort_notified = True
     bootstrap_infos: Any = ()
@@ -1010,10 +1014,10 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     assert Receiver._socket_cache == {"another": "server's"}
 
 
-def test_each_rank_of_a_refused_server_is_notified_more_than_once(
+def test_each_rank_of_a_refused_server_is_notified_repeatedly(
     site: Site, receiver: Receiver
 ) -> None:
-    """An abort that comes before its request is ignored. The ranks are asked for once, and one
+    """An abort that arrives before its request is ignored. The ranks are looked up once, and a
     receiver that raises ends nothing."""
     asked, broken = list[str](), Receiver()
     del broken.told  # so it raises

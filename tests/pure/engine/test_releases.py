@@ -25,7 +25,7 @@ ASKED = SEAMS | ATTRIBUTES
 
 
 def value(name: str, version: str) -> Any:
-    """What a release has, where it differs by release."""
+    """Return the value that a release has, also if it is the same in all releases."""
     found = TABLE.get(name)
     if not isinstance(found, dict):
         return found
@@ -46,7 +46,7 @@ def test_the_table_has_the_releases_that_are_served() -> None:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_SGLANG)
-def test_each_release_has_what_is_used_and_lacks_what_is_said_to_be_later(version: str) -> None:
+def test_each_release_has_what_is_used_except_what_came_later(version: str) -> None:
     def find(path: str, _: Iterable[str]) -> list[str]:
         return names(path, version)
 
@@ -59,7 +59,7 @@ def test_each_release_has_what_is_used_and_lacks_what_is_said_to_be_later(versio
 def test_no_rule_of_a_release_minds_its_defaults(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the rule that differs by release minds each other value."""
+    """The rule that differs by release rejects each other value."""
     monkeypatch.setattr(releases, "sglang_version", lambda: version)
     threshold = "disaggregation_decode_host_receive_threshold"
     defaults = {

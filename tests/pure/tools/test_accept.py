@@ -237,7 +237,7 @@ def test_an_odd_answer_is_a_sentence_with_its_url(
 
 
 def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
-    """At once, although two prompts are under way and others wait."""
+    """It ends at once, although two prompts are in flight and others wait."""
     asked, held = [], threading.Event()
 
     def answer(path: str, body: dict, _: str) -> tuple[int, bytes]:
@@ -290,7 +290,8 @@ def test_a_terminal_shows_how_far_it_is(servers: tuple, tmp_path: Path) -> None:
 
 
 def answer(right: int, rounds: int, dp_rank: int | None = None, first: int = 0) -> Answer:
-    """Of one right draft in so many of the rounds; `first`: its first token."""
+    """Return an answer with `right` correct drafts in its verify rounds. `first`: its first
+    token."""
     tokens = (first, *range(1, right + rounds))
     return Answer(tokens, rounds, (rounds - right, right), dp_rank=dp_rank)
 
@@ -337,7 +338,7 @@ def test_garbage_on_one_dp_rank_is_seen() -> None:
 
 
 def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
-    """Also one whose answers had no verify round."""
+    """A rank whose answers had no verify round leaves it open, too."""
     ranks = [0] * 99 + [1] * (FEWEST - 1)
     found = compared([*(answer(10, 20, dp_rank=r) for r in ranks), answer(0, 0, dp_rank=2)])
     assert found.interval == (1, 1)
@@ -399,7 +400,7 @@ def test_flags_that_do_not_go_together(capsys: Capture, flags: str, why: str) ->
 
 
 def event(completed: int, reason: str = "", number: int = 0) -> bytes:
-    """Of so many tokens, `number` of which it has."""
+    """Return an event of a stream with so many completed tokens, of which it carries `number`."""
     info = {"completion_tokens": completed, "finish_reason": {"type": reason} if reason else None}
     about = {"output_ids": [*range(number or completed)], "meta_info": info}
     return b"data: " + json.dumps(about).encode()

@@ -57,7 +57,7 @@ def test_a_variable_is_shown_with_what_is_wrong(
 def test_an_installation_that_lacks_something(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without SGLang that is the one problem."""
+    """If SGLang is missing, that is the only problem."""
     (problem,) = problems(doctor.entry_point({"SGLANG_PLUGINS": "one, two"}))
     assert "leaves out mixkv" in problem
     assert problems(doctor.entry_point({"SGLANG_PLUGINS": "one, mixkv"})) == []
@@ -317,8 +317,8 @@ def test_a_read_that_is_wrong(run: Any, words: Any, changed: Any, problem: str) 
 def test_a_stock_server_is_not_kept_from_its_start(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what the plugin alone would refuse: it is shown, and a problem where the flag or the
-    variable opts in."""
+    """Findings that only the plugin would refuse are shown, and are problems only if the flag or
+    the variable opts in."""
     monkeypatch.setattr(doctor, "seams", lambda: [doctor.Finding("seams", "a", "differs", "a: b")])
     argv = ["--no-transfer", "--disaggregation-transfer-backend", "mooncake"]
     for name, text in (("SGLANG_MIXKV_STAGING", "64"), ("SGLANG_RUST_SERVER", "1"), ("A", "b")):

@@ -63,7 +63,7 @@ def ask(port: int, message: Any) -> Offer:
 
 @pytest.fixture
 def reports(port: int, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Result]:
-    """Of a listener, which reads of this process reach."""
+    """Start a listener that reads of this process reach, and return its reports."""
     monkeypatch.delenv("SGLANG_MIXKV_DATA_PLANE", raising=False)
     monkeypatch.setattr(doctor_read.planes, "make", Copies)
     found: queue.Queue[Result] = queue.Queue()
@@ -154,7 +154,7 @@ def hang(*_: Any) -> Result:
 
 
 def test_a_process_that_dies_or_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a transport ends it, whose last words are told."""
+    """The failure quotes the last words of a transport that ended the process."""
     for role, seconds, words in (
         (abort, 600, "died.*terminate called"), (hang, 3, "took 3 s")
     ):  # fmt: skip
@@ -165,7 +165,7 @@ def test_a_process_that_dies_or_hangs_is_a_failure(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reader_that_fails_ends_its_listener_too() -> None:
-    """As where memory cannot be registered: the doctor does not wait for its time limit."""
+    """If memory cannot be registered, for example, the doctor does not wait for its time limit."""
     began = time.monotonic()
     with pytest.raises(ReadFailed, match="invalid literal"):
         doctor_read.apart(100, [time.sleep, 100], [int, "none"])
@@ -173,7 +173,7 @@ def test_a_reader_that_fails_ends_its_listener_too() -> None:
 
 
 def test_a_listener_ends_with_the_doctor_that_started_it(port: int) -> None:
-    """Also where that is killed: the port is free for the next one."""
+    """Even if the doctor is killed, the port is free for the next one."""
     command = [sys.executable, "-m", "sglang_mixkv", "doctor", "--no-seams", "--listen", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as doctor:
         assert doctor.stderr is not None
@@ -186,7 +186,7 @@ def test_a_listener_ends_with_the_doctor_that_started_it(port: int) -> None:
 
 
 def test_a_real_read_between_two_processes() -> None:
-    """Over NIXL; over Mooncake two doctors read in tests/docs/test_commands.py."""
+    """The read goes over NIXL; over Mooncake two doctors read in tests/docs/test_commands.py."""
     pytest.importorskip("nixl")
     found = doctor_read.result(Wire(config=Config(staging_mb=8, data_plane="nixl")))
     assert (found.bytes, found.wrong) == (READ * SIZE, [])

@@ -29,7 +29,7 @@ def line(name: str, value: float, prefix: str = series.PREFIX, **labels: object)
 
 
 def page(side: str = "decode", ranks: int = 1) -> str:
-    """Of a server that has served nothing."""
+    """Return the metrics of a server that has served nothing."""
     return "".join(
         line(one.name, 64 * (one.name == "slots"), engine_type=side, tp_rank=rank,
              **dict(zip(one.labels, values, strict=True)))
@@ -39,7 +39,7 @@ def page(side: str = "decode", ranks: int = 1) -> str:
 
 
 def rooms(tp_rank: int = 0, prefill: str = ONE, **counts: int) -> str:
-    """Of a decode rank: `warm`, and cold by reason."""
+    """Return a decode rank's room counts: `warm`, and cold ones by reason."""
     return "".join(
         line("prefill_rooms_total", count, prefill=prefill, tp_rank=tp_rank,
              state="warm" if reason == "warm" else "cold",
@@ -54,7 +54,7 @@ def drafts(state: str, rounds: int, tokens: int, reason: str = "") -> str:
 
 
 def waits(name: str = "wait_seconds", tp_rank: int = 0, **counts: int) -> str:
-    """Of a rank's histogram: `counts` of requests that waited at most so many ms."""
+    """Return a rank's histogram: `counts` of requests that waited at most so many ms."""
     total, lines = 0, ""
     for bound in (1, 2, 5, 10, 20, 50, 10_000):
         total += counts.get(f"ms{bound}", 0)
@@ -119,7 +119,7 @@ def test_how_long_requests_wait(text: str, p50: float | None, p99: float | None)
 
 
 def test_what_happens_between_two_looks() -> None:
-    """Of a server that was restarted between them all that it counts. Gauges stay."""
+    """A server that was restarted in between counts from zero. Gauges stay."""
     first, now = rooms(warm=1, lost=99), rooms(warm=9, lost=99)
     assert words(now)
     found = status_of(now, first)
@@ -142,7 +142,8 @@ def test_a_page_of_several_servers() -> None:
 
 
 def test_cold_drafters_by_reason() -> None:
-    """As text, with a remedy; fewer than one in a hundred are none."""
+    """Each reason is a text with a remedy; less than one request in a hundred is not worth a
+    line."""
     for reason in series.ColdReason:
         (found,) = words(rooms(warm=90, **{reason: 10}))
         assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason})" in found
@@ -189,7 +190,8 @@ SERVED = {
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its exit status, figures for scripts; pages that cannot be read have a sentence each."""
+    """The exit status says whether anything is wrong, `--json` prints figures for scripts, and each
+    page that cannot be read has a sentence."""
 
     def answer(path: str) -> tuple[int, bytes]:
         return (200 if path in SERVED else 404), SERVED.get(path, b"")
