@@ -40,6 +40,7 @@ REPORT = "Report it with both logs"
 MEMORY = "Raise --mixkv-staging-mb"
 SAME_DRAFTER = "Give both sides the same drafter"
 TRACEBACK = "See the traceback in the log"
+_EQUAL = ("same", "unknown")
 _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 _R = ColdReason
 
@@ -111,6 +112,12 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     ),
     "unknown_ack": NoteSpec(series=_DROPPED),
     # on both
+    "weights_different": NoteSpec(
+        "the other side's weights have another version",
+        "Update both sides, under the same weight_version", "weights_total", ("different",),
+        consequence="fewer drafts may be accepted",
+    ),
+    **{f"weights_{one}": NoteSpec(series="weights_total", values=(one,)) for one in _EQUAL},
     "unreadable": NoteSpec(
         "a message could not be read", "Install the same release on both sides", _DROPPED,
         code="MIXKV-MSG-01", consequence="it was dropped",
@@ -174,5 +181,10 @@ SERIES = (
     Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch does unasked.", (), ()),
     Series("slots", _BOTH, "Slots of the staging buffer."),
     Series("slots_used", _BOTH, "Slots in use."),
+    Series(
+        "weights_total", _BOTH,
+        "Requests with a peer, by whether both ranks' weights have the same version.", ("state",),
+        tuple((one,) for one in (*_EQUAL, "different")),
+    ),
     Series("messages_dropped_total", _BOTH, "Messages that were unreadable, duplicate or late."),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVarTuple
 
 from sglang_mixkv.background import stoppable
 from sglang_mixkv.channel.actions import Note
+from sglang_mixkv.channel.messages import Message, Open, Ready, compare_weights, replace
 from sglang_mixkv.channel.sockets import EventQueue, Poller
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
@@ -57,6 +58,9 @@ class Reporter(Protocol):
 
     def ticked(self) -> None:
         """The channel's thread calls this ten times a second."""
+
+    def weights(self) -> int:
+        """Return the digest of this rank's version of the weights, 0 if that is not known."""
 
 
 Ts = TypeVarTuple("Ts")
@@ -103,6 +107,16 @@ class Worker(ABC):
         self._queue.put((method, args), wake)
 
     # -- the channel thread
+
+    def _named(self, message: Message) -> Message:
+        """Add this rank's version of the weights to a message that carries one."""
+        if not isinstance(message, Open | Ready):
+            return message
+        return replace(message, weights=self._reporter.weights())
+
+    def _compare(self, message: Open | Ready, peer: bytes = b"") -> None:
+        found = compare_weights(message.weights, self._reporter.weights())
+        self._reporter(Note(f"weights_{found}", peer))
 
     @abstractmethod
     def _must_poll(self) -> bool:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace as replace
 
 PROTOCOL = (3, 3)
 """The oldest and newest versions that this build reads; a pair uses the newest that both read. For
@@ -34,6 +36,7 @@ SlotNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
 Small = Annotated[int, Meta(ge=0, le=1 << 16)]
 Code = Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")]
 Text = Annotated[str, Meta(max_length=512)]
+Weights = Annotated[int, Meta(ge=0, lt=1 << 32)]  # `digest` of a version; 0 from older releases
 INSTANCE_BYTES = 8
 Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 
@@ -53,6 +56,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_f
     heads: tuple[Small, Small]
     first_token: Token
     slot_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    weights: Weights = 0
 
     @property
     def wanted(self) -> range:
@@ -78,6 +82,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
     first_token: Token
     segments: Annotated[tuple[Announced, ...], Meta(max_length=MAX_LIST)]
     last: bool
+    weights: Weights = 0
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
@@ -121,6 +126,18 @@ def fail(room: int, generation: int, code: str, detail: str) -> Fail:
     """Make a FAIL with its detail made printable and cut to what a message may carry."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
     return Fail(room, generation, code, printable[:512])
+
+
+def digest(version: str) -> int:
+    return zlib.crc32(version.encode()) or 1
+
+
+def compare_weights(*digests: int) -> str:
+    """Compare two ranks' weights. Before SGLang's first update with a version, a rank's is its
+    default: if both have that, an update without one may have changed either."""
+    if 0 in digests or {*digests} == {digest("default")}:
+        return "unknown"
+    return "same" if len({*digests}) == 1 else "different"
 
 
 def draws() -> Iterator[int]:

@@ -196,6 +196,8 @@ class DecodeWorker(Worker):
                 if peer not in self._links:
                     yield self._machine.peer_lost, (peer, True)
             elif isinstance(message, Ready):
+                if message.last:
+                    self._compare(message, peer)
                 yield self._machine.ready, (peer, message)
             elif isinstance(message, Fail):
                 yield self._machine.failed, (peer, message)
@@ -208,7 +210,7 @@ class DecodeWorker(Worker):
     def _do(self, action: act.Action) -> None:
         match action:
             case Send(peer, message):
-                if not self._links.send(peer, message):
+                if not self._links.send(peer, self._named(message)):
                     self._call(self._machine.peer_lost, peer, peer not in self._links)
                     self._check_peer(peer)
             case act.StartRead():

@@ -59,6 +59,7 @@ class MetricsReporter(Reporter):
 
     def __init__(self, side: str, labels: Mapping[str, str] | None, registry: Any = None) -> None:
         self.name_of: Callable[[bytes], str] = lambda _: ""
+        self.weights: Callable[[], int] = lambda: 0
         self._side, self._labels = side, tuple((labels or {}).values())
         self._ended: deque[tuple[Any, Began | None, float | None]] = deque(maxlen=MAX_WATCHED)
         self._watched: dict[str, tuple[weakref.ref[Any], list[int], Began]] = {}

@@ -6,13 +6,13 @@ import logging
 from typing import Any
 
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_serving, get_spec
 
 from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.handshake import Row, StagingFacts, Target
-from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
+from sglang_mixkv.channel.messages import PROTOCOL, digest, draw_instance
 from sglang_mixkv.channel.slots import SlotPool, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
@@ -47,6 +47,7 @@ class RankContext:
         self.copying = "copied on the host"
         self.port = config.port and config.port + gpu.gpu_of(kv_args)  # 0: any free one
         self.reporter = reporter(mode)
+        self.reporter.weights = lambda: digest(get_serving().weight_version)
         self.reporter.slots = self.slots = SlotPool(count, self.times)
 
     def store(self, host: str) -> Store | None:

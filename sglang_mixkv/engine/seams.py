@@ -87,7 +87,7 @@ _FUNCTIONS = {
     f"{_SRT}plugins:load_plugins": "",
     # this process's configuration
     f"{_CONTEXT}get_disagg": "", f"{_CONTEXT}get_parallel": "",
-    f"{_CONTEXT}get_server_args": "", f"{_CONTEXT}get_spec": "",
+    f"{_CONTEXT}get_server_args": "", f"{_CONTEXT}get_serving": "", f"{_CONTEXT}get_spec": "",
 }  # fmt: skip
 _SPLIT = {path: text.partition("-> ") for path, text in _FUNCTIONS.items()}
 SEAMS = {path: tuple(parameters.split()) for path, (parameters, _, _) in _SPLIT.items()}
@@ -156,6 +156,7 @@ _NAMES = {
     # a rank's heads, and labels of metrics
     f"{_SRT}arg_groups.fields.parallel:Parallel": "attn_tp_rank attn_tp_size dp_rank moe_ep_rank "
         "pp_rank tp_rank",
+    f"{_SRT}arg_groups.fields.serving:Serving": "weight_version",  # what both sides compare
     # rules of refusals.py and releases.py, how far a drafter reads, metrics
     _ARGS: "attention_backend attn_cp_size dcp_size decode_attention_backend decoupled_spec_role "
         "device disaggregation_decode_allocation_policy disaggregation_decode_enable_radix_cache "

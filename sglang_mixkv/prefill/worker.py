@@ -16,7 +16,7 @@ import zmq
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.loop import Call, Reporter, Worker
-from sglang_mixkv.channel.messages import Fail, Ready
+from sglang_mixkv.channel.messages import Fail, Open, Ready
 from sglang_mixkv.channel.sockets import NOBLOCK, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import Copy, HeldBack, Store
@@ -144,6 +144,8 @@ class PrefillWorker(Worker):
             except ValueError as error:
                 self._reporter(Note("unreadable", b"", str(error)))
                 continue
+            if isinstance(message, Open):
+                self._compare(message)
             yield self._machine.received, (connection.bytes, message)
 
     def _do(self, action: Action) -> None:
@@ -159,7 +161,7 @@ class PrefillWorker(Worker):
                 self._reporter(action)
 
     def _send(self, action: Send) -> None:
-        frame = messages.encode(action.message)
+        frame = messages.encode(self._named(action.message))
         self._poller.used(self._socket)
         try:
             self._socket.send(action.peer, NOBLOCK | SNDMORE)

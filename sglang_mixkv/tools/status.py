@@ -251,8 +251,9 @@ def _of_server(server: ServerSlots, page: Page) -> Iterator[tuple[str, str]]:
     if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
         spec = NOTES["not_cleared"]
         yield f"{failed} requests failed: {spec.message}", f"Search decode's log for {spec.code}"
-    for spec in (NOTES["unopened"], NOTES["expired"]):
-        if number := page.counts(spec.series).total():
+    for what in ("unopened", "expired", "weights_different"):
+        spec = NOTES[what]
+        if number := page.counts(spec.series, state=[*spec.values] or [""]).total():
             yield f"{number} times {spec.message}", spec.remedy
 
 

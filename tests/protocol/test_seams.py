@@ -102,7 +102,7 @@ def test_nothing_is_listed_in_vain_and_there_are_few() -> None:
     """Each is work with each release of SGLang, and one that nobody uses would refuse an SGLang for
     nothing."""
     assert METHODS - touched() == set()
-    assert len(SEAMS) <= 49
+    assert len(SEAMS) <= 50
 
 
 @cache
@@ -202,7 +202,7 @@ def test_no_attribute_is_listed_in_vain() -> None:
     text = "\n".join(path.read_text() for path in MODULES if path.name != "seams.py")
     words = set(re.findall(r"\w+", text)) | rules_ask_for()
     assert LISTED - words == set()
-    assert len(LISTED) <= 136
+    assert len(LISTED) <= 137
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

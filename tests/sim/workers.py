@@ -144,6 +144,9 @@ class Borrowed:
 
     def __call__(self, note: object) -> None: ...
 
+    def weights(self) -> int:
+        return 0
+
     def ended(self, *_: object) -> None: ...
 
     def moved(self, *_: object) -> None: ...

@@ -26,7 +26,7 @@ LARGEST = (
 BOUNDS = {
     "version": (0, 1 << 16), "room": (0, (1 << 64) - 1), "generation": (1, BIG),
     "readers": (1, 1 << 16), "first_token": (0, 1 << 40), "slot_bytes": (1, 1 << 40),
-    "segment": (0, 1 << 31),
+    "segment": (0, 1 << 31), "weights": (0, (1 << 32) - 1),
 }  # fmt: skip
 NUMBERS = [
     (message, name)
@@ -120,3 +120,24 @@ def test_a_fail_s_detail_is_printable_and_short(detail):
     assert len(built.detail) == min(len(detail), 512)
     assert len(messages.encode(built)) < MAX_BYTES
     assert messages.decode(messages.encode(built)) == built
+
+
+@pytest.mark.parametrize("message", [OPEN, READY], ids=ids)
+def test_a_message_of_an_older_release_names_no_weights(message):
+    """Its last field is the newest."""
+    assert message.__struct_fields__[-1] == "weights"
+    older = msgspec.msgpack.encode(items(message)[:-1])
+    assert messages.decode(older) == message
+    assert message.weights == 0
+
+
+def test_two_sides_weights_are_compared():
+    first, second, default = map(messages.digest, ("v1", "v2", "default"))
+    assert 0 not in {first, second, default}
+    for ours, theirs, expected in (
+        (first, first, "same"), (first, second, "different"), (second, first, "different"),
+        (default, second, "different"), (first, default, "different"),
+        (default, default, "unknown"), (first, 0, "unknown"), (0, first, "unknown"),
+        (0, 0, "unknown"),
+    ):  # fmt: skip
+        assert messages.compare_weights(ours, theirs) == expected, (ours, theirs)

@@ -562,3 +562,18 @@ def test_the_scheduler_decides_once_the_channel_had_its_time(
         assert prefill.release(sent)
         assert len([line for line in caplog.messages if "neither packed" in line]) == 1
         channel.end(sent, handle)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_each_side_counts_a_request_by_both_sides_weights(channel: Channel) -> None:
+    """By what they are when it begins on decode, and when it ends on prefill: several segments
+    count once."""
+    sides = prefill, decode = channel.prefill.notes, channel.decode.notes
+    expected = ["weights_unknown", "weights_different", "weights_different", "weights_same"]
+    for room, (theirs, ours) in enumerate([(0, 5), (7, 5), (7, 6), (6, 6)]):
+        prefill.digest, decode.digest = theirs, ours
+        assert channel.request(room, 64) == ("warm", "")
+        assert wait_for(lambda: all(len(side.weighed) == room + 1 for side in sides))  # noqa: B023
+    assert prefill.weighed == decode.weighed == expected

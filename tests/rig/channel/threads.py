@@ -99,15 +99,19 @@ class Reads(DataPlane):
 class Reporter:
     """`seen`, `details`: of all notes. `bytes`, `copying`: the bytes and seconds of all copies.
     `announcing`: seconds from each chunk to its READY. `ticks`: how often the channel's thread has
-    ticked."""
+    ticked. `digest`: of this side's weights. `weighed`: the notes of them alone."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.details: list[str] = []
         self.announcing: list[float] = []
         self.bytes, self.copying, self.ticks = 0, 0.0, 0
+        self.digest, self.weighed = 0, list[str]()
 
     def __call__(self, note: Any) -> None:
+        if note.what.startswith("weights_"):
+            self.weighed.append(note.what)
+            return
         self.details.append(note.detail)
         self.seen.append(note.what)
 
@@ -118,6 +122,9 @@ class Reporter:
         self.announcing.append(seconds)
 
     def ended(self, entry: Any, reason: str) -> None: ...
+
+    def weights(self) -> int:
+        return self.digest
 
     def ticked(self) -> None:
         self.ticks += 1
