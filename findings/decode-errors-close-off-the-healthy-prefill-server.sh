@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
+#
+# Behaviour: a decode server that answers 500 opens the circuit breaker of the prefill server, too,
+# although that one answers every request. Each request is tried five times, so after two of them
+# the router answers 503, names the prefill servers as unhealthy, and asks nobody for a minute.
+# Guess: a breaker counts its own server's errors, and the message names the one that fails.
+# Seen: both routers: 500, 500, 503 "No available prefill workers", the last one asks nobody.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+"${PYTHON:-python3}" -m venv "$work/venv"
+"$work/venv/bin/pip" install -q sglang-router==0.3.2 smg==1.13.0 || exit 77
+PYTHONPATH="$here" PYTHONDONTWRITEBYTECODE=1 "$work/venv/bin/python" - <<'END'
+import sys
+
+from standins import COMMANDS, REQUEST, Router, Server, error
+
+seen = {}
+for kind in COMMANDS:
+    prefill, decode = Server(), Server(error(500))
+    with Router(kind, prefill.url, decode.url) as router:
+        codes = [router.ask("/generate", REQUEST)[0] for _ in range(2)]
+        before = len(prefill.posts) + len(decode.posts)
+        code, body = router.ask("/generate", REQUEST)
+    asked = len(prefill.posts) + len(decode.posts) > before
+    named = b"No available prefill workers" in body
+    seen[kind] = (*codes, code, named, asked)
+    print(f"{kind}: {codes}, then {code}, names prefill {named}, asks a server {asked}")
+if set(seen.values()) != {(500, 500, 503, True, False)}:
+    sys.exit("changed: decode's errors close off other servers than they did")
+END
