@@ -10,8 +10,7 @@ The first read from a name opens it: Mooncake asks the peer about its memory, wa
 for each byte of the answer, and holds a lock that all reads take. So `connect` asks instead, by the
 protocol of Mooncake's releases (readString in its common.h), and has Mooncake open an address of
 this process, which passes on the answer. Mooncake caches that for good, so each process that a
-peer's address ever had gets its own name. Host names in an answer are refused, since a single
-Mooncake thread resolves them for all connections.
+peer's address ever had gets its own name. Host names in an answer are refused.
 
 Over RDMA, a read is split where the peer's registered memory ends, so its first bytes may land
 before it fails. After a failed part, Mooncake asks the peer's own address again, so a read from a

@@ -163,8 +163,8 @@ def new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
 ) -> zmq.Socket[bytes]:
     """Make a socket whose messages reach the peer's kernel within `times.delivery`, or are lost
-    with their connection. The kernel checks idle connections, since libzmq's heartbeats abort the
-    process if a peer is lost while its messages fill the socket's queue (libzmq issue 4364).
+    with their connection. The kernel checks idle connections, since libzmq's own heartbeats can
+    end the process.
 
     Connecting is retried every few seconds. The kernel alone would retry a silent host at growing
     intervals, up to a minute after its link is back."""

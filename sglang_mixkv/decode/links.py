@@ -102,8 +102,7 @@ class Links:
 
     def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
         """Yield the messages that came over these sockets, a ValueError for each unreadable one. A
-        second frame costs the peer its link, since libzmq may abort the process that is inside a
-        message when its connection is lost."""
+        second frame costs the peer its link: no prefill rank sends one."""
         for dealer in ready:
             if (link := self._of_dealer.get(dealer)) is not None:
                 for frame in self._poller.received(dealer):

@@ -2,9 +2,7 @@
 or that names none, or no prefill server.
 
 fault   SGLang's tables have one entry per number (CommonKVManager, in common/conn.py under
-        disaggregation/). A second request gets the first one's metadata and KV, and deletes the
-        entry when it ends, which can crash SGLang's schedulers (prefill.py, pop_bootstrapped:
-        "Unexpected poll state", KeyError). Its front ends check numbers little, or not at all
+        disaggregation/): requests that share one get each other's metadata and KV, or none
 patch   none yet
 until   SGLang refuses such requests itself, or its tables tell apart those that share a number
 
@@ -139,7 +137,7 @@ def _refusal(got: str, expected: str = "") -> MixKVError:
     return refuse(
         "MIXKV-PAIR-09",
         expected or "a bootstrap_room from 0 to 2^63 - 1 that no other request uses", got,
-        "it would get another request's KV, or none, and SGLang's schedulers could crash",
+        "it would get another request's KV, or none",
         "Send each sample as its own request, with n = 1, to the router",
     )  # fmt: skip
 

@@ -181,10 +181,7 @@ def serve_reads(pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remo
     pipe.send("begun")
 
 
-ABORTS = pytest.mark.xfail(strict=True, reason="UCX aborts a peer that meets a dead reader's read")
-
-
-@over("mooncake", "nixl", pytest.param("nixl-tcp", marks=ABORTS), peers=2)
+@over("mooncake", "nixl", peers=2)
 def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
     """Of a peer that is stopped, so that it meets the reads when their reader is gone."""
     server, victim = reader.peers

@@ -32,8 +32,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ("backend", "devices", "asked", "plane"),
     [
         ("mooncake", (), "", "mooncake"),
-        # A reader over UCX could end its peer: test_data_planes.py
-        # test_a_reader_that_dies_leaves_its_peer_alone.
+        # A reader over UCX's TCP could take its peer with it.
         ("nixl", (), "", "mooncake"),
         ("nixl", ("mlx5_0",), "", "nixl"),
         ("nixl", (), "nixl", "nixl"),

@@ -1,7 +1,4 @@
-"""A room number that two requests use at once: the second one fails alone, the first one is right.
-
-SGLang's tables have one entry for a number, so that in stock both hang, or a server ends.
-"""
+"""A room number that two requests use at once: the second fails alone, the first is right."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def test_requests_of_one_batch_share_no_number_and_health_checks_may(mode: str) 
     [("prefill-0.example", None, True, True), ("10.0.0.1", 1, True, True),
      ("[::1]", 65535, True, True), (None, 8998, True, False),
      ("", 8998, False, False), ("a\n", 8998, False, False),
-     ("\ud800", 8998, False, False), ("h" * 256, 8998, False, False), (7, 8998, False, False),
+     ("h" * 256, 8998, False, False), (7, 8998, False, False),
      (["h"], 8998, False, False), ("h", 0, False, False), ("h", 65536, False, False),
      ("h", -1, False, False), ("h", "8998", False, False), ("h", True, False, False),
      ("h", 8998.0, False, False)],
@@ -99,7 +96,7 @@ def test_requests_of_one_batch_share_no_number_and_health_checks_may(mode: str) 
 def test_a_prefill_server_that_cannot_be_asked_is_refused_where_a_request_is_taken(
     host: Any, port: Any, on_prefill: bool, on_decode: bool, batch: int, mode: str
 ) -> None:
-    """In stock such a request ends decode's scheduler. One element of a batch is enough."""
+    """One element of a batch is enough."""
     prompts: Any = [[1]] * batch if batch else [1]
     rooms, hosts, ports = list(range(batch)), ["h"] * batch, [8998] * batch
     given: tuple[Any, ...] = (

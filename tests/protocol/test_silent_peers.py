@@ -159,30 +159,22 @@ def text(content: Any, kind: int) -> bytes:
 
 
 STRANGE: dict[str, Callable[[int, dict[str, Any]], bytes]] = {
-    "no end": lambda kind, real: b"\xff" * 100,
-    "too long": lambda kind, real: impostor.struct.pack("<Q", mooncake.LONGEST + 1) + b"x" * 99,
     "empty": lambda kind, real: impostor.struct.pack("<Q", 0) + b"x" * 99,
     "breaks off": lambda kind, real: text(real, kind)[:-1],
     "no JSON": lambda kind, real: impostor.frame(b"{" * 9, kind),
-    "no text": lambda kind, real: impostor.frame(b"\xff" * 9, kind),
-    "nested deeply": lambda kind, real: impostor.frame(b"[" * 200_000, kind),
     "a list": lambda kind, real: text([], kind),
     "another kind": lambda kind, real: text(real, 0),
     "no name": without("name"),
     "another's name": with_value(name="127.0.0.1:1"),
-    # names whose look-up may hang, in a thread that all connections of Mooncake's wait for
     "a host's name": with_value(name="prefill.example:1"),
     "NICs by a host's name": with_value(rdma_server_name="prefill.example:1"),
     "a port by a host's name": with_value(tcp_data_host="prefill.example"),
-    "buffers of numbers": with_value(buffers=[1, 2]),
-    "a port of text": with_value(tcp_data_port="x"),
-    "a protocol of numbers": with_value(protocol=5),
 }
 
 
 @in_own_process
 def test_strange_answers_end_the_connection_and_nothing_else() -> None:
-    """Mooncake itself would end the process, look up names, or throw."""
+    """None of them reaches Mooncake."""
     ranks = Ranks()
     endpoint = ranks.other.row.staging.endpoint
     for name, answer in STRANGE.items():

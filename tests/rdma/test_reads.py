@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import pytest
 from rdma import lists
 from rdma.verbs import devices, lose, set_link, set_rate
 from rig.channel.planes import CANARY, GUARD, LIST, MIB, PATIENCE_S, SIZE, Reader, check_bytes, over
@@ -117,13 +116,7 @@ def test_a_wire_that_is_cut(reader: Reader) -> None:
     check_an_interruption(reader, lambda: lose(100), lambda: lose(0))
 
 
-UD = pytest.mark.xfail(
-    strict=True,
-    reason="soft-RoCE ends a UD queue pair that cannot send; UCX aborts the process (ud_verbs.c)",
-)
-
-
-@over("mooncake-wire", pytest.param("nixl-wire", marks=UD))
+@over("mooncake-wire")
 def test_a_device_that_goes_down(reader: Reader) -> None:
     check_an_interruption(reader, lambda: set_link("down"), lambda: set_link("up"))
 
