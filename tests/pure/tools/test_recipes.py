@@ -443,6 +443,21 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f'option+=" {MTP} --disaggregation-ib-device mlx5_0,mlx5_1 "\n'
         f"{SERVER} --model-path $model_path ${{option}} \\\n --tp-size 8 --dtype bfloat16",
         "", "", False, "the drafter is MLA", {"noted": "mlx5_0,mlx5_1"}),
+    # Pairs with which nothing is wrong, for the table by model (scripts/docs/tables.py).
+    "Kimi-K2.6 with a Llama EAGLE3 head over NIXL": (
+        f"{K26} {HEAD3} lightseekorg/kimi-k2.5-eagle3 {NIXL} {ON}", "",
+        "--dp 8 --enable-dp-attention", True, FROM_ONE, {"share": 1 - 1 / 8}),
+    "Kimi-K2.6 with an MLA EAGLE3 head": (
+        f"{K26} {HEAD3} lightseekorg/kimi-k2.6-eagle3-mla", "", "--dp 8 --enable-dp-attention",
+        False, "the drafter is MLA", {}),
+    "Kimi-K2.6 with a GQA DSpark head": (
+        f"{K26} {DSPARK} novita/kimi-k2.6-dspark --speculative-dspark-block-size 7 {ON}", "",
+        "--dp 8 --enable-dp-attention --enable-dp-lm-head", True, FROM_ONE, {"share": 1.0}),
+    "Llama-3.1 with an EAGLE3 head of as many KV heads": (
+        f"{LLAMA} {HEAD3} eagle3", "--tp 4", "--tp 8", False, "by heads exactly", {}),
+    "QwQ with an EAGLE3 head of as many KV heads, over NIXL": (
+        f"{SERVER} --model-path Qwen/QwQ-32B {HEAD3} eagle3 {NIXL}", "--tp 4", "--tp 2", False,
+        "by heads exactly", {}),
     # Public lines of autumn 2026, each judged from SGLang 0.5.23's source.
     "DeepSeek-V4.1 DSpark at unequal sizes": (
         f"{SERVER} --model-path deepseek-ai/DeepSeek-V4.1 --moe-runner-backend marlin "
