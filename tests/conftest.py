@@ -1,5 +1,5 @@
-"""What all rings share: the option --full, and a folder for what a run leaves in the temporary
-one."""
+"""Set-up of every run: the option --full, and a folder in the temporary one for what the run
+leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """What failed tests left is for people to look at. Runs without a session (--help) end here."""
+    """Keep what failed tests left, for people to look at. Runs without a session (--help) end
+    here."""
     folder = config.stash[OF_THE_RUN]
     if not config.stash.get(FAILED, False) or not os.listdir(folder):
         shutil.rmtree(folder, ignore_errors=True)

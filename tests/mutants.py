@@ -108,7 +108,7 @@ def is_keyword(node: Any) -> bool:
 
 
 def kept(node: Any) -> bool:
-    """Whether it assigns to an attribute or an element, or adds to a name."""
+    """Return True if the statement assigns to an attribute or an element, or adds to a name."""
     if node.type != "expr_stmt" or node.children[1].type == "annassign":
         return False
     return node.children[0].type != "name" or node.children[1] != "="
@@ -156,8 +156,8 @@ def mutants(root: Path, file: str, config: dict[str, Any]) -> list[Mutant]:
 
 
 def says_nothing(node: Any, skip: dict[str, list[str]]) -> bool:
-    """Whether no behaviour depends on it: types, texts, decorators, SILENT arguments, and what the
-    file names."""
+    """Return True if no behaviour depends on it: types, texts, decorators, SILENT arguments, and
+    what the file names."""
     above = node.parent
     if node.type in ("decorator", "fstring", "assert_stmt", "import_from"):
         return True
@@ -190,7 +190,8 @@ def function_of(node: Any) -> str:
 
 
 def run_tests(tests: list[str], root: Path, copy: Path) -> int:
-    """In a process of its own: until one fails, with the package of a copy of the checkout."""
+    """Run tests until one fails, in a process of its own, with the package of a copy of the
+    checkout."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()

@@ -76,7 +76,7 @@ class Panel:
         return f"{1000 * value:g} ms" if self.unit == "s" else f"{value:g}"
 
     def ticks(self) -> list[float]:
-        """About four steps of 1, 2, 2.5 or 5 times a power of ten."""
+        """Return about four steps of 1, 2, 2.5 or 5 times a power of ten."""
         most = max((v for curve in self.curves.values() for _, v in curve), default=0) or 1
         if self.unit == "percentunit":
             return [0, 0.25, 0.5, 0.75, 1]
@@ -143,7 +143,7 @@ def panels() -> dict[str, dict[str, Any]]:
 
 
 def axis(panel: dict[str, Any]) -> tuple[str, str]:
-    """(what it counts, Grafana's unit)"""
+    """Return the axis' label and Grafana's unit."""
     defaults = panel["fieldConfig"]["defaults"]
     return defaults["custom"]["axisLabel"], defaults["unit"]
 

@@ -60,7 +60,7 @@ def bash(page: Path) -> list[Block]:
 
 
 def readme_flags() -> str:
-    """What README.md sets FLAGS to."""
+    """Return the value that README.md gives FLAGS."""
     (found,) = re.findall(r'FLAGS="(.*?)"', (ROOT / "README.md").read_text(), re.DOTALL)
     return found.replace("\\\n", "")
 

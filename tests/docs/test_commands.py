@@ -104,7 +104,8 @@ def test_the_readmes_pair_of_lines_is_planned(
 
 
 def test_the_readme_comes_to_the_point() -> None:
-    """In words: whether a reader needs it, how to install it, and all of it."""
+    """The words are counted up to the question whether a reader needs it, up to the installation,
+    and in all."""
     readme = PAGES[0].read_text()
     for end, limit in (("## Do you need it?", 250), ("pip install", 350)):
         assert len(readme[: readme.index(end)].split()) < limit, end

@@ -1,5 +1,5 @@
-"""What the extension modules of the environment for GPUs are linked against is in it, so that its
-first `import` does not fail. No GPU is needed, and nothing is installed.
+"""The libraries that extension modules of the GPU environment are linked against are in that
+environment, so that a first `import` does not fail. No GPU is needed, and nothing is installed.
 
 cuda_wheels.toml has what the wheels of the extra `cuda` need beside their own libraries, and who
 brings it. With --full it is compared with the wheels, and the rest of the environment, which is the
@@ -46,7 +46,7 @@ OPTIONAL = (
 
 
 def lacking(requirements: Iterable[str]) -> list[str]:
-    """What nobody brings of what these wheels need."""
+    """Return what these wheels need and nothing provides."""
     found = []
     for requirement in map(Requirement, requirements):
         name, wheel = requirement.name, WHEELS.get(requirement.name)
@@ -59,8 +59,8 @@ def lacking(requirements: Iterable[str]) -> list[str]:
 
 
 def is_brought(library: str, by: str) -> bool:
-    """`by`: Debian's base, the driver, a package of Debian's that scripts/env.sh installs, or a
-    package of this environment."""
+    """Return True if `by` provides the library: Debian's base, the driver, a Debian package that
+    scripts/env.sh installs, or a package of this environment."""
     if by in ("base", "driver"):
         return library in (BASE if by == "base" else DRIVER)
     if by and re.search(rf"={by}\b", ENV_SH):
@@ -97,7 +97,7 @@ def test_gpu_check_installs_the_torch_of_sglang() -> None:
 
 
 def linked(file: IO[bytes]) -> tuple[set[str], str] | None:
-    """What an ELF file needs (NEEDED), and its own name (SONAME)."""
+    """Return the libraries that an ELF file needs (NEEDED), and its own name (SONAME)."""
     head = file.read(64)
     if head[:6] != b"\x7fELF\x02\x01":
         return None
@@ -122,7 +122,8 @@ def linked(file: IO[bytes]) -> tuple[set[str], str] | None:
 
 
 def needed(wheel: Path) -> set[str]:
-    """What the wheel's files are linked against and it does not bring itself."""
+    """Return the libraries that the wheel's files are linked against and that it does not
+    contain."""
     found, own = set[str](), set[str]()
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
@@ -154,7 +155,7 @@ def fetch(folder: Path, *what: str) -> None:
 
 @pytest.mark.full
 def test_the_environment_for_gpus_differs_in_these_wheels_alone() -> None:
-    """As uv resolves it in scripts/env.sh."""
+    """uv resolves the environment as scripts/env.sh does."""
     packages = [one for extra in ("cuda", "nixl", "demo", "test") for one in EXTRAS[extra]]
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if uv is None:
@@ -169,7 +170,7 @@ def test_the_environment_for_gpus_differs_in_these_wheels_alone() -> None:
 
 @pytest.mark.full
 def test_every_library_of_the_other_wheels_is_brought() -> None:
-    """Of their extension modules, which Python imports. Others are plugins that are looked for."""
+    """Only extension modules that Python imports count; other libraries are optional plugins."""
     site, suffixes = (
         Path(sysconfig.get_path("platlib")),
         (sysconfig.get_config_var("EXT_SUFFIX"), ".abi3.so"),

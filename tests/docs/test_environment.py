@@ -74,7 +74,7 @@ def test_help_installs_nothing(script: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkout_that_the_guest_would_not_see(tmp_path: Path) -> None:
-    """By a sentence, and before a kernel is fetched."""
+    """The script says so before it fetches a kernel."""
     if Path(os.path.realpath(tmp_path)).parts[1] not in ("tmp", "run"):
         pytest.skip("this machine's temporary files are elsewhere")
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")

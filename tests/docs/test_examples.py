@@ -142,7 +142,7 @@ def test_an_upgrade_in_place_replaces_the_images_of_a_server() -> None:
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
-    """What Kubernetes sets: ConfigMaps first, then the container's own."""
+    """Return the variables that Kubernetes sets: ConfigMaps first, then the container's own."""
     maps = {item["metadata"]["name"]: item["data"] for item in of_kind("ConfigMap")}
     names = [source["configMapRef"]["name"] for source in container.get("envFrom", [])]
     found = {key: value for name in names for key, value in maps[name].items()}

@@ -30,7 +30,8 @@ def columns(lines: list[str]) -> list[list[str]]:
 
 
 def a_status() -> Status:
-    """Of a decode server that has served one request, without a drafter on prefill."""
+    """Return the status of a decode server that has served one request, without a drafter on
+    prefill."""
     at = 'prefill="p:1",state="cold",reason="no_drafter"'
     counted = f"sglang:mixkv_prefill_rooms_total{{{at}}} 1\n"
     return status(MetricPages(read("http://d:1", counted)), {})

@@ -27,7 +27,7 @@ def header_and_body(script: Path) -> tuple[str, str]:
 
 
 def faults(script: Path) -> list[str]:
-    """What is wrong with a script's form."""
+    """Return what is wrong with the form of a script."""
     header, body = header_and_body(script)
     words = [word for line in INSTALL.findall(body.replace("\\\n", " ")) for word in line.split()]
     packages = [w.strip('"') for w in words if w not in OPTIONS and not w.startswith('"$work')]

@@ -1,4 +1,4 @@
-"""Where a GPU or its driver is missing, what needs one says so, and sets nothing up."""
+"""Scripts that need a GPU or its driver say so if it is missing, and set nothing up."""
 
 from __future__ import annotations
 

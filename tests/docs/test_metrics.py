@@ -50,7 +50,7 @@ def test_series_rules_and_labels_that_are_named_exist(path: Path) -> None:
     assert {*RULE.findall(text)} <= {*recorded}
 
 
-def test_troubleshooting_lists_each_reason_for_a_cold_drafter_once() -> None:
+def test_troubleshooting_lists_each_cold_reason_once() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line[:3] == "| `"]
     listed = [reason for row in rows for reason in re.findall("`([a-z_]+)`", row)]

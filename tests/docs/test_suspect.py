@@ -1,5 +1,5 @@
-"""How often the alerts of docs/alerts.yml that judge an accept length are wrong, and how long they
-take to be right.
+"""The alerts of docs/alerts.yml that judge an accept length: how often they are wrong, and how long
+they take to be right.
 
 promtool runs the shipped rules over simulated prefill servers, looked at every STEP: requests that
 end, their verify rounds and tokens. A request has one of four kinds of prompt, which come mixed or
@@ -46,8 +46,8 @@ FALLS = {  # from, to, requests an hour -> found within so many minutes
 def server(
     rng: Rng, per_hour: float, fall: tuple[float, float] | None = None, drift: float = 0.1
 ) -> tuple[Array, ...]:
-    """Of each step: requests that ended, their rounds and their tokens. `drift`: how much harder
-    and easier prompts become, at most. `fall`: of the accept length."""
+    """Simulate a server: per step the requests that ended, their rounds and their tokens. `drift`:
+    how much harder and easier prompts become, at most. `fall`: of the accept length."""
     steps = np.arange(LENGTH)
     day = 1 + rng.uniform(0, 0.8) * np.sin(2 * np.pi * (steps / HOUR / 24 + rng.uniform()))
     burst = np.where(rng.uniform(size=LENGTH) < 0.01, rng.uniform(3, 10, LENGTH), 1)
@@ -70,7 +70,7 @@ def server(
 
 
 def total(row: Array, restart: int = LENGTH) -> Array:
-    """What a counter shows that restarts then."""
+    """Return the values of a counter that restarts at that step."""
     found = np.concatenate([[0], row.cumsum()])
     found[restart:] -= found[restart] if restart < LENGTH else 0
     return found
@@ -83,7 +83,7 @@ def line(series: str, values: Array, **labels: str) -> dict[str, str]:
 
 
 def page(rng: Rng, name: str, decode: str, counted: tuple[Array, ...]) -> Iterator[dict[str, str]]:
-    """As a decode server shows it, the only one of its model, which may restart once. Two TP ranks
+    """Yield the series of the only decode server of its model, which may restart once. Two TP ranks
     count the same requests."""
     restart = rng.integers(0, 2 * LENGTH)
     names = ("finished_requests", "verify_rounds", "accepted_tokens")
@@ -94,8 +94,8 @@ def page(rng: Rng, name: str, decode: str, counted: tuple[Array, ...]) -> Iterat
 
 
 def lost(decode: str, counted: tuple[Array, ...], when: int, new: bool) -> Iterator[dict[str, str]]:
-    """As SGLang shows a decode server, which is started then without the plugin, maybe as a `new`
-    instance."""
+    """Yield SGLang's own series of a decode server that continues without the plugin from `when`
+    on, as the same or a `new` instance."""
     names = ("num_requests", "spec_verify_calls", "generation_tokens")
     at, before = {"model_name": decode, "engine_type": "decode"}, np.arange(LENGTH + 1) < when
     yield line("mixkv_rooms", np.where(before, 1, -1), **at, instance="old", state="warm")
@@ -109,7 +109,8 @@ def lost(decode: str, counted: tuple[Array, ...], when: int, new: bool) -> Itera
 
 
 def fired(names: str, alert: str, steps: int, number: int) -> dict[str, Any]:
-    """So many of these have fired by then. `alert`: by its name, and what is compared with."""
+    """Expect that `number` of these have fired by that step. `alert`: its name, and what it
+    compares with."""
     kind, _, against = alert.partition(" ")
     what = "prefill" if against else "model_name"
     of = f'alertname="{kind}",alertstate="firing",against="{against}",{what}=~"{names}"'
@@ -119,7 +120,7 @@ def fired(names: str, alert: str, steps: int, number: int) -> dict[str, Any]:
 
 
 def check(folder: Path, series: list[dict[str, str]], expected: list[dict[str, Any]]) -> str:
-    """What promtool says; nothing where all is as expected."""
+    """Return promtool's complaints; "" if all is as expected."""
     test = {"interval": f"{STEP}m", "input_series": series, "promql_expr_test": expected}
     rules = {"rule_files": [str(ROOT / "docs" / "alerts.yml")], "evaluation_interval": f"{STEP}m"}
     file = folder / "test.yml"
@@ -150,8 +151,8 @@ needs_promtool = pytest.mark.skipif(
 def test_servers_that_fall_fire_and_healthy_ones_do_not(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Nor does the alarm come before the fall. What was wrong from the start is found beside the
-    others of its decode server, within two hours. `--full` has more servers of each kind."""
+    """No alert precedes the fall. A server that was wrong from the start is found within two hours,
+    by comparison with the others of its decode server. `--full` has more servers of each kind."""
     is_full = request.config.getoption("--full")
     series, expected = list[dict[str, str]](), list[dict[str, Any]]()
     for number in range(HEALTHY[is_full]):
@@ -178,10 +179,10 @@ def test_servers_that_fall_fire_and_healthy_ones_do_not(
 
 
 @needs_promtool
-def test_a_pair_that_has_lost_the_plugin_is_found_where_that_costs_something(
+def test_a_pair_that_lost_the_plugin_is_found_if_that_costs(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """From SGLang's own figures, whether the server is started again or another takes its place."""
+    """SGLang's own figures show it, whether the server is restarted or another takes its place."""
     is_full = request.config.getoption("--full")
     series, expected = list[dict[str, str]](), list[dict[str, Any]]()
     for number in range(HEALTHY[is_full]):

@@ -89,7 +89,8 @@ def test_without_the_patches_as_many_are_wrong(tmp_path: Path) -> None:
 
 
 def test_the_readme_counts_lines() -> None:
-    """Of SGLang, as the patches have them, and of the plugin's code that they end."""
+    """It counts the lines that the patches change in SGLang, and those of the plugin that they make
+    needless."""
     readme = (UPSTREAM / "README.md").read_text()
     counted = {}
     for name in NAMES:

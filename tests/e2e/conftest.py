@@ -77,7 +77,7 @@ class Case:
 
     @property
     def prefill_ranks_share(self) -> bool:
-        """Whether a prompt that comes again meets the prefill rank that has it cached."""
+        """Return True if a repeated prompt meets the prefill rank that has it cached."""
         return not {"--dp", "--attn-dp-size"} & set(self.prefill)
 
     def topology(self) -> Topology:
@@ -130,7 +130,7 @@ WARM = ("rooms_total", "warm")
 
 @dataclass(frozen=True)
 class Answers:
-    """To the fixed prompts, and to those that share their first halves."""
+    """The answers to the fixed prompts, and to those that share their first halves."""
 
     fixed: list[Answer]
     cousins: list[Answer]
@@ -148,7 +148,7 @@ class Measured:
 
 
 def finished(deployment: Deployment, before: Counts, requests: int) -> Counts:
-    """What has been counted since, once so many requests have ended."""
+    """Return what has been counted since `before`, once so many requests have ended."""
     deadline = time.monotonic() + REST_S
     while True:
         found = deployment.counters()
@@ -165,7 +165,7 @@ def cold(counted: Counts) -> float:
 
 
 def warm_share(counted: Counts) -> float:
-    """Of the rooms of all decode ranks."""
+    """Return the share of warm rooms on all decode ranks."""
     return counted[WARM] / max(1, counted[WARM] + cold(counted))
 
 

@@ -41,7 +41,7 @@ def staged(real: Any) -> Any:
 
 
 def with_staging(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of Scheduler.__init__."""
+    """Wrap Scheduler.__init__."""
     from sglang.srt.disaggregation.common import staging_buffer, staging_handler
 
     staging_buffer._STAGING_SUPPORTED_DEVICE_TYPES += ("cpu",)
@@ -54,7 +54,7 @@ def with_staging(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> No
 
 
 def on_a_numbered_device(original: Any, handler: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of DecodeStagingHandler.__init__."""
+    """Wrap DecodeStagingHandler.__init__."""
     import torch
 
     kwargs = dict(kwargs)

@@ -61,7 +61,7 @@ def ids(folder: Path) -> list[int]:
 
 
 def test_leaving_the_context_ends_the_whole_tree(tmp_path: Path) -> None:
-    """And so does the server's own end."""
+    """The server's own end also ends its tree."""
     with Fleet() as fleet:
         for name in ("killed", "left"):
             (folder := tmp_path / name).mkdir()
@@ -90,7 +90,7 @@ def test_a_killed_starter_leaves_nothing(tmp_path: Path, number: signal.Signals)
 
 
 def test_a_server_that_dies_is_noticed(tmp_path: Path) -> None:
-    """By its last error, behind which much may follow."""
+    """The report has its last error, after which much may follow in the log."""
     script = "print('x.OperatorError: no cheese\\n' + 'dump\\n' * 99); raise SystemExit(7)"
     with Fleet(tmp_path / "logs") as fleet:
         server = fleet.start("brief", [sys.executable, "-c", script], {})

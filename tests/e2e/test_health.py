@@ -68,9 +68,9 @@ def counted(prometheus: Prometheus) -> Counter[tuple[str, ...]]:
 
 @START_TIMEOUT
 @pytest.mark.full
-def test_one_cold_prefill_and_one_whose_draft_kv_is_corrupted_later() -> None:
-    """Series say which and why, `status` what to do, and the rules fire; here with minutes for
-    hours."""
+def test_one_cold_prefill_and_one_with_draft_kv_corrupted_later() -> None:
+    """Series say which server and why, `status` says what to do, and the alerts fire; hours are
+    minutes here."""
     Case("one cold", TP2, TP1).skip_unserved()
     with Fleet() as fleet:
         is_wrong = fleet.folder("wrong") / "now"

@@ -67,7 +67,7 @@ class Watched:
                 path.unlink()
 
     def restart(self, side: str) -> None:
-        """On its ports. The router has to see that the server is back."""
+        """Start the server again at its ports, and wait until the router sees it."""
         (server,) = [one for one in self.deployment.servers if one.name == side]
         start(self.deployment.fleet, [replace(server, name=f"{side}-again")])
         deadline = time.monotonic() + SETTLED_S
@@ -80,7 +80,8 @@ class Watched:
                 time.sleep(1)
 
     def held(self) -> list[str]:
-        """What ranks still hold though nobody asks for anything; a server that ended, too."""
+        """Return what ranks still hold when nobody asks for anything, or that a server has
+        ended."""
         deadline, now = time.monotonic() + SETTLED_S, time.time()
         while True:
             try:
@@ -112,8 +113,8 @@ def crowd(
     url: str, asked: list[list[int]], turn: int, hang_up: float = HANG_UP,
     end: Callable[[], None] | None = None,
 ) -> list[Answer | RequestFailed | None]:  # fmt: skip
-    """What each client gets, None where it hung up or did not ask. `end`: done when a third have
-    their answers, and nobody asks any more."""
+    """Return what each client gets, None if it hung up or did not ask. `end`: called when a third
+    have their answers; nobody asks any more then."""
     source, over = random.Random(turn), Event()
 
     def one(prompt: list[int], patience: float | None) -> Answer | RequestFailed | None:
@@ -171,8 +172,8 @@ def test_nobody_pays_for_another(
     of: tuple[tuple[str, ...], ...], backend: str, pair: str, killed: tuple[str, ...],
     reference: Reference,
 ) -> None:  # fmt: skip
-    """Nor for a server that dies when a third of a crowd has its answers. Half of the time is the
-    wait for what a killed server's requests leave."""
+    """A server may also die when a third of a crowd has its answers. Half of the time is the wait
+    for what a killed server's requests leave."""
     known = reference(pair, ())
     asked, expected = (prompts(pair=pair) + cousins(pair)) * 3, (known.fixed + known.cousins) * 3
     with watched(Topology(*of, ENABLE, ENABLE, backend=backend), pair) as running:

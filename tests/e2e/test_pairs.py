@@ -89,7 +89,7 @@ def test_samples_that_would_share_a_number_are_refused(pd: Measured) -> None:
 
 
 def test_a_plain_request_at_a_pod_costs_nobody_else_anything(pd: Measured) -> None:
-    """Its client is told of the router."""
+    """The error refers its client to the router."""
     body = request_body(prompts(pair=pd.case.pair)[0])
     for server in pd.deployment.servers:
         with pytest.raises(RequestFailed, match=r"HTTP 400 .*MIXKV-PAIR-09.* got none.* router"):

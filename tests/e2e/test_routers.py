@@ -65,7 +65,7 @@ def servers() -> Iterator[Servers]:
 def router(
     name: str, servers: Servers, prefills: Sequence[Prefill], *flags: str
 ) -> Iterator[Deployment]:
-    """That router before these prefill servers and the decode server."""
+    """Start this router in front of these prefill servers and the decode server."""
     (first, port), *others = prefills
     entry = launch.router(first, servers.decode, port, *others, module=MODULES[name], flags=flags)
     with Fleet() as fleet:

@@ -45,7 +45,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 def flags(config: dict[str, Any]) -> tuple[str, ...]:
-    """Of a server that waits for all that the store has of a prompt."""
+    """Return the flags of a server that waits for all that the store has of a prompt."""
     return (
         *BY_PAGE, "--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config",
         json.dumps(config), "--hicache-storage-prefetch-policy", "wait_complete",
@@ -53,14 +53,14 @@ def flags(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def forget(deployment: Deployment, config: dict[str, Any]) -> None:
-    """What was stored stays, once it is."""
+    """Flush the servers' caches; stored pages stay."""
     assert stored(config) > 0
     for server in deployment.servers:
         request("POST", f"{server.url}/flush_cache?timeout=60", headers=HEADERS)
 
 
 def attach(url: str, backend: str, config: dict[str, Any]) -> None:
-    """While the server runs."""
+    """Attach the storage while the server runs."""
     body = {
         "hicache_storage_backend": backend, "hicache_write_policy": "write_through",
         "hicache_storage_backend_extra_config_json": json.dumps(config),

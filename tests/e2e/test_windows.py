@@ -42,7 +42,8 @@ pytestmark = [START_TIMEOUT, pytest.mark.full]
 def test_what_is_left_out_is_never_read(
     pair: str, length: int, cache: tuple[str, ...], moved: int
 ) -> None:
-    """With a prefix cache on decode nothing is: a shorter prompt shares a longer one's rows."""
+    """Nothing is left out with a prefix cache on decode, since a shorter prompt shares a longer
+    one's rows."""
     source, half = random.Random(1), length // 2
     strings = [source.sample(SYMBOLS, length) for _ in range(4)]
     prompts = [[BOS, *one, SEP, *one[: length * 2 // 3]] for one in strings]

@@ -135,7 +135,7 @@ class Check:
         return ""
 
     def unpack(self) -> str:
-        """With wrong slots among right ones, of which zeros are left, and without."""
+        """Unpack with wrong slots among right ones, which must leave zeros, and without."""
         for damage in (DAMAGE, {}):
             for entry in self.pool:
                 entry.fill_(FILL)
@@ -278,7 +278,7 @@ def verdicts(ticket: Any, expected: Sequence[SlotCheck]) -> str:
 
 
 def earlier(text: str) -> dict[str, dict[str, float]]:
-    """Of EARLIER: what release 0.3.0 took for a slot, by case and copy."""
+    """Return release 0.3.0's time per slot, by case and copy, from EARLIER."""
     parts = {part["name"]: part["figures"] for part in json.loads(text)["parts"]}
     found = {}
     for one in parts["rows"]:

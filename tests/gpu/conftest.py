@@ -1,4 +1,4 @@
-"""What only a GPU can show of the plugin: `python -m pytest tests/gpu`.
+"""The tests of what only a GPU can show: `python -m pytest tests/gpu`.
 
 Each test runs on a GPU, and in small on the CPU, which shows that the test itself works. Each has a
 control: the same check with the protective step removed has to fail. Only test_engine.py needs
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def no_cuda() -> str:
-    """Why no CUDA device can be used; "" where one can."""
+    """Return why no CUDA device can be used, or ""."""
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is built without CUDA"
     return "" if torch.cuda.is_available() else "there is no NVIDIA GPU, or no driver"

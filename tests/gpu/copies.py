@@ -134,8 +134,8 @@ class Direct(Reads):
 
 
 def given(rows: DraftRows, page: int, stagings: list[Staging], plane: Any = None) -> dict[str, Any]:
-    """What a side over these rows, in pages of so many, is made of. Without a plane it reads among
-    `stagings`."""
+    """Return the arguments for a side over these rows, in pages of that size. Without a plane it
+    reads from `stagings`."""
     staging = Staging(SLOTS, SLOT[rows.device.type], rows.device)
     stagings.append(staging)
     on_device = kernels(rows, page, staging) if rows.device.type == "cuda" else None

@@ -103,7 +103,7 @@ def single_server(pair: str, both: tuple[str, ...], device: str) -> list[Answer]
 
 
 def crowd(deployment: Deployment, pair: str) -> list[Answer]:
-    """What clients got that waited: half of them close their connection early."""
+    """Return the answers of clients that waited, while half of all close their connection early."""
     source, asked = random.Random(1), prompts(pair=pair)
     patience = [source.uniform(*HANG_UP_S) if number % 2 else None for number in range(ASKED)]
 
@@ -170,7 +170,7 @@ def test_a_pair_is_as_good_as_the_single_server(
 
 
 def processes_by_card() -> Counter[str]:
-    """How many processes have memory on each card, as the driver says."""
+    """Count the processes that have memory on each card, by the driver's report."""
     query = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
     done = subprocess.run(query, capture_output=True, text=True, check=True)
     return Counter(line.split(",")[0] for line in set(done.stdout.splitlines()))

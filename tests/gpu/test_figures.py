@@ -1,4 +1,4 @@
-"""How long the product's copies take, in microseconds a slot of 4 MiB.
+"""Figures of the product's copies, in microseconds per slot of 4 MiB.
 
     alone       whole calls, each waited for: torch's of one slot, the kernels' of `batch` slots
     python      beside a thread that computes in Python: each wait for the GIL counts

@@ -1,4 +1,4 @@
-"""What the channel waits for, shown by the bytes that are wrong if it does not.
+"""The events that the channel waits for, shown by the bytes that are wrong if it does not.
 
     early_send      prefill's forward writes a chunk's rows late; the chunk has the event behind it
     indices         the chunk's page numbers are still on their way from the GPU, with an event

@@ -23,9 +23,9 @@ IN_ORDER = 0
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_every_byte_is_right(device: torch.device, drafter: Drafter, dtype: str, page: int) -> None:
-    """Of all heads, as between equal sizes, of three, which are copied one by one, and of one, the
-    narrowest row of any reader. Of the slots one has another stamp, and one a wrong byte. The
-    control takes rows in another order."""
+    """Copies of all heads, as between equal sizes, of three, which are copied one by one, and of
+    one, the narrowest row of any reader, are right. One slot has another stamp, and one a wrong
+    byte. The control takes rows in another order."""
     for way, wanted in product(WAYS[device.type], (drafter.heads, 3, 1)):
         settle()
         slots, slot_bytes = COUNT[device.type], SLOT[device.type]
@@ -76,6 +76,6 @@ def test_every_byte_is_right(device: torch.device, drafter: Drafter, dtype: str,
 
 
 def payload(entries: list[Tensor], numbers: Ints, first: int) -> Tensor:
-    """What a slot has to hold of these rows, from that head on."""
+    """Return the bytes that a slot must hold for these rows, from head `first` on."""
     places = torch.from_numpy(numbers).to(entries[0].device)
     return torch.cat([entry[places][:, first:].flatten() for entry in as_bytes(entries)])

@@ -64,7 +64,7 @@ def pack(there: Connection, device: torch.device, backend: str, dtype: str, toke
 
 
 def rdma_bytes() -> int:
-    """What all devices have received: the kernel counts words of four bytes."""
+    """Return the bytes that all devices have received; the kernel counts words of four."""
     counters = INFINIBAND.glob("*/ports/*/counters/port_rcv_data")
     return 4 * sum(int(counter.read_text()) for counter in counters)
 

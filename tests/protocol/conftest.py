@@ -32,7 +32,7 @@ TCP = "nixl-tcp"
 
 @pytest.fixture(scope="session", autouse=True)
 def sglang_with_plugin() -> Iterator[Call]:
-    """What it calls is called in a process without plugins."""
+    """Yield a function that calls another in a process without plugins."""
     import_sglang()
     with pytest.MonkeyPatch.context() as patch, unplugged() as call:
         for variable in (RELEASE_S, PATIENCE, STAGING):

@@ -65,8 +65,8 @@ def silent_where_it_is_read(kind: int, real: dict[str, Any]) -> Any:
 
 @contextmanager
 def standing_for(endpoint: bytes, answer: Answer) -> Iterator[bytes]:
-    """Its own endpoint. `answer` gets what kind of question it is, and the answer of the engine
-    that it stands for, under its own name."""
+    """Yield an endpoint that stands for another. `answer` gets the kind of question, and the answer
+    of the engine behind it under the impostor's name."""
     of = msgspec.msgpack.decode(endpoint, type=Endpoint)
     real = answer_of(of.session.decode())
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)

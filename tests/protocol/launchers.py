@@ -29,8 +29,9 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Ended:
-    """How a forked process ended. `value`: what it returned, or the ServerArgs (pickled) with
-    which a launcher was about to start schedulers; None when it stopped, and `said` has why."""
+    """The outcome of a forked process. `value`: what it returned, or the ServerArgs (pickled) with
+    which a launcher was about to start schedulers; None if it stopped, and then `said` has the
+    reason."""
 
     value: Any
     said: str = ""
@@ -60,7 +61,8 @@ def engine_of_resolved(arguments: Sequence[str]) -> None:
 
 
 def dynamo(arguments: Sequence[str]) -> None:
-    """What Dynamo's worker calls: a parser, YAML and ServerArgs without plugins, then the engine.
+    """Call what Dynamo's worker calls: a parser, YAML and ServerArgs without plugins, then the
+    engine.
 
     It picks the bootstrap port in between.
     """

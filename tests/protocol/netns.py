@@ -28,7 +28,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str:
-    """Why there can be no network namespaces here; empty where there can."""
+    """Return why there can be no network namespaces here, or ""."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"without {', '.join(missing)} no network namespaces"
     try:
@@ -74,7 +74,7 @@ class Network:
         self._ip(self._bridge, f"link set port{number} down")
 
     def slow(self, number: int, rate: str) -> None:
-        """With a short queue, so that TCP loses packets."""
+        """Limit a link's rate, with a short queue, so that TCP loses packets."""
         self._slow.add(number)
         self._shape(number, f"replace dev {{}} root tbf rate {rate} burst 16kb limit 64kb")
 

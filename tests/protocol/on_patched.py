@@ -67,7 +67,7 @@ def test_dcp_hybrid_draft(name: str) -> None:
 
 
 def check(case: Case) -> None:
-    """What arrives is right, and `plan` says that SGLang moves it."""
+    """Check that all bytes arrive right, and that `plan` says that SGLang moves them."""
     mla = replace(MLA, hybrid=case.hybrid)
     prefill, decode = pair(case.prefill_tp, case.decode_tp, case.draft.heads, target=mla)
     need = need_of(prefill, replace(decode, dcp_size=case.dcp))

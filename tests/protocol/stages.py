@@ -20,7 +20,8 @@ REACHED_S, HELD_S = 30, 20
 
 
 class Stop:
-    """Of all processes of one traffic. Without a lock, so that ranks may be killed in it."""
+    """A stop at a stage, shared by all processes of one traffic. It has no lock, so that ranks may
+    be killed in it."""
 
     def __init__(self, context: Any) -> None:
         self._stage, self._held = context.RawValue("b", -1), context.RawValue("b", 0)

@@ -93,7 +93,8 @@ def test_decode_fails_with_prefill(shape: str, stage: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_without_deferred_release_decode_waits(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On either side: its pages would be another request's while prefill may write to them."""
+    """Either side may have it off: without the wait, decode's pages would belong to another request
+    while prefill may write to them."""
     for name, seconds in TIMEOUTS.items():
         monkeypatch.setenv(name, seconds)
     off = {(side, 0): lambda _: os.environ.update({DEFERRED: "0"})}

@@ -1,4 +1,5 @@
-"""What SGLang's functions do, beyond their names and parameters, that the plugin relies on.
+"""The behaviour of SGLang's functions, beyond their names and parameters, that the plugin relies
+on.
 
 They are read, since each needs a server to run. A release of SGLang that does otherwise fails here,
 and needs a look at what is named.

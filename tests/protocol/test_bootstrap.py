@@ -29,7 +29,7 @@ def row(rank: int, **changes: Any) -> Row:
 
 
 def registration(rank: int, own: Row | None) -> dict[str, Any]:
-    """What SGLang's register_to_bootstrap sends for one of two ranks."""
+    """Return what SGLang's register_to_bootstrap sends for one of two ranks."""
     payload = {
         "attn_tp_size": 2, "attn_tp_rank": rank, "attn_cp_size": 1, "attn_cp_rank": 0,
         "attn_dp_size": 1, "attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1,
@@ -66,7 +66,7 @@ def server() -> Iterator[Server]:
     one.server.close()
 
 
-def test_rows_come_as_they_were_put_and_a_rank_that_was_started_anew_takes_its_place(
+def test_rows_are_returned_as_put_and_replaced_by_a_restart(
     server: Server,
 ) -> None:
     wanted = [row(0, protocol=(3, 5)), row(1, instance=b"another_")]  # one is of a later build
@@ -77,7 +77,7 @@ def test_rows_come_as_they_were_put_and_a_rank_that_was_started_anew_takes_its_p
 
 
 def rows_of(server: Server) -> int:
-    """How many it answers, 0 for HTTP 503."""
+    """Return how many rows the server answers, 0 for HTTP 503."""
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
     assert answer.status_code in (200, 503)
     return len(answer.json()["rows"]) if answer.status_code == 200 else 0
@@ -97,7 +97,7 @@ def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) ->
 
 @pytest.mark.parametrize("size", ["attn_dp", "system_dp", "attn_cp", "pp"])
 def test_each_size_of_the_registration_counts(server: Server, size: str) -> None:
-    """With DP attention ranks give `attn_dp_size`, and replicas without it `system_dp_size`."""
+    """Ranks give `attn_dp_size` with DP attention, and replicas without it `system_dp_size`."""
     for number, (one, tp) in enumerate((one, tp) for one in (0, 1, 1, 2) for tp in (0, 1)):
         assert rows_of(server) == 0, number
         server.put(tp, row(tp), **{f"{size}_size": 3, f"{size}_rank": one})

@@ -46,8 +46,8 @@ def test_bytes_are_right(reader: Reader) -> None:
 
 
 @over(*ALL)
-def test_a_list_of_which_a_part_fails_has_failed_once_all_of_it_has_ended(reader: Reader) -> None:
-    """By the peer's word, since it has less memory than its reader believes."""
+def test_a_list_with_a_failing_part_fails_once_all_has_ended(reader: Reader) -> None:
+    """The peer fails the part, since it has less memory than its reader believes."""
     peer = reader.connect()
     peer.endpoint = msgspec.structs.replace(
         peer.endpoint, memory=Memory(reader.peers[0].address, 2 * SIZE)
@@ -93,8 +93,8 @@ def test_a_peer_that_dies_fails_its_own_reads(reader: Reader) -> None:
 
 
 @over(*WAITING, peers=2)
-def test_reads_of_a_stopped_peer_end_when_their_last_byte_has_landed(reader: Reader) -> None:
-    """Also of one that is forgotten meanwhile. Another one is read all the time."""
+def test_reads_of_a_stopped_peer_end_with_their_last_byte(reader: Reader) -> None:
+    """This holds for a peer that is forgotten meanwhile, too. Another peer is read all the time."""
     stopped, other = reader.connect(0), reader.connect(1)
     tags = [reader.stop_midway(stopped)]
     tags += [reader.start(stopped, ((26 + i) * MIB, i * MIB, MIB)) for i in range(3)]
@@ -117,7 +117,7 @@ def test_reads_of_a_stopped_peer_end_when_their_last_byte_has_landed(reader: Rea
 
 @over(*WAITING, peers=2)
 def test_connecting_to_a_stopped_peer_holds_up_nobody(reader: Reader) -> None:
-    """Where the connection is given up, another one can be made once the peer has answered."""
+    """If the connection is given up, another one can be made once the peer has answered."""
     other = reader.connect(1)
     reader.peers[0].stop()
     with ThreadPoolExecutor(1) as pool:
@@ -183,7 +183,7 @@ def serve_reads(pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remo
 
 @over("mooncake", "nixl", peers=2)
 def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
-    """Of a peer that is stopped, so that it meets the reads when their reader is gone."""
+    """The peer is stopped, so that it meets the reads when their reader is gone."""
     server, victim = reader.peers
     peer = reader.connect()
     victim.pipe.send((serve_reads, server.endpoint, server.address))

@@ -32,8 +32,8 @@ HOME = Path(io_struct.__file__).parents[1]
 
 @cache
 def uses() -> dict[str, set[str]]:
-    """By function of SGLang's that has to do with requests, as Class.method: what it calls, and
-    each attribute that it reads, with a dot."""
+    """Return, for each function of SGLang that handles requests, as Class.method, what it calls,
+    and each attribute that it reads, with a dot."""
     found: dict[str, set[str]] = {}
 
     def walk(node: ast.AST, name: str) -> Iterator[None]:
@@ -102,7 +102,7 @@ def test_there_is_one_way_from_a_front_end_to_a_scheduler() -> None:
     assert who("_handle_batch_request") == {"TokenizerManager.generate_request"}
 
 
-def test_a_scheduler_takes_each_kind_of_request_at_one_of_two_places() -> None:
+def test_a_scheduler_takes_every_request_at_one_of_two_places() -> None:
     takes = "handle_generate_request", "handle_embedding_request"
     assert who(*takes) == {
         "Scheduler.handle_batch_generate_request", "Scheduler.handle_batch_embedding_request",
@@ -150,7 +150,7 @@ def wire() -> Iterator[tuple[Any, Any]]:
 
 
 def taken(request: Any, sender: Any, mode: str) -> bool:
-    """Whether a scheduler's rank goes on with it."""
+    """Return True if a scheduler's rank goes on with the request."""
     original = MagicMock()
     scheduler = SimpleNamespace(
         disaggregation_mode=DisaggregationMode(mode),
@@ -163,10 +163,10 @@ def taken(request: Any, sender: Any, mode: str) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_scheduler_answers_what_it_cannot_carry_on_all_ranks_alike(
+def test_all_ranks_of_a_scheduler_reject_the_same_requests(
     wire: tuple[Any, Any], mode: str
 ) -> None:
-    """SGLang's tokenizer makes HTTP 400 of the answer. Ranks but the first have no socket."""
+    """SGLang's tokenizer turns the answer into HTTP 400. Only the first rank has a socket."""
     sender, pull = wire
     requests = [(tokenized("Generate", **one), False) for one in WRONG]
     requests += [(tokenized("Generate", **one), True) for one in RIGHT]
@@ -195,7 +195,8 @@ def test_decode_needs_a_host(wire: tuple[Any, Any]) -> None:
 def test_a_controller_hands_what_it_cannot_route_to_a_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its ranks 0 to 2; the second has gone. A number is routed as before."""
+    """The controller has ranks 0 to 2, of which the second is gone. A valid number is routed as
+    before."""
     sent: list[tuple[int, Any]] = []
     monkeypatch.setattr(data_parallel_controller, "sock_send", lambda *one: sent.append(one))
     controller = DataParallelController.__new__(DataParallelController)

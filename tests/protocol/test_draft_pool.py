@@ -1,4 +1,5 @@
-"""Which pools of SGLang's are a drafter's that the channel moves, and what it makes of them."""
+"""The pools of SGLang that hold a drafter's KV and that the channel moves, and what it publishes of
+them."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def made_of(
     pool: Callable[[Cache, int], Any], cache: Cache, tp: int, drafter: Path, algorithm: str,
     flags: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """What the first of `tp` ranks of a decode server publishes of this pool, and its rows."""
+    """Return what the first of `tp` ranks of a decode server publishes of this pool, and its
+    rows."""
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import ServerArgs
@@ -79,7 +81,8 @@ def found(
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 2)])
 def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) -> None:
-    """With replicas heads per rank x TP would be wrong: 8 ranks of one head each, 4 heads."""
+    """Heads per rank x TP would be wrong with replicas: 8 ranks of one head each have 4 heads in
+    all."""
     cache = Cache("mha", heads=heads)
     layout, page_size, width, _ = found(tmp_path, cache, tp, num_key_value_heads=heads)
     assert layout.facts.total_heads == heads
@@ -142,7 +145,7 @@ BLOCK = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 12
 def test_how_far_a_drafter_reads(
     tmp_path: Path, algorithm: str, flags: Any, config: Any, window: int | None
 ) -> None:
-    """Its whole prompt, where that is not known."""
+    """None stands for the whole prompt, if the window is not known."""
     if algorithm in BLOCK_DRAFTERS:
         config = BLOCK | {"architectures": [BLOCK_DRAFTERS[algorithm]], **config}
     cache = Cache("mha", heads=4)
@@ -235,7 +238,7 @@ def test_the_drafters_configuration_is_the_one_that_sglang_loads(
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("mla", [True, False])
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_drafter_that_sglang_moves_is_behind_an_mla_target_alone(
+def test_sglang_may_move_a_drafter_only_behind_an_mla_target(
     count: int, mla: bool, hybrid: bool
 ) -> None:
     kv_args = SimpleNamespace(num_draft_entries=count, is_hybrid_mla_backend=hybrid)
@@ -303,10 +306,11 @@ def test_a_pool_of_heads_is_hidden_and_others_are_left_to_sglang(
 
 @pytest.mark.parametrize("inner", [of_heads, lambda: of_mla(Cache("mla"))], ids=["heads", "mla"])
 @forks.in_own_process
-def test_layers_with_pages_of_their_own_are_refused_if_they_have_heads(
+def test_layers_with_pages_and_heads_of_their_own_are_refused(
     inner: Callable[[], Any],
 ) -> None:
-    """SGLang's pool has the others in a pool inside, which alone would be served."""
+    """SGLang's pool keeps the other layers in an inner pool, and the channel would serve only
+    those."""
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
@@ -335,8 +339,9 @@ def test_the_pool_is_back_where_sglang_fails() -> None:
     assert pool_hooks.current().pool is None
 
 
-def test_storage_but_mooncakes_is_not_attached_to_a_running_server_with_a_drafter() -> None:
-    """`PUT /hicache/storage-backend` is answered with the reason; without a drafter by SGLang."""
+def test_only_mooncakes_storage_is_attached_beside_a_drafter() -> None:
+    """`PUT /hicache/storage-backend` is answered with the reason; without a drafter SGLang
+    answers."""
     answers = {}
     for drafts, pool in (True, of_heads()), (False, None):
         pool_hooks.around_init(Queue.init, queue := Queue(pool))

@@ -69,7 +69,7 @@ REQUESTS = (Request(23, chunk_pages=2), Request(8))
 
 
 @pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=["P > D", "P < D"])
-def test_over_nixl_an_early_send_is_held_back_and_no_other_request(tp: tuple[int, int]) -> None:
+def test_nixl_holds_back_an_early_send_and_no_other_request(tp: tuple[int, int]) -> None:
     right(Case(*tp, backend="nixl", requests=REQUESTS, special=Special(send=first_held_back)))
 
 
@@ -118,7 +118,7 @@ def take(queue: Any, count: int) -> list[tuple[int, int]]:
     return [(one.room, one.number) for one in (queue.get() for _ in range(count))]
 
 
-def test_a_chunk_waits_for_its_event_and_for_the_earlier_ones_of_its_room_alone() -> None:
+def test_a_chunk_waits_for_its_event_and_for_earlier_chunks() -> None:
     held, late = Event(NEVER), Event(100)
     queue = queue_of((1, 0, held), (1, 1, None), (2, 0, late), (2, 1, None), (3, 0, None))
     assert take(queue, 3) == [(3, 0), (2, 0), (2, 1)]
@@ -134,9 +134,11 @@ def test_a_chunk_that_comes_while_another_is_held_back_passes_it() -> None:
     assert take(queue, 1) == [(2, 0)]
 
 
-def test_a_chunk_whose_event_cannot_be_asked_never_leaves(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor do later ones of its room, so that no request succeeds with KV that is not written; and
-    SGLang's worker goes on."""
+def test_a_chunk_whose_event_cannot_be_queried_never_leaves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Later chunks of its room stay as well, so that no request succeeds with KV that is not
+    written. SGLang's worker goes on."""
     caplog.set_level("ERROR", "sglang")
     queue = queue_of((1, 0, Event(-1)), (1, 1, None), (2, 0, Event(100)), (3, 0, None))
     assert take(queue, 2) == [(3, 0), (2, 0)]
@@ -169,11 +171,11 @@ def test_a_worker_spares_captures_before_it_asks(
     [("nixl", "0.5.23", True), ("nixl", "0.6.0", True), ("mooncake", "0.5.21.post1", True),
      ("mooncake", "0.5.22", False), ("mooncake", "0.10.0", False)],
 )  # fmt: skip
-def test_without_the_plugins_queues_they_are_off_where_sglang_does_not_wait(
+def test_early_sends_are_off_if_neither_sglang_nor_a_queue_waits(
     backend: str, release: str, off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the operator has set it. A NIXL that keeps its queues elsewhere may be one that was
-    not tested."""
+    """An operator's own setting stays. A NIXL manager that keeps its queues elsewhere may be one
+    that was not tested."""
     theirs: dict[str, Any] = {"transfer_queues": [object()]} if backend == "mooncake" else {}
     manager = SimpleNamespace(backend=backend, **theirs)
     for value in ("0", "1"):

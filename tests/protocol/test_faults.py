@@ -30,8 +30,8 @@ TWO_ROUNDS: dict[str, Any] = {"requests": (Request(12), Request(9)), "rounds": (
 
 
 def first(name: str, method: str, what: Callable[..., Any], of: Any = None) -> Inject:
-    """In the place of this rank's first call of a method: of a class of SGLang's kind of that name,
-    or of this class."""
+    """Replace this rank's first call of a method, of SGLang's class of that kind or of the class
+    `of`."""
 
     def inject(rank: Rank) -> None:
         cls, met = of or rank.kv_class[name], []

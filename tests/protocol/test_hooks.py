@@ -30,7 +30,7 @@ def given(record: Config | None = ON) -> Any:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """What the hooks call, in one list."""
+    """Record all calls of the hooks in one list."""
     made = MagicMock()
     for name in ("check", "check_once", "stop_if"):
         monkeypatch.setattr(releases, name, getattr(made, name))
@@ -44,11 +44,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 
 @pytest.mark.parametrize("record", [ON, OFF, None])
-def test_a_launcher_is_checked_behind_sglangs_own_checks(
+def test_a_launcher_is_checked_after_sglangs_own_checks(
     record: Config | None, steps: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without SGLang's functions, whose modules a launcher imports later. Its ranks do as it does,
-    also where the environment has asked and is not theirs."""
+    """SGLang's functions are not checked, since a launcher imports their modules later. Its ranks
+    follow its decision, even if the environment opts in and the launcher did not."""
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
     args, seen = given(record), list[Any]()
     steps.check.side_effect = lambda of, **_: seen.append(of._mixkv)
@@ -81,7 +81,7 @@ def test_a_plugin_that_fails_to_load_says_why(monkeypatch: pytest.MonkeyPatch) -
     assert said[1:] == ["  - KeyError('why')", "Report this with the message above."]
 
 
-def test_a_worker_that_takes_requests_loads_plugins_with_its_arguments(
+def test_a_tokenizer_worker_loads_plugins_with_its_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang loads none in its --tokenizer-worker-num workers."""
@@ -120,10 +120,10 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return lambda args: monkeypatch.setattr(plugin, "_published", lambda: args)
 
 
-def test_a_class_is_of_its_backend_and_kind_behind_a_check_of_these_arguments(
+def test_a_class_is_handed_out_after_a_check_of_its_arguments(
     steps: MagicMock, published: Callable[[Any], None]
 ) -> None:
-    """Others' arguments are checked on their own."""
+    """Arguments of another server are checked on their own."""
     for args in (given(), given()):
         published(args)
         for backend in (MOONCAKE, NIXL, FAKE):
@@ -138,7 +138,7 @@ def test_a_class_is_of_its_backend_and_kind_behind_a_check_of_these_arguments(
                 assert steps.mock_calls == [], "a request waits for this"
 
 
-def test_a_class_is_handed_out_behind_the_check_and_of_a_served_backend(
+def test_no_class_is_handed_out_for_an_unserved_backend(
     steps: MagicMock, published: Callable[[Any], None]
 ) -> None:
     published(args := given())
@@ -233,7 +233,7 @@ NEWEST, LATER = releases.SUPPORTED_SGLANG[-1], "99.0"
 @pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("problems", [0, 2])
 @pytest.mark.parametrize("version", [NEWEST, LATER])
-def test_what_does_not_fit_stops_unless_an_untested_release_was_asked_for(
+def test_a_mismatch_stops_unless_an_untested_release_is_allowed(
     version: str, problems: int, allowed: bool, functions: bool, installed: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -271,7 +271,7 @@ def test_a_check_looks_at_the_environment(installed: Any, monkeypatch: Any) -> N
     assert codes(given()).startswith("[MIXKV-START-03]")
 
 
-def test_arguments_are_checked_until_they_have_passed_and_then_not_again(
+def test_arguments_are_checked_until_they_have_passed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second, checked = given(), given(), list[Any]()
@@ -315,10 +315,10 @@ def takes(one: int, *, other: int = 0) -> None: ...
         ("NEWEST", ("one",), ("one",)),  # no function
     ],
 )
-def test_a_seam_that_is_not_as_expected_is_named_with_what_is_missing(
+def test_a_seam_that_differs_is_named_with_what_is_missing(
     path: str, names: tuple[str, ...], missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for what this release of SGLang does not have yet."""
+    """Names that this release of SGLang does not have yet are not missing."""
     seam = f"{__name__}:{path}"
     monkeypatch.setattr(releases, "sglang_version", lambda: NEWEST)
     for later in ((), *([(missing[0],)] if path in ("Under", "takes") and missing else [])):

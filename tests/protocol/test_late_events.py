@@ -88,7 +88,8 @@ def test_page_numbers_are_read_once_they_are_there() -> None:
 
 
 def a_forward_under_way(rank: Rank) -> None:
-    """With pipeline stages chunks are sent while their forward may run (process_prefill_chunk)."""
+    """Let rows be written late: with pipeline stages chunks are sent while their forward may run
+    (process_prefill_chunk)."""
     from sglang_mixkv.engine import sender as module
 
     real = module.DraftSender.send
@@ -130,8 +131,8 @@ def an_earlier_forward(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("lack", [None, "prefill"], ids=["warm", "cold"])
-def test_rows_are_written_behind_the_forward_that_may_still_write_them(lack: str | None) -> None:
-    """Unpacked, or zeroed where prefill has no drafter."""
+def test_rows_wait_for_a_forward_that_may_still_write_them(lack: str | None) -> None:
+    """The channel unpacks the rows, or zeroes them if prefill has no drafter."""
     special = Special(faults={("decode", 0): an_earlier_forward}, pause=2 * FORWARD_S)
     if lack is not None:
         special.draft_on = {lack: False}
@@ -141,10 +142,11 @@ def test_rows_are_written_behind_the_forward_that_may_still_write_them(lack: str
     assert outcome.statuses == {"success"}
 
 
-def test_an_event_behind_the_forwards_is_recorded_on_their_stream(
+def test_the_event_of_a_forward_is_recorded_on_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not on the scheduler's current one. Without such a stream there is nothing to wait for."""
+    """The scheduler's current stream would be the wrong one. Without a forward stream there is
+    nothing to wait for."""
 
     class Stream: ...
 

@@ -66,7 +66,7 @@ def lines(module: str) -> list[str]:
 
 @pytest.fixture
 def accepted() -> Callable[[Sequence[str]], Any]:
-    """What SGLang's own parser makes of flags."""
+    """Return a function that parses flags with SGLang's own parser."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(exit_on_error=False)

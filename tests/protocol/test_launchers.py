@@ -29,7 +29,7 @@ def call(sglang_with_plugin: Call) -> Call:
 
 
 def packages(call: Call, launched: Ended, **environ: str) -> set[str]:
-    """Whose classes a rank is handed out; `stopped` with the reason where it ends instead."""
+    """Return the packages whose classes a rank gets, or `stopped` with the reason."""
     assert launched.value is not None, launched.said[-2000:]
     rank = call(kv_classes, launched.value, **environ)
     return {rank.value[kind] for kind in KINDS} if rank.value else {f"stopped: {rank.said}"}

@@ -1,4 +1,5 @@
-"""What a rank and its manager are made of, and what a decode rank forgets of a prefill server."""
+"""The construction of a rank and its manager, and what a decode rank forgets of a prefill
+server."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ from sglang_mixkv.guards.early_sends import EarlySends
 from sglang_mixkv.series import ABORTED
 
 
-def test_sizes_of_a_prefill_server_are_bounded_before_sglang_lists_its_ranks() -> None:
+def test_sizes_are_bounded_before_sglang_lists_ranks() -> None:
     listed = list[Any]()
 
     class Stock:
@@ -365,7 +366,7 @@ def built(
 
 
 def arguments(kind: Any, made: Any) -> dict[str, Any]:
-    """What the one object of this class was made of, by the names of its parameters."""
+    """Return the arguments of the only object of this class, by the names of its parameters."""
     ((args, kwargs),) = [(one.args, one.kwargs) for one in made.call_args_list]
     return dict(inspect.signature(kind).bind(*args, **kwargs).arguments)
 
@@ -374,7 +375,7 @@ PREFILL = managers.prefill_machine.Machine, managers.PrefillWorker
 DECODE = managers.decode_machine.Machine, managers.DecodeWorker
 
 
-def test_a_prefill_manager_registers_its_row_with_its_channels_address(
+def test_a_prefill_manager_registers_its_channels_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager, made = built(monkeypatch)
@@ -410,7 +411,7 @@ def test_a_prefill_manager_registers_its_row_with_its_channels_address(
     made.register.assert_called_once_with("url", {"sglang's": 1, KEY: {"row": 1}})
 
 
-def test_a_prefill_manager_without_a_drafter_registers_a_row_without_a_channel(
+def test_a_prefill_manager_without_a_drafter_has_no_channel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager, made = built(monkeypatch, drafting=False)
@@ -527,7 +528,7 @@ def test_nothing_takes_the_kernels_place_in_silence(
 
 
 class Stock:
-    """As far as SGLang's managers are overridden."""
+    """The methods of SGLang's managers that are overridden."""
 
     def __init__(self) -> None:
         self.prefill_info_table: dict[str, Any] = {}
@@ -620,7 +621,7 @@ def test_a_slot_that_holds_no_token_is_refused_with_what_would() -> None:
 def test_an_open_waits_as_long_as_sglang_lets_a_request_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whose error messages advise 600 s each where TTFT may be long."""
+    """SGLang's error messages advise 600 s for either timeout if TTFT may be long."""
     names = [f"SGLANG_DISAGGREGATION_{of}_TIMEOUT" for of in ("WAITING", "BOOTSTRAP")]
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -638,10 +639,10 @@ OF_GPUS = json.dumps({"0": "mlx5_0", "1": "mlx5_2,mlx5_3"})
     [(OF_GPUS, "mlx5_2,mlx5_3"), ("FILE", "mlx5_2,mlx5_3"), ("mlx5_0,mlx5_1", "mlx5_0,mlx5_1"),
      (None, "")],
 )  # fmt: skip
-def test_the_data_plane_has_the_rdma_devices_of_its_gpu_as_sglang_has(
+def test_the_data_plane_uses_sglangs_rdma_devices_for_its_gpu(
     given: str | None, taken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its NIXL joins them so, too (nixl/conn.py _resolve_ucx_device_list)."""
+    """SGLang's NIXL manager joins them in the same way (nixl/conn.py _resolve_ucx_device_list)."""
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     monkeypatch.delenv(planes.NIXL_ENV, raising=False)

@@ -173,7 +173,7 @@ def test_dtypes(prefill_tp: int, decode_tp: int, target: str, draft: str) -> Non
     [(3, 1, 3), (1, 3, 3), (6, 3, 6), (3, 6, 6), (6, 2, 6), (6, 3, 3), (2, 6, 6)],
 )
 def test_sizes_that_are_no_powers_of_two(prefill_tp: int, decode_tp: int, heads: int) -> None:
-    """Where SGLang allows them: heads and ranks divide each other, one TP size the other."""
+    """SGLang allows sizes where heads and ranks divide each other, and one TP size the other."""
     draft = Cache("mha", heads=heads, layers=3)
     right(Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS))
 

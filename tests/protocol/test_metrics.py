@@ -103,7 +103,7 @@ def draft_of(pages: int) -> Any:
 def test_rows_that_a_backup_leaves_out_are_zeroed(
     backup: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of SGLang's resumed requests, and nobody else's."""
+    """Only rows of SGLang's resumed requests are zeroed."""
     monkeypatch.setattr(
         retraction, "get_disagg",
         lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),

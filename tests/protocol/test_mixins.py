@@ -1,4 +1,4 @@
-"""What passes between SGLang's classes and the channel, and in which order, without a ring.
+"""The calls between SGLang's classes and the channel, and their order, without a ring.
 
 `Stock` stands for SGLang's sender or receiver: what is called of it, and of all that the manager
 holds, is in one list of calls.
@@ -146,7 +146,7 @@ def test_chunks_are_the_tokens_that_sglang_sends(
     assert order == ["stock.send", "prefill_channel.add_chunk"] * len(counts)
 
 
-def test_a_chunk_that_the_channel_does_not_take_is_nothing_to_sglang(
+def test_a_chunk_that_the_channel_rejects_still_reaches_sglang(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, manager = use(DraftSender)
@@ -182,10 +182,11 @@ def test_of_a_senders_statuses_success_alone_waits(released: bool) -> None:
         (None, "abort", "aborted on prefill"),
     ],
 )
-def test_the_channel_reads_no_page_once_sglang_has_ended_a_sender(
+def test_the_channel_reads_no_page_after_the_end_of_a_sender(
     state: Any, does: str, reason: str
 ) -> None:
-    """Before SGLang frees them. Decode is told of an abort before SGLang forgets its ranks."""
+    """The channel is notified before SGLang frees the pages, and decode of an abort before SGLang
+    forgets its ranks."""
     one, manager = use(DraftSender)
     one.init(1)
     one.conclude_state, ends = state, call.prefill_channel.end(one.handle, reason)
@@ -194,7 +195,7 @@ def test_the_channel_reads_no_page_once_sglang_has_ended_a_sender(
     assert manager.mock_calls[2:] == [ends, *aborted, getattr(call.stock, does)()]
 
 
-def test_an_abort_of_which_decode_cannot_be_told_is_one_all_the_same(
+def test_an_abort_goes_on_if_decode_cannot_be_notified(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, manager = use(DraftSender)
@@ -220,7 +221,7 @@ def opening(**local: Any) -> tuple[Any, Any]:
 
 
 def failed(one: Any, manager: Any, reason: str) -> bool:
-    """Whether its request has failed for this reason, and nobody asks again why: SGLang's record,
+    """Return True if the request has failed for this reason, which must be final: SGLang's record,
     its state, and then prefill, to which SGLang sends the state."""
     record = call.record_failure(one.bootstrap_room, f"sglang-mixkv: {reason}")
     found = calls(manager, "record_failure", "stock.ensure_abort_notified")
@@ -245,7 +246,7 @@ def test_a_receiver_has_the_plan_of_its_server_and_ranks() -> None:
 
 @pytest.mark.parametrize("infos", [None, [], ["info"]])
 @pytest.mark.parametrize("concluded", ["before", "by SGLang", None])
-def test_a_request_that_sglang_has_ended_has_no_plan_and_no_other_reason(
+def test_a_request_that_sglang_has_ended_gets_no_plan_or_reason(
     concluded: str | None, infos: Any
 ) -> None:
     one, manager = use(DraftReceiver, mode="decode")
@@ -281,10 +282,10 @@ def test_a_request_to_a_refused_server_or_without_a_plan_fails(refused: bool) ->
 
 @pytest.mark.parametrize("given", ["by name", "by place", "nothing", "None", "0"])
 @pytest.mark.parametrize("drafting", [True, False])
-def test_a_room_is_opened_behind_sglangs_metadata_with_all_that_it_needs(
+def test_a_room_is_opened_after_sglangs_metadata(
     drafting: bool, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a drafter it has no tokens, from where it begins."""
+    """A rank without a drafter opens it with no tokens from its first one on."""
     monkeypatch.setattr(receiver, "forward_event", lambda of: f"forward of {of}")
     draft = Draft(None, None, PAGE, window=2 * PAGE) if drafting else None  # type: ignore[arg-type]
     one, manager = opening(draft=draft)
@@ -324,9 +325,7 @@ def test_a_room_that_cannot_be_opened_fails_its_request_alone(
 
 @pytest.mark.parametrize("lost", [True, False])
 @pytest.mark.parametrize("state", [None, *State])
-def test_of_a_receivers_statuses_success_alone_waits_for_the_channel(
-    state: State | None, lost: bool
-) -> None:
+def test_only_a_receivers_success_waits_for_the_channel(state: State | None, lost: bool) -> None:
     one, manager = opening()
     manager.stock.poll.return_value = KVPoll.Success
     assert one.poll() == KVPoll.Success, "it has no room"
@@ -363,7 +362,7 @@ def second(first: Any, manager: Any, number: Any = None) -> Any:
 
 
 def refused(manager: Any, again: Any, got: str) -> bool:
-    """Whether it has failed from the start, under a number that no request has."""
+    """Return True if the request has failed from the start, under a number that no request has."""
     if again.conclude_state is None:
         assert not manager.request_status
         assert not calls(manager, "record_failure", "local.reporter")
@@ -381,10 +380,8 @@ def refused(manager: Any, again: Any, got: str) -> bool:
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("mixin", [DraftSender, DraftReceiver])
-def test_the_second_use_of_a_number_fails_alone_and_is_counted_on_decode(
-    mixin: type, mode: str
-) -> None:
-    """Another manager's number is another one."""
+def test_a_second_use_of_a_number_fails_alone_and_is_counted(mixin: type, mode: str) -> None:
+    """Decode alone counts it, and the same number of another manager does not clash."""
     reporter = MagicMock()
     first, manager = use(mixin, mode=mode, reporter=reporter)
     manager.request_status, room = {}, first.bootstrap_room
@@ -418,11 +415,11 @@ def test_a_number_is_free_once_its_use_is_cleared(mixin: type) -> None:
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("mixin", [DraftSender, DraftReceiver])
 @pytest.mark.parametrize("status", [*STATUSES, KVPoll.Success])
-def test_a_sender_that_has_succeeded_leaves_its_number_to_the_next_one(
+def test_a_sender_that_has_succeeded_frees_its_number(
     mixin: type, status: Any, is_packed: bool
 ) -> None:
-    """Decode may send a request again that it has retracted while the first one is still packed,
-    whose sender waits for that under its new number."""
+    """Decode may resend a retracted request while the first one is still being packed, whose sender
+    waits for that under its new number."""
     first, manager = use(mixin)
     room = first.bootstrap_room
     if mixin is DraftSender:
@@ -440,7 +437,7 @@ def test_a_sender_that_has_succeeded_leaves_its_number_to_the_next_one(
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 63, True, 1.0, "7", None])
-def test_a_number_that_cannot_be_sent_fails_where_a_use_of_it_begins(number: Any) -> None:
+def test_an_invalid_number_fails_at_the_start_of_its_use(number: Any) -> None:
     manager = MagicMock(request_status={}, local=SimpleNamespace(mode="prefill"))
     again = type("Use", (DraftSender, Stock), {})(manager, "h:1", number)
     assert refused(manager, again, "none" if number is None else type(number).__name__)
@@ -450,7 +447,7 @@ def test_a_number_that_cannot_be_sent_fails_where_a_use_of_it_begins(number: Any
 
 
 def test_what_a_queue_hands_over_is_its_threads_own() -> None:
-    """And SGLang's manager comes out, with the pool of all that are inside one another."""
+    """SGLang's manager is returned, with the innermost of nested pools."""
     taken = list[Any]()
     inner = SimpleNamespace(k_buffer=[])
     queue = SimpleNamespace(

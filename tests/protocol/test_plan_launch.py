@@ -86,7 +86,7 @@ def test_what_a_launch_resolves_to(
     sglang_with_plugin: Call, tmp_path: Path, launcher: Any, more: str, environ: dict[str, str],
     found: dict[str, Any],
 ) -> None:  # fmt: skip
-    """After SGLang's last check, and whatever it raises."""
+    """The row is written after SGLang's last check, whatever that raises."""
     file = tmp_path / "row.json"
     sglang_with_plugin(launcher, mode("decode", more), SGLANG_MIXKV_PLAN=str(file), **environ)
     server = server_in(file)
@@ -120,7 +120,7 @@ def test_a_row_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_nothing_is_registered_without_the_variable(sglang_with_plugin: Call) -> None:
-    """And with it, what `validate` refuses is in the row."""
+    """With it, the row also says what `validate` refuses."""
     assert sglang_with_plugin(hooked).value == []
     assert sglang_with_plugin(hooked, SGLANG_MIXKV_PLAN="f").value == ["checks", "resolves"]
 
@@ -161,7 +161,7 @@ DYNAMO = max((Path(sys.prefix) / "dynamo").glob("*[0-9]"), default=Path())
 
 @pytest.mark.skipif(not DYNAMO.name, reason="NOT TESTED: this environment has no Dynamo")
 def test_a_worker_of_dynamo_answers(tmp_path: Path) -> None:
-    """With the variables that docs/tools.md names, neither etcd nor NATS is needed."""
+    """It needs neither etcd nor NATS with the variables that docs/tools.md names."""
     page = (ROOT / "docs" / "tools.md").read_text()
     named = {"DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
     assert " ".join(f"{name}={value}" for name, value in named.items()) in page

@@ -1,4 +1,4 @@
-"""Which data plane a rank takes."""
+"""The choice of a rank's data plane."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sglang_mixkv.errors import MixKVError
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """What is taken with such a backend and devices, without making an engine."""
+    """Return a function that names the data plane chosen for a backend and devices, without making
+    an engine."""
     monkeypatch.setattr(nixl, "Nixl", lambda *_: "nixl")
     monkeypatch.setattr(mooncake, "Mooncake", lambda *_: "mooncake")
 

@@ -86,10 +86,10 @@ def numbers() -> list[object]:
 
 
 def is_refused(case: Case) -> bool:
-    """What SGLang's own transfer of a GQA target cannot do over NIXL. Layers of prefill's stages
-    are paired by their numbers, which such a pool does not tell (_build_transfer_dst_indices);
-    heads that several prefill ranks have are not cut for more decode ranks
-    (_init_hetero_tp_prep_handle)."""
+    """Return True if SGLang's own transfer of a GQA target over NIXL cannot do this. Layers of
+    prefill's stages are paired by their numbers, which such a pool does not tell
+    (_build_transfer_dst_indices); heads that several prefill ranks have are not cut for more decode
+    ranks (_init_hetero_tp_prep_handle)."""
     if case.backend != "nixl" or case.target.is_mla:
         return False
     if case.prefill_tp == case.decode_tp:

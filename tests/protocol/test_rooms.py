@@ -63,11 +63,11 @@ TOP = (1 << 63) - 1
      ("1", False), ([[1]], False), ([7, TOP + 1], False), ([-1, 7], False), ([7, "8"], False)],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_number_that_cannot_be_sent_is_refused_where_a_request_is_taken(
+def test_an_invalid_number_is_refused_when_a_request_is_taken(
     rooms: Any, is_taken: bool, mode: str
 ) -> None:
-    """Also as a health check, also for a batch that is numbered from one room, where SGLang adds to
-    it first."""
+    """Health checks are refused, too, and so is a batch that SGLang numbers from one room, if
+    adding to it leaves the bounds."""
     for host in "h", FAKE_BOOTSTRAP_HOST:
         many = isinstance(rooms, list)
         check_taken(mode, is_taken, [[1]] * len(rooms) if many else [1], rooms, host)
@@ -76,7 +76,7 @@ def test_a_number_that_cannot_be_sent_is_refused_where_a_request_is_taken(
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_requests_of_one_batch_share_no_number_and_health_checks_may(mode: str) -> None:
+def test_only_health_checks_of_a_batch_may_share_a_number(mode: str) -> None:
     for host in "h", FAKE_BOOTSTRAP_HOST:
         check_taken(mode, host != "h", [[1], [1]], [7, 7], host)
 
@@ -93,10 +93,10 @@ def test_requests_of_one_batch_share_no_number_and_health_checks_may(mode: str) 
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [0, 1, 3])
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_prefill_server_that_cannot_be_asked_is_refused_where_a_request_is_taken(
+def test_an_unusable_prefill_address_is_refused_on_arrival(
     host: Any, port: Any, on_prefill: bool, on_decode: bool, batch: int, mode: str
 ) -> None:
-    """One element of a batch is enough."""
+    """One element of a batch is enough. In stock such a request ends decode's scheduler."""
     prompts: Any = [[1]] * batch if batch else [1]
     rooms, hosts, ports = list(range(batch)), ["h"] * batch, [8998] * batch
     given: tuple[Any, ...] = (
@@ -156,8 +156,8 @@ def taking(mode: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("again", [7, [7, 8], [8, 7]])
 @pytest.mark.parametrize("first", [7, [7, 9], [9, 7]])
 def test_a_number_is_refused_while_a_request_on_decode_has_it(first: Any, again: Any) -> None:
-    """On prefill it is decode's affair. A request that SGLang has taken away has none, whoever
-    still holds its state, and one with the same rid is another."""
+    """Prefill leaves this to decode. A request that SGLang has removed holds no number, whoever
+    still has its state, and one with the same rid is another."""
     manager, take = taking("prefill")
     take(first)
     take(again)
@@ -192,7 +192,7 @@ def test_what_sglang_gives_and_takes_is_handed_on() -> None:
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_samples_of_a_request_share_its_number_and_warm_ups_theirs(mode: str) -> None:
+def test_samples_of_a_request_are_refused_and_warm_ups_are_not(mode: str) -> None:
     _, take = taking(mode)
     many = {"sampling_params": {"n": 2}}
     for host in "h", FAKE_BOOTSTRAP_HOST:
@@ -202,7 +202,7 @@ def test_samples_of_a_request_share_its_number_and_warm_ups_theirs(mode: str) ->
         take(13, FAKE_BOOTSTRAP_HOST)
 
 
-def test_a_batch_that_counts_up_from_one_number_is_refused_where_it_leaves_the_bounds() -> None:
+def test_a_batch_numbered_from_one_room_is_refused_beyond_bounds() -> None:
     for first, is_taken in ((TOP - 1, True), (TOP, False)):
         request = GenerateReqInput(input_ids=[[1], [2]], bootstrap_room=first, bootstrap_host="h")
         request.normalize_batch_and_arguments()
@@ -244,8 +244,8 @@ class Stock:
 @pytest.mark.parametrize("state", [None, KVPoll.Success, KVPoll.Failed])
 @pytest.mark.parametrize("mixin", [DraftReceiver, DraftSender])
 def test_what_failed_never_ends_as_what_succeeded(mixin: type, state: Any, record: Any) -> None:
-    """Also where another rank knows the reason: without one decode would count a request that
-    failed as warm, and neither side would tell the other's channel that it is over."""
+    """A failure needs no reason of its own: otherwise decode would count a failed request as warm,
+    and neither side would tell the other's channel that it has ended."""
     use: Any = object.__new__(type("Use", (mixin, Stock), {}))
     ended = MagicMock()
     use.kv_mgr = SimpleNamespace(
@@ -263,7 +263,8 @@ def test_what_failed_never_ends_as_what_succeeded(mixin: type, state: Any, recor
 
 
 def again(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
-    """As decode's retraction, before prefill's scheduler has seen that the first one succeeded."""
+    """Send the request again, as decode's retraction does, before prefill's scheduler has seen that
+    the first one succeeded."""
     send(rank, sender, chunk, state)
     tables = rank.manager.transfer_infos  # SGLang's worker takes the first one's away
     if sender.curr_idx == sender.num_kv_indices:

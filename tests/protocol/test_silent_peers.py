@@ -58,7 +58,8 @@ class Ranks:
         return found
 
     def request(self) -> float:
-        """To the rank that answers: warm, and right; its seconds."""
+        """Send a request to the rank that answers, check that it is warm and right, and return its
+        seconds."""
         room, began = next(self._rooms), time.monotonic()
         sent = self.good.send(room, TOKENS)
         handle = self.decode.open(room, TOKENS, self.peer)

@@ -61,7 +61,7 @@ def ask(kind: str = "manager", backend: str = "mooncake") -> str:
 
 
 def in_fork(what: Callable[[], Any]) -> str:
-    """What a forked process said: `ok ...` or the text of its SystemExit."""
+    """Return what a forked process printed: `ok ...` or the text of its SystemExit."""
 
     def text(error: BaseException) -> str:
         return str(error) if isinstance(error, SystemExit) else f"error {error!r}"
@@ -147,7 +147,8 @@ def version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def warned() -> Iterator[list[str]]:
-    """What was logged of SGLang's release. SGLang takes the handlers of pytest's caplog away."""
+    """Yield the log lines about SGLang's release. pytest's caplog misses them, since SGLang removes
+    its handlers."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -180,7 +181,7 @@ def test_another_release_does_not_start(
 
 @both
 @pytest.mark.usefixtures("opted_in")
-def test_the_variable_starts_it_with_a_warning_for_each_difference(
+def test_the_variable_starts_it_with_a_warning_per_difference(
     process: Callable[[], None], version: Callable[[str], None], warned: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

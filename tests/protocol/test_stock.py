@@ -49,15 +49,16 @@ def test_gather_is_wrong_without_an_error(prefill_tp: int, decode_tp: int) -> No
 
 
 def test_scatter_is_wrong_at_low_page_numbers() -> None:
-    """At low page numbers the stray bytes stay inside the pool; elsewhere the session dies."""
+    """Stray bytes stay inside the pool at low page numbers; elsewhere the session dies."""
     requests = (Request(8), Request(4))
     outcome = run(stock(1, 2, requests=requests, shuffled=False))
     assert outcome.statuses == {"success"}
     assert any("draft entry" in wrong for wrong in outcome.wrong)
 
 
-def test_context_parallelism_with_a_hybrid_target_is_wrong_without_an_error() -> None:
-    """P > D: of two prefill ranks one sends nothing. With the plugin: test_matrix.py."""
+def test_dcp_with_a_hybrid_target_is_silently_wrong() -> None:
+    """One of two prefill ranks sends nothing (P > D). test_matrix.py has the same case with the
+    plugin."""
     outcome = run(stock(4, 2, dcp=2, hybrid=True, requests=(Request(8),)))
     assert outcome.statuses == {"success"}
     assert outcome.wrong

@@ -43,8 +43,8 @@ def opt_in(patch: pytest.MonkeyPatch, algorithm: str | None = "EAGLE3", **config
 
 
 class HostPool:
-    """As a host pool of SGLang's whose pages lie one behind the other: `parts`, K and V, or the one
-    of MLA, which has no heads."""
+    """A host pool like SGLang's, whose pages are contiguous. `parts`: K and V, or the one of MLA,
+    which has no heads."""
 
     def __init__(self, parts: int, heads: int, value: int) -> None:
         import torch
@@ -64,7 +64,7 @@ class HostPool:
 
 
 class Rank:
-    """Its store, with pages of the target and the drafter's. `value`: its heads'."""
+    """A rank's store, with pages of the target and the drafter. `value`: its heads' bytes."""
 
     def __init__(
         self, shared: dict[str, Any], tag: str, tp: int, rank: int, *, gqa: bool = False,
@@ -109,15 +109,15 @@ class Rank:
         return self.store.batch_exists(KEYS), found.kv_hit_pages
 
     def read_draft(self) -> tuple[bool, set[int]]:
-        """Whether the store calls it a success, and what the rows are then."""
+        """Return whether the store reports success, and the values of the rows then."""
         self.draft.kv_buffer.fill_(0)
         successes = self.store.batch_get_v2([self.of_draft()])["draft"]
         return all(successes), set(np.unique(self.draft.kv_buffer.numpy()).tolist())
 
 
 def in_order(shared: dict[str, Any], tag: str) -> dict[str, Any]:
-    """What servers of two and of one rank find, which share a store: two write, and one looks; it
-    writes its first page, then all; each reads."""
+    """Return what servers of two ranks and of one find in a store that they share: two write, and
+    one looks; it writes its first page, then all; each reads."""
     first, second = (Rank(shared, tag, 2, rank) for rank in (0, 1))
     other = Rank(shared, tag, 1, 0)
     seen: dict[str, Any] = {"nobody wrote": other.hits()}
@@ -136,7 +136,7 @@ def in_order(shared: dict[str, Any], tag: str) -> dict[str, Any]:
     return seen
 
 
-def test_each_size_has_its_own_objects_and_a_missing_one_ends_the_hit(
+def test_each_size_has_its_own_objects_and_a_gap_ends_the_hit(
     shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opt_in(monkeypatch)
@@ -151,7 +151,7 @@ def test_each_size_has_its_own_objects_and_a_missing_one_ends_the_hit(
     }
 
 
-def test_without_the_plugin_half_a_page_of_other_heads_is_a_success(
+def test_stock_reads_half_a_page_of_other_heads_as_a_success(
     shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opt_in(monkeypatch, enabled=False)
@@ -162,7 +162,7 @@ def test_without_the_plugin_half_a_page_of_other_heads_is_a_success(
 
 
 def suffixes(shared: dict[str, Any], tag: str) -> dict[str, Any]:
-    """How the objects of a page are called."""
+    """Return the names of a page's objects."""
     heads = {"gqa": Rank(shared, tag, 2, 1, gqa=True), "pp": Rank(shared, tag, 2, 1, pp=2)}
     split = Rank(shared, tag, 2, 1, gqa=True, should_split_heads=True, tp_lcm_size=4)
     mla = Rank(shared, tag, 2, 1)

@@ -1,5 +1,5 @@
-"""What SGLang alone moves of a target while the drafter's pool is hidden from it, which is the base
-of the draft channel.
+"""The transfer of a target by SGLang alone while the drafter's pool is hidden from it, which is the
+base of the draft channel.
 
 Each rank has a drafter's pool, and runs SGLang's own classes with KV args of the target alone.
 That such targets arrive is proved with the plugin (test_matrix.py, test_random.py),
@@ -114,9 +114,9 @@ ON_DECODE = {"prefill": "appended", "decode": "hidden"}
 
 
 @pytest.mark.transports
-def test_hidden_on_prefill_alone_a_gqa_target_as_deep_as_the_drafter_is_wrong() -> None:
-    """Twice the layers look like all stages of a model, and V goes to the drafter's K
-    (get_mha_kv_ptrs_with_pp)."""
+def test_hidden_on_prefill_alone_a_gqa_target_is_wrong() -> None:
+    """Its depth equals the drafter's: twice the layers look like all stages of a model, and V goes
+    to the drafter's K (get_mha_kv_ptrs_with_pp)."""
     target = Cache("mha", layers=1, heads=4)
     outcome = run(alone(Case(2, 1, target=target, requests=SHORT), ON_PREFILL))
     assert outcome.statuses == {"success"}
@@ -124,7 +124,7 @@ def test_hidden_on_prefill_alone_a_gqa_target_as_deep_as_the_drafter_is_wrong() 
 
 
 def test_hidden_on_decode_alone_an_mla_target_is_overwritten() -> None:
-    """Without an error: the drafter's K and V go to the last two layers. So decode must not
+    """No error shows it: the drafter's K and V go to the last two layers. So decode must not
     register with a prefill rank before it knows that this one hides its drafter as well."""
     if sglang_version() == "0.5.21":
         pytest.skip("a thread of prefill ends there, as below")

@@ -1,4 +1,4 @@
-"""What becomes of the others' requests when a rank or a link is gone, slow, or stands still.
+"""The fate of other requests when a rank or a link is gone, slow, or stands still.
 
 Rank 1 of a prefill server of TP 2 sends draft KV alone, since one rank sends an MLA target. Server
 `A` meets the fault, server `B` does not; or one of two decode ranks that `A` serves does. Links are
@@ -110,7 +110,7 @@ def cut(network: Network, seconds: float, *hosts: int) -> Act:
 
 
 def killed(*ranks: Key, restart: bool = False) -> Act:
-    """As SGLang ends a server, and an operator starts it again."""
+    """Kill ranks as SGLang ends a server, and start them again as an operator would."""
     return for_a_while(
         RESTART_S, lambda ring: ring.kill(*ranks), lambda ring: restart and ring.start(*ranks)
     )
@@ -192,8 +192,8 @@ def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
 def test_all_links_of_a_server_go_down(
     network: Network, seconds: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its requests fail or wait by SGLang's own rules, which gives it up after some 4 s. The others
-    notice nothing.
+    """SGLang's own rules decide over its requests: they fail or wait until SGLang gives the server
+    up, after some 4 s. The others notice nothing.
 
     Later its requests may wait for as long again: decode's sockets to the prefill ranks' own ports,
     SGLang's, try to connect at the kernel's growing intervals. After 40 s over NIXL it may fail
@@ -224,8 +224,9 @@ def test_all_links_of_a_server_go_down(
 def test_a_rank_stands_still(
     rank: Key, seconds: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For longer than a request waits; than a read may take, and a message; than a segment waits
-    for a slot. It goes on with what it had begun: every byte is still right."""
+    """It stands still for longer than a request waits, than a read or a message may take, and than
+    a segment waits for a slot. Then it goes on with what it had begun: every byte is still
+    right."""
     monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "50")
     result = run(flow(rank, seconds, tokens=tokens), {AT: stopped(rank, seconds)})
@@ -249,9 +250,9 @@ def test_a_rank_stands_still(
     indirect=["backend"],
 )  # fmt: skip
 def test_at_each_stage(end: str, rank: Key, backend: str, request: pytest.FixtureRequest) -> None:
-    """Of a room of its own, one after the other: the link is cut for a second, or the rank. A
-    prefill rank that is killed takes its server with it. Everybody waits while this test holds
-    decode's channel."""
+    """The link is cut for a second, or the rank is, at each stage of a room of its own, one after
+    the other. A prefill rank that is killed takes its server with it. Everybody waits while this
+    test holds decode's channel."""
     network = request.getfixturevalue("network") if end == "cut" else None
     others, held = [one for one in ALL_OF_A if one != rank] if rank in ALL_OF_A else [], [0.0]
 

@@ -25,7 +25,7 @@ def test_rows_in_reach_are_moved_and_no_others(
 
 
 def test_bytes_of_a_long_prompt() -> None:
-    """By the plugin's own count."""
+    """The plugin's own count shows how many bytes it saves."""
     long = Request(16 << 10, chunk_pages=32)
     case = Case(2, 1, draft=Cache("mha", layers=2, heads=4), requests=(long,), page_size=64)
     whole = right(case).total("needed_bytes_total")

@@ -65,8 +65,8 @@ STARTS, READY, DONE = range(3)  # stages of a rank
 
 @dataclass(frozen=True)
 class Traffic:
-    """At most so many `requests`, of `tokens` each; once everything was done to the ranks, `tail`
-    more to each server, or fewer where ENOUGH in a row are warm.
+    """Requests between servers: at most so many `requests`, of `tokens` each; once everything was
+    done to the ranks, `tail` more to each server, or fewer if ENOUGH in a row are warm.
 
     `prefills` servers of TP 2; decode ranks of TP 1, in `decodes` DP ranks. Each of these has at
     most AT_ONCE requests open at each server, and begins one there at most each `every` seconds.
@@ -91,7 +91,7 @@ class Traffic:
         return number % self.prefills
 
     def decode_of(self, number: int) -> int:
-        """Its DP rank."""
+        """Return the request's DP rank on decode."""
         return number // self.prefills % self.decodes
 
     def case(self) -> Case:
@@ -216,7 +216,7 @@ class TrafficRank(Rank):
             time.sleep(2e-3)  # so that a request takes long enough to be met by what is done to it
 
     def _ask(self) -> None:
-        """Until all have ended; earlier where another rank has an error."""
+        """Serve requests until all have ended, or another rank has an error."""
         traffic, shared, of = self.traffic, self.shared, self.traffic.server_of
         servers, ends = range(traffic.prefills), False
         queues = [deque(n for n in self._numbers if of(n) == server) for server in servers]
@@ -349,7 +349,7 @@ class Ring(Servers):
             self.shared.over.value = 1
 
     def _is_done(self) -> bool:
-        """Whether each decode rank has ended its requests, or was killed for good."""
+        """Return True if each decode rank has ended its requests, or was killed for good."""
         return bool((self.shared.states["decode"] == DONE).all())
 
     def _act(self, at: Mapping[int, Act], marks: dict[int, Any], problems: list[str]) -> None:
@@ -370,7 +370,7 @@ class Ring(Servers):
 
 
 def run(traffic: Traffic, at: Mapping[int, Act]) -> Result:
-    """`at`: what is done once so many requests have ended."""
+    """Run this traffic. `at`: what to do once so many requests have ended."""
     return Ring(traffic).result(at)
 
 
@@ -400,24 +400,24 @@ class Result:
         return [one for one in self.ended if (of(one.number) == rank) is touched]
 
     def since(self, mark: int, touched: bool = True) -> list[Ended]:
-        """Of these, those that began after an action was done."""
+        """Return those that began after an action was done."""
         return [one for one in self.of(touched) if one.began > self.marks[mark][1]]
 
     def during(self, mark: int, touched: bool = True) -> list[Ended]:
-        """Of these, those that began and ended meanwhile: one that is there when the fault ends
+        """Return those that began and ended during an action: one that is there when the fault ends
         may be served."""
         began, ended = self.marks[mark]
         of = self.of(touched)
         return [one for one in of if began < one.began and one.began + one.seconds < ended]
 
     def before(self, mark: int, touched: bool = True) -> list[Ended]:
-        """Of these, those that ended before an action began."""
+        """Return those that ended before an action began."""
         start = self.marks[mark][0]
         return [one for one in self.of(touched) if one.began + one.seconds < start]
 
     def found(self, *, late: bool = True) -> list[str]:
-        """What is wrong, or left. Not `late`: without what messages leave for a time that come when
-        their request has ended, SGLang's and ours."""
+        """Return what is wrong or left. Not `late`: leave out what messages of SGLang and ours
+        leave for a time if their request has ended before they come."""
         return [line for line in self.problems if late or not LATE.match(line)]
 
 

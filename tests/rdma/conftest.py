@@ -1,5 +1,5 @@
-"""What runs over RDMA verbs, skipped where no device is. Neither torch nor SGLang is imported,
-which takes minutes where a processor is emulated.
+"""Tests over RDMA verbs, which are skipped without a device. Neither torch nor SGLang is imported,
+which takes minutes on an emulated processor.
 
 Ways: a reader and its peers at one device (`mooncake-rdma`, `nixl-rc`); the same by its GID of one
 version of IP (`-4`, `-6`); at both ends of the guest's wire (`-wire`), and each at both devices

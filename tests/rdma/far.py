@@ -23,7 +23,7 @@ START_S = 600.0
 
 @dataclass
 class Failure:
-    """What a function raised there."""
+    """The text of an error that a function raised there."""
 
     text: str
 

@@ -36,8 +36,8 @@ def check_nobody_writes(reader: Reader, seconds: float = 3) -> None:
 
 
 def check_a_peers_end(reader: Reader, end: Callable[[], None]) -> None:
-    """In the middle of a list: its reads fail, and nothing lands any more. The second peer is read
-    meanwhile and later."""
+    """End a peer in the middle of a list: its reads fail, and nothing lands any more. The second
+    peer is read meanwhile and later."""
     lost, other = reader.connect(0), reader.connect(1)
     tag = begin_list(reader, lost)
     end()
@@ -73,7 +73,8 @@ def check_a_wrong_part(reader: Reader, there: int, inside: int = 0) -> None:
 
 
 def claim(peer: RemoteMemory) -> None:
-    """That it has more memory than is true, so that its reads are not refused on this side."""
+    """Claim more memory for the peer than it has, so that its reads are not refused on this
+    side."""
     import msgspec
 
     there = peer.endpoint.memory

@@ -71,13 +71,14 @@ def serve(pipe: Any, way: Way, times: Times, heads: range) -> None:
 
 
 def rest(rank: Prefill | Decode) -> tuple[list[str], int]:
-    """What is left of requests, and the free slots, once nothing is or a minute has passed."""
+    """Return what is left of requests, and the free slots, once nothing is left or a minute has
+    passed."""
     wait_for(lambda: not left(rank.channel) and rank.slots.free_slots == SLOTS, 60)
     return left(rank.channel), rank.slots.free_slots
 
 
 def serve_far(pipe: Any, way: Way, times: Times, heads: range) -> None:
-    """On the second machine."""
+    """Serve on the second machine."""
     serve(pipe, enter(way), times, heads)
 
 
@@ -92,7 +93,7 @@ class Served:
         there.close()
 
     def begin(self) -> Any:
-        """Its row."""
+        """Start the rank, and return its row."""
         self.pipe.send("begin")
         return self.pipe.recv()
 
@@ -161,15 +162,15 @@ class Ranks:
         raise AssertionError("no request was met midway")
 
     def is_read(self, of: int) -> bool:
-        """Whether a read from this rank is in flight."""
+        """Return True if a read from this rank is in flight."""
         running = self.decode.channel._links._store.plane._running
         return any(read.tag[0].peer == self.peers[of] for read in list(running))
 
     def end(
         self, number: int, handle: ReceiveHandle, of: Sequence[int] = (0, 1)
     ) -> tuple[str, str]:
-        """What became of it: with all rows right where it is warm, and else each of them right or
-        zero. Its pages go to another request."""
+        """End a request and return its verdict. All rows are right if it is warm, and else each is
+        right or zero. Its pages go to another request."""
         assert wait_for(lambda: handle.state is not None, 120), "it is not decided"
         rows = handle.rows(0, TOKENS)
         for n in of:
@@ -190,7 +191,8 @@ class Ranks:
         return self.end(number, handle, of or (0, 1))
 
     def until_warm(self, seconds: float = 60) -> int:
-        """How many requests were cold before; the next ones are warm too."""
+        """Send requests until one is warm, check that the next ones are warm too, and return how
+        many were cold."""
         until, cold = time.monotonic() + seconds, 0
         while (found := self.request()) != ("warm", ""):
             print("  then", found, flush=True)
@@ -211,7 +213,7 @@ class Ranks:
 
 
 def run(way: str, times: Times, body: Callable[[Ranks], None], make: type[Any] = Served) -> None:
-    """In a process of its own."""
+    """Run `body` in a process of its own."""
     failure = in_fork(partial(live, way, times, body, make), lambda _: traceback.format_exc())
     assert failure is None, failure
 

@@ -27,7 +27,7 @@ over = pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 def doctor(
     backend: str, *before: str, stretch: float = LONGEST, **env: str
 ) -> dict[tuple[str, str], tuple[str, str]]:
-    """What it finds: value and problem."""
+    """Return the doctor's findings: value and problem."""
     flags = ("--json", "--no-seams", "--mixkv-staging-mb", "8")
     where = ("--disaggregation-transfer-backend", backend)
     where += ("--disaggregation-ib-device", devices()[0].name)
@@ -59,8 +59,8 @@ def test_too_little_memory_may_be_locked() -> None:
 
 
 def test_too_little_memory_may_be_locked_for_ucx() -> None:
-    """Which asks for it again and again, and never makes its backend. The doctor ends that, and
-    shows what UCX says."""
+    """UCX asks for the memory again and again, and never makes its backend. The doctor ends that,
+    and shows UCX's message."""
     found = doctor("nixl", *UNLOCKED, stretch=min(STRETCH, 2), UCX_LOG_LEVEL="error")
     value, problem = found["data plane", "read"]
     print(problem)

@@ -54,7 +54,7 @@ def ready(halves: Any, far: Any) -> Any:
 
 
 def two() -> list[Device]:
-    """Or one, twice."""
+    """Return two devices, or one device twice."""
     return (devices() * 2)[:2]
 
 
@@ -84,7 +84,7 @@ def check(halves: Any, case: Case, prefill: Device, decode: Device, run: Any = N
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BOTH)
 def test_every_byte(halves: Any, backend: str, shape: tuple[int, int]) -> None:
-    """Across the wire, by the device that SGLang's argument names on each side."""
+    """The bytes cross the wire, by the device that SGLang's argument names on each side."""
     way = go(f"{backend}-wire")
     named = {"prefill": way.peer.devices, "decode": way.reader.devices}
     decode, prefill = two()

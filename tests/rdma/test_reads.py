@@ -1,4 +1,4 @@
-"""Over verbs, what the backends must do with reads that go wrong, and over which paths they go."""
+"""The backends' reads over verbs: what must happen if they go wrong, and which paths they take."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WIRE = "mooncake-wire", "nixl-wire"
 
 @over("mooncake-4", "nixl-4", "mooncake-6", "nixl-6", *WIRE, "mooncake-two", "nixl-two", peers=2)
 def test_bytes_are_right(reader: Reader) -> None:
-    """By either GID, across a wire, and with two devices on both sides, which are both used. The
-    wire is not slow: at 64 Mbit/s Mooncake's reads fail behind the seconds of others."""
+    """The ways include both GIDs, a wire, and two devices on both sides, both of which are used.
+    The wire is fast: at 64 Mbit/s Mooncake's reads time out while they queue."""
     used = devices()[: 2 if reader.way.endswith("two") else 1]
     before = [device.sent for device in used]
     if reader.way.endswith("-wire"):
@@ -68,7 +68,8 @@ def test_what_the_device_alone_refuses(reader: Reader) -> None:
 
 
 def end_engine(pipe: Any, plane: DataPlane, _: int) -> None:
-    """Of a process that lives on: its queue pairs are destroyed, and its memory is unregistered."""
+    """End the engine of a process that lives on: its queue pairs are destroyed, and its memory is
+    unregistered."""
     plane.__dict__.update(_engine=None, _agent=None)
     pipe.send("ended")
 
@@ -87,8 +88,8 @@ def test_a_peer_behind_a_wire_is_killed(reader: Reader) -> None:
 
 
 def check_an_interruption(reader: Reader, cut: Any, mend: Any) -> None:
-    """Of 2 s: reads end, right or failed. Until they fail: nothing lands any more. The peer is read
-    afterwards."""
+    """Cut the link for 2 s, and reads end, right or failed; cut it until they fail, and nothing
+    lands any more. The peer can be read afterwards."""
     try:
         for down_s in (2.0, PATIENCE_S):
             peer = reader.connect()
@@ -123,7 +124,7 @@ def test_a_device_that_goes_down(reader: Reader) -> None:
 
 @over(*BOTH)
 def test_a_stopped_peer_is_read_without_it(reader: Reader) -> None:
-    """Over TCP these reads wait for it. A device answers by itself."""
+    """A device answers by itself, while reads over TCP wait for the peer."""
     peer = reader.connect()
     reader.peers[0].stop()
     assert reader.wait(reader.start(peer, *LIST)) == [""]
@@ -141,9 +142,9 @@ def wait_for_port(port: int) -> None:
 
 @over("mooncake-rdma", peers=0, later=2)
 def test_a_peer_that_was_restarted_at_its_address(reader: Reader) -> None:
-    """Its new instance is read right. By the name of the old one a read fails, or has the new one's
+    """The new instance is read right. A read by the old one's name fails, or returns the new one's
     bytes: once a part has failed, Mooncake asks that address again (getSegmentDescByID in its
-    transfer_metadata.cpp), and a slot's stamp has to tell. (NIXL's agents have names of their
+    transfer_metadata.cpp), and only a slot's stamp tells. (NIXL's agents have names of their
     own.)"""
     one, two = reader.peers
     port = {"MC_MIN_RPC_PORT": "20117", "MC_MAX_RPC_PORT": "20118"}

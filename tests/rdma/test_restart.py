@@ -24,8 +24,9 @@ def rig() -> Any:
 
 @pytest.mark.parametrize("way", ["mooncake-far", "nixl-far"])
 def test_a_host_that_is_restarted(rig: Any, way: str) -> None:
-    """While its ranks are read: that request is cold, since it could not be read, or not in time,
-    and no row is wrong. Its new ranks are other instances, and warm from the first request."""
+    """The host restarts while its ranks are read: that request is cold, since it could not be read,
+    or not in time, and no row is wrong. Its new ranks are other instances, and warm from the first
+    request."""
 
     def body(ranks: Any) -> None:
         device = devices()[2]

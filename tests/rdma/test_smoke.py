@@ -1,4 +1,4 @@
-"""Over verbs: bytes, endpoints, and a peer that is killed."""
+"""Smoke tests over verbs: bytes, endpoints, and a peer that is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOTH = "mooncake-rdma", "nixl-rc"
 
 @over(*BOTH, peers=2)
 def test_bytes_are_right(reader: Reader) -> None:
-    """And the device has carried them."""
+    """The device, not TCP, has carried the bytes."""
     device = devices()[0]
     before = device.sent
     check_bytes(reader)

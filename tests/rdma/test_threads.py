@@ -39,8 +39,8 @@ def test_requests_of_two_ranks_are_warm(rig: Any, way: str) -> None:
 
 @over_the_wire
 def test_a_link_that_is_down_for_2_s(rig: Any, way: str) -> None:
-    """In the middle of a request. The device sends again what was lost, or gives up: then its
-    drafter is cold, since it could not be read."""
+    """The link fails in the middle of a request. The device resends what was lost, or gives up:
+    then the drafter is cold, since it could not be read."""
 
     def body(ranks: Any) -> None:
         number, handle = ranks.begin_midway()
@@ -75,7 +75,8 @@ def test_a_link_that_stays_down(rig: Any, way: str) -> None:
 
 @over_the_wire
 def test_a_request_does_not_wait_for_reads(rig: Any, way: str) -> None:
-    """Of a link that is down: it is cold in time, and what lands later lands in slots alone."""
+    """The link of these reads is down: the request is cold in time, and bytes that land later land
+    only in slots."""
 
     def body(ranks: Any) -> None:
         assert ranks.until_warm() == 0
@@ -94,7 +95,7 @@ def test_a_request_does_not_wait_for_reads(rig: Any, way: str) -> None:
 
 @over_the_wire
 def test_a_rank_that_stands_still(rig: Any, way: str) -> None:
-    """What it has announced is read meanwhile, and its slots are its own again once it goes on."""
+    """Its announced slots are read meanwhile, and belong to it again once it goes on."""
 
     def body(ranks: Any) -> None:
         number, handle = ranks.begin_midway()
@@ -112,8 +113,8 @@ def test_a_rank_that_stands_still(rig: Any, way: str) -> None:
 
 @over_the_wire
 def test_a_rank_that_is_killed(rig: Any, way: str) -> None:
-    """While it is read: that request is cold, those of the other rank alone are warm, and so are
-    those of both once another one is in its place."""
+    """The rank dies while it is read: that request is cold, those of the other rank alone are warm,
+    and so are those of both once a new rank has taken its place."""
 
     def body(ranks: Any) -> None:
         number, handle = ranks.begin_midway()

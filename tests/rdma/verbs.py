@@ -70,18 +70,19 @@ def address_of(network: str) -> str:
 
 
 def lose(percent: int, network: str = "wire1") -> None:
-    """Of what comes from the second device over the guest's wire, or from another one."""
+    """Drop this share of what arrives from the second device over the guest's wire, or over another
+    network."""
     command = f"tc qdisc replace dev {network} parent 1:1 netem limit 100000 loss {percent}%"
     subprocess.run(command.split(), check=True)
 
 
 def set_rate(rate: str) -> None:
-    """Of the guest's wire, both ways."""
+    """Set the rate of the guest's wire, both ways."""
     for wire in "wire0", "wire1":
         change = f"tc qdisc change dev {wire} root handle 1: tbf rate {rate} burst 100kb"
         subprocess.run([*change.split(), "limit", "100mb"], check=True)
 
 
 def set_link(state: str) -> None:
-    """Of the second device."""
+    """Set the second device's link up or down."""
     subprocess.run(["ip", "link", "set", "wire1", state], check=True)

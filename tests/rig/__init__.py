@@ -1,4 +1,4 @@
-"""What several tests share. Helpers for a single folder of tests are kept there.
+"""Parts that several folders of tests share. Helpers for a single folder of tests are kept there.
 
 channel    the draft channel without SGLang: machines, threads, data planes, prefill servers
 ring       SGLang's own managers, one process per rank, and the truth that bytes are compared with

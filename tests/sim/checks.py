@@ -1,4 +1,4 @@
-"""What must hold, whatever goes wrong."""
+"""The invariants, which hold whatever goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong, one class per kind. Other files know a kind only by its name in a scene.
+"""The faults, one class per kind. Other files know a kind only by its name in a scene.
 
 A new kind is a class here: it is drawn `often`, and says when it begins, what it is in the small
 world of every.py, and which requests it spares. Drawing, trying and judging it then follow.
@@ -39,8 +39,8 @@ STOPS = "", "", "sampled", "emitted"  # what a stop comes into: "", wherever the
 
 
 class Occasion(NamedTuple):
-    """What a fault is drawn from: a time, and the ranks of a request, of which `one` is either.
-    `name`: the name under which decode addresses its prefill server."""
+    """The inputs from which a fault is drawn: a time, and the ranks of a request, of which `one` is
+    either. `name`: the name under which decode addresses its prefill server."""
 
     rng: random.Random
     time: float

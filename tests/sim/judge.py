@@ -29,7 +29,7 @@ EPS = 1e-6
 
 @dataclass(slots=True)
 class Transfer:
-    """How many segments were announced, and how many are in place."""
+    """Counts of the segments that were announced, and of those in place."""
 
     announced: int = 0
     placed: int = 0

@@ -1,4 +1,4 @@
-"""What memory holds here: one number per row, which names its prompt, token and heads.
+"""Memory as it is simulated: one number per row, which names its prompt, token and heads.
 
 A row of a prefill pool is `row(prompt, token)`. In a slot, the packed heads are added to it. A
 decode pool has one cell per token and head. A slot is stamp, rows, sum.

@@ -1,4 +1,4 @@
-"""What connects processes: connections for messages, and the data plane.
+"""The connections between processes, for messages, and the data plane.
 
 A connection keeps its messages in order, and loses one only by breaking. A read covers several
 slots, and ends as a whole. Bytes may land until it has ended, however long that takes, but not

@@ -1,4 +1,4 @@
-"""Which requests must be warm whatever goes wrong."""
+"""The requests that must be warm whatever goes wrong."""
 
 from __future__ import annotations
 

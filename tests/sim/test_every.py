@@ -48,7 +48,7 @@ def test_a_fault_and_a_late_step() -> None:
 
 
 def test_a_restart_and_a_connection_that_breaks() -> None:
-    """What is read from the new instance's slots is refused, and the room goes cold."""
+    """Data read from the new instance's slots is refused, and the room goes cold."""
     kinds = Kill(0, PREFILL, 0.1), Break(0, READER, 0.0, PREFILL)
     explore(MORE, 0, 2, 30, kinds=kinds)
 

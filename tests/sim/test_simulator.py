@@ -29,15 +29,15 @@ def hold(seeds: Iterable[int], seconds: float = 1e9) -> Result:
 
 
 def test_known_seeds_hold() -> None:
-    """Among them are slots with the right stamp and a wrong sum, which threads refuse unread and
-    GPUs zero behind themselves."""
+    """Some of these seeds have slots with the right stamp and a wrong sum, which threads refuse
+    unread, and whose rows GPUs zero after storing them."""
     seen = hold(range(400)).seen
     assert min(seen["DIFFERS", on_device, True] for on_device in (False, True)) > 2
 
 
-def test_stamp_and_sum_catch_what_a_suspended_host_takes_for_its_own() -> None:
-    """Its clock stood still, so it reads and uses slots that may be others' by now. Of the slots
-    that were, some still held what it was told, some did not."""
+def test_stamps_and_sums_catch_what_a_suspended_host_misreads() -> None:
+    """Its clock stood still, so it reads and uses slots that may have new owners by now. Some of
+    those slots still held what was announced, some did not."""
     seen = Counter[Any]()
     for seed in range(200):
         outcome = run_spec(Draw(seed, "suspended").spec())

@@ -1,7 +1,6 @@
-"""What the network, and copies, did with each peer's segments on one decode rank: whether the rank
-itself delayed the peer. It follows stamps, from the arrival of their READY on, and knows no
-requests, slots or shares.
-"""
+"""The transfers of each peer's segments to one decode rank, by network and copies, which tell
+whether the rank itself delayed the peer. Only stamps are followed, from the arrival of their READY
+on; requests, slots and shares are unknown here."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Event:
 
 
 class Store:
-    """What a worker and a copier know of their rank's memory."""
+    """The interface to a rank's memory that its worker and its copier use."""
 
     def __init__(self, rank: Process) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""Which ranks meet: SGLang's rule, restated; test_plan.py compares it."""
+"""SGLang's rule for which ranks meet, restated; tests/pure/tools/test_plan.py compares it."""
 
 from __future__ import annotations
 

@@ -149,10 +149,11 @@ def stop(worker: Any) -> None:
 
 
 class _Side:
-    """What both sides have. `memory`: the pool's rows, K and V beside each other, on pages of their
-    own that `take_away` unmaps, as SGLang's memory saver does. `device`: makes GpuRows of a pool
-    and its staging; None if threads copy. `rows`, `staging`, `plane` and `on_device` (GpuRows for
-    both) can be passed in, for example on a GPU; then `memory` is not what is transferred."""
+    """The parts that both sides have. `memory`: the pool's rows, K and V beside each other, on
+    pages of their own that `take_away` unmaps, as SGLang's memory saver does. `device`: makes
+    GpuRows of a pool and its staging; None if threads copy. `rows`, `staging`, `plane` and
+    `on_device` (GpuRows for both) can be passed in, for example on a GPU; then `memory` is not what
+    is transferred."""
 
     device: Callable[[DraftRows, Staging], Any] | None = None
     size: tuple[int, int]  # slots, and their bytes

@@ -1,4 +1,4 @@
-"""What a process holds, and which of it has grown."""
+"""The resources that a process holds, and which of them have grown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank logs, for a test to read."""
+"""A rank's log lines, for a test to read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Kept(logging.Handler):
 
 
 def keep_lines(words: str) -> Callable[[Rank], None]:
-    """For `Special.before`: add the plugin's log lines with these words to the rank's reasons."""
+    """Add the plugin's log lines with these words to the rank's reasons, as a `Special.before`."""
 
     def keep(rank: Rank) -> None:
         log = logging.getLogger("sglang.sglang_mixkv")

@@ -9,7 +9,8 @@ from typing import Any
 
 
 class Releases:
-    """What failed requests of a decode rank hold until no write to it can be in flight.
+    """The resources that failed requests of a decode rank hold until no write to them can be in
+    flight.
 
     SGLang's own deferred release decides: DecodeTransferQueue._defer_release and
     resolve_deferred_releases (disaggregation/decode.py)."""

@@ -63,7 +63,7 @@ class Outcome:
 
 
 class Stages:
-    """What PPConsensusStore needs of SGLang's PP group: one broadcast from stage 0."""
+    """The part of SGLang's PP group that PPConsensusStore needs: one broadcast from stage 0."""
 
     def __init__(self, queue: Any, size: int) -> None:
         self._queue, self._size = queue, size
@@ -126,8 +126,8 @@ def run(case: Case) -> Outcome:
 
 
 def start(case: Case, ports: list[int], sides: Collection[str] = SIDES) -> Servers:
-    """Of a case's ranks those of these sides. Where prefill's are elsewhere, they are there
-    already, and whoever has started decode's calls `all_sent`."""
+    """Start the ranks of these sides. If prefill's run elsewhere, they are up already, and whoever
+    has started decode's calls `all_sent`."""
     context = mp.get_context("fork")
     shared = Shared(
         bootstrap_up=[context.Event() for _ in ports],
