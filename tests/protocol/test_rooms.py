@@ -96,7 +96,7 @@ def test_only_health_checks_of_a_batch_may_share_a_number(mode: str) -> None:
 def test_an_unusable_prefill_address_is_refused_on_arrival(
     host: Any, port: Any, on_prefill: bool, on_decode: bool, batch: int, mode: str
 ) -> None:
-    """One element of a batch is enough. In stock such a request ends decode's scheduler."""
+    """One element of a batch is enough."""
     prompts: Any = [[1]] * batch if batch else [1]
     rooms, hosts, ports = list(range(batch)), ["h"] * batch, [8998] * batch
     given: tuple[Any, ...] = (
