@@ -163,7 +163,7 @@ def test_its_entry_points_load_in_the_clean_environment(clean: Path) -> None:
 
 
 def test_the_commands_work_without_sglang(clean: Path) -> None:
-    """And without torch: on a router's host, or a laptop."""
+    """They do not need torch, either: they run on a router's host, or on a laptop."""
 
     def call(*arguments: str, status: int = 0) -> str:
         return run("-m", "sglang_mixkv", *arguments, cwd=clean, status=status, site=clean)

@@ -117,7 +117,7 @@ def test_reads_of_a_stopped_peer_end_with_their_last_byte(reader: Reader) -> Non
 
 @over(*WAITING, peers=2)
 def test_connecting_to_a_stopped_peer_holds_up_nobody(reader: Reader) -> None:
-    """If the connection is given up, another one can be made once the peer has answered."""
+    """A connection that was given up can be made again once the peer has answered."""
     other = reader.connect(1)
     reader.peers[0].stop()
     with ThreadPoolExecutor(1) as pool:

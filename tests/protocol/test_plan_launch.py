@@ -120,7 +120,7 @@ def test_a_row_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_nothing_is_registered_without_the_variable(sglang_with_plugin: Call) -> None:
-    """With it, the row also says what `validate` refuses."""
+    """The variable also adds to the row what `validate` refuses."""
     assert sglang_with_plugin(hooked).value == []
     assert sglang_with_plugin(hooked, SGLANG_MIXKV_PLAN="f").value == ["checks", "resolves"]
 

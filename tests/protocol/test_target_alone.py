@@ -115,8 +115,8 @@ ON_DECODE = {"prefill": "appended", "decode": "hidden"}
 
 @pytest.mark.transports
 def test_hidden_on_prefill_alone_a_gqa_target_is_wrong() -> None:
-    """Its depth equals the drafter's: twice the layers look like all stages of a model, and V goes
-    to the drafter's K (get_mha_kv_ptrs_with_pp)."""
+    """A target as deep as the drafter looks like all stages of a model twice as deep, and V goes to
+    the drafter's K (get_mha_kv_ptrs_with_pp)."""
     target = Cache("mha", layers=1, heads=4)
     outcome = run(alone(Case(2, 1, target=target, requests=SHORT), ON_PREFILL))
     assert outcome.statuses == {"success"}

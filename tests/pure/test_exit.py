@@ -78,7 +78,7 @@ def test_no_thread_is_left_at_the_end(plane: str, hangs: str) -> None:
     assert "pending" not in ended.stderr
 
 
-def test_threads_that_hang_hold_up_the_end_no_longer_than_one_does(
+def test_several_hung_threads_delay_the_end_no_longer_than_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Threads that end leave the others what is left of the time."""

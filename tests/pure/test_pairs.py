@@ -17,8 +17,8 @@ import pytest
 def test_what_trains_a_pair_knows_the_shipped_one(
     target: str, kind: str, symbols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its models read the checkpoints, and its damage to a KV head is the damage that these
-    drafters are sensitive to."""
+    """The trainer's models read the checkpoints, and the damage that it does to a KV head is what
+    these drafters are sensitive to."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "train_pair"))

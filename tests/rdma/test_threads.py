@@ -95,7 +95,7 @@ def test_a_request_does_not_wait_for_reads(rig: Any, way: str) -> None:
 
 @over_the_wire
 def test_a_rank_that_stands_still(rig: Any, way: str) -> None:
-    """Its announced slots are read meanwhile, and belong to it again once it goes on."""
+    """The rank's announced slots are read meanwhile, and belong to it again once it goes on."""
 
     def body(ranks: Any) -> None:
         number, handle = ranks.begin_midway()

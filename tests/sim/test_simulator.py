@@ -36,8 +36,8 @@ def test_known_seeds_hold() -> None:
 
 
 def test_stamps_and_sums_catch_what_a_suspended_host_misreads() -> None:
-    """Its clock stood still, so it reads and uses slots that may have new owners by now. Some of
-    those slots still held what was announced, some did not."""
+    """The host's clock stood still, so it reads and uses slots that may have new owners by now.
+    Some of those slots still held what was announced, some did not."""
     seen = Counter[Any]()
     for seed in range(200):
         outcome = run_spec(Draw(seed, "suspended").spec())

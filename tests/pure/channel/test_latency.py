@@ -359,7 +359,8 @@ def test_a_forward_counts_as_running_while_a_graph_is_captured(channel: Channel)
 
 
 def test_a_forward_that_cannot_be_queried_makes_its_room_cold(channel: Channel) -> None:
-    """Its rows are zeroed once it is known to have ended, and no peer gets a strike."""
+    """The room's rows are zeroed once the forward is known to have ended, and no peer gets a
+    strike."""
     forward = Answers("CUDA error: unknown error")
     sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
     assert wait_for(lambda: "unpack" in channel.decode.notes.seen, LOST_S)

@@ -124,7 +124,7 @@ def test_a_fail_s_detail_is_printable_and_short(detail):
 
 @pytest.mark.parametrize("message", [OPEN, READY], ids=ids)
 def test_a_message_of_an_older_release_names_no_weights(message):
-    """Its last field is the newest."""
+    """The newest field is the message's last one, so that an older release leaves it out."""
     assert message.__struct_fields__[-1] == "weights"
     older = msgspec.msgpack.encode(items(message)[:-1])
     assert messages.decode(older) == message

@@ -37,7 +37,7 @@ def test_a_fail_says_no_more_than_fits(length: int) -> None:
 
 
 def test_nesting_ends_in_the_error_of_what_is_no_message() -> None:
-    """An item of a later version may be nested deeply, which must be no other error."""
+    """Items of a later version may be nested; too deep ones end in the usual error."""
     assert messages.encode(Ack(())) == b"\x92\x03\x90"
     with pytest.raises(ValueError, match="nested"):
         messages.decode(b"\x93\x03\x90" + b"\x91" * 4000)

@@ -1,4 +1,4 @@
-"""What wakes a channel thread, and how often the thread polls."""
+"""The events that wake a channel thread, and how often the thread polls."""
 
 from __future__ import annotations
 

@@ -184,8 +184,8 @@ def test_a_message_that_does_not_end_keeps_nobody_waiting(looks: list[int]) -> N
 
 
 def test_decode_drops_a_peer_that_sends_a_second_frame() -> None:
-    """Its link is dropped even if more messages follow: its rooms are cold at once, and those of
-    another peer stay warm."""
+    """The link is dropped even if more messages follow: the peer's rooms are cold at once, and
+    those of another peer stay warm."""
     with Channel(Times(PATIENCE)) as channel, zmq.Context() as context:
         decode, notes = channel.decode.channel, channel.decode.notes.seen
         with context.socket(zmq.ROUTER) as other:

@@ -132,7 +132,8 @@ def test_a_device_copies_what_threads_would(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_peer_that_comes_back_is_asked_at_once(channel: Channel) -> None:
-    """Its breaker was open before, and giving a peer up forgets all that was held against it."""
+    """The peer's breaker was open before, and giving a peer up forgets all that was held against
+    it."""
     decode = channel.decode
     decode.plane.broken = 10**6
     for room in range(STRIKES):
@@ -239,7 +240,7 @@ def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
 
 @pytest.mark.parametrize("number", [-1, 1 << 64, -(1 << 63), 1 << 200])
 def test_an_invalid_room_number_costs_its_own_room_only(channel: Channel, number: int) -> None:
-    """Its OPEN cannot be encoded, or the other side cannot read it."""
+    """The room's OPEN cannot be encoded, or the other side cannot read it."""
     others = [channel.open(room, TOKENS) for room in (11, 12, 13)]
     bad = channel.open(number, TOKENS)
     assert channel.state(bad) == ("cold", "unsent")
@@ -568,8 +569,8 @@ def test_the_scheduler_decides_once_the_channel_had_its_time(
 
 
 def test_each_side_counts_a_request_by_both_sides_weights(channel: Channel) -> None:
-    """By what they are when it begins on decode, and when it ends on prefill: several segments
-    count once."""
+    """Decode takes the weights when a request begins, prefill when it ends. A request of several
+    segments counts once."""
     sides = prefill, decode = channel.prefill.notes, channel.decode.notes
     expected = ["weights_unknown", "weights_different", "weights_different", "weights_same"]
     for room, (theirs, ours) in enumerate([(0, 5), (7, 5), (7, 6), (6, 6)]):

@@ -1,4 +1,4 @@
-"""What a decode rank plans to read from a prefill server, or why it does not."""
+"""A decode rank's plan of what to read from a prefill server, or why it reads nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prefill(tp: int, ranks: Any = None, **more: Any) -> list[Row]:
 
 
 def plan(own: Row, *rows: Row, cold: bool = False) -> Plan:
-    """With these rows' ranks as the contacts, in order."""
+    """Make a plan with these rows' ranks as the contacts, in order."""
     infos = [info(n) for n, _ in enumerate(rows)]
     table = {("10.0.0.1", n): row for n, row in enumerate(rows)}
     why, _ = judge(rows, own, serve_mismatch=cold)
@@ -101,7 +101,7 @@ def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 6), (6, 4), (3, 2)])
-def test_a_server_of_a_size_that_does_not_fit_is_refused_before_a_request(theirs, ours):
+def test_a_server_of_unfit_size_is_refused_before_any_request(theirs, ours):
     """Not by each of its requests alone, which prefill would hold until its timeout."""
     with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
         judge(prefill(theirs, facts=None), row(tp=ours, facts=None), serve_mismatch=True)

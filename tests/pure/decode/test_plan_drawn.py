@@ -1,4 +1,4 @@
-"""What a decode rank plans to read: drawn sizes, stages and slots, beside what plain loops find."""
+"""A decode rank's plan for drawn sizes, stages and slots, compared with what plain loops find."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)]
 
 
 def row(name: str, facts: DraftFacts | None, tp: int, rank: int, **changed: Any) -> Row:
-    """Of a rank, whose port is told by its name."""
+    """Make the row of a rank, whose name is also its port."""
     plain = Row(
         PROTOCOL, "0.4.0", "0.5.23", name.encode().ljust(8), HOST, 9000, f"tcp://{name}", tp,
         rank, 0, (8, 8), "mooncake", Target(0, 61, layer_ids=False, even=True), 1,
@@ -76,7 +76,7 @@ def held(one: Row) -> set[int]:
 
 
 @given(cases())
-def test_each_head_is_read_once_from_a_rank_of_the_last_stage_that_holds_it(case: Case) -> None:
+def test_each_head_is_read_once_from_its_last_stages_holder(case: Case) -> None:
     in_order = [one for one in case.rows if one in case.last]
     if [held(one) for one in in_order] != [held(one) for one in case.last]:
         return  # SGLang contacts ranks in the order of their numbers
@@ -100,7 +100,7 @@ def test_each_head_is_read_once_from_a_rank_of_the_last_stage_that_holds_it(case
 
 @settings(max_examples=30)
 @given(cases())
-def test_where_nothing_is_fetched_the_last_stage_is_opened_all_the_same(case: Case) -> None:
+def test_the_last_stage_is_opened_even_if_nothing_is_fetched(case: Case) -> None:
     without = replace(case.own, draft=None, staging=None)
     for own, cold in ((case.own, "mismatch"), (without, ""), (without, "no_drafter")):
         made = plan(own, case.rows, cold)

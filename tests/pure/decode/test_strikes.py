@@ -1,5 +1,4 @@
-"""How a cold room counts against its peers: whom it strikes, which breaker opens, and what closes
-it."""
+"""The strikes of a cold room: which peers get one, which breaker opens, and what closes it."""
 
 from __future__ import annotations
 
@@ -179,7 +178,7 @@ def test_a_peer_that_this_rank_delayed_gets_time_to_send() -> None:
 
 
 @pytest.mark.parametrize("tenths", range(3, 12))
-def test_a_peer_gets_that_time_from_the_end_of_the_delay_on_however_long_it_was(
+def test_a_peers_time_runs_from_the_end_of_the_delay_on(
     tenths: int,
 ) -> None:
     rank = delayed("copies")

@@ -616,8 +616,8 @@ def test_concurrent_rooms_are_right_with_kernels_or_cold(
 def test_unchecked_rows_are_zeroed_before_the_request_begins(
     channel: Any, failing: str, found: str
 ) -> None:
-    """If the second launch fails, the first has stored rows that may be wrong. If they cannot be
-    zeroed either, the request fails."""
+    """The first launch has stored rows that may be wrong if the second one fails. Rows that cannot
+    be zeroed either fail the request."""
     device, decode, stored = channel.decode.store.device, channel.decode, list[bool]()
     fake, real = device.driver.library, device.driver.library._cuLaunchKernel
     fails = [device._kernels[name][0] for name in failing.split()]

@@ -162,8 +162,8 @@ def test_aborts_beyond_those_that_are_under_way_are_not_sent(under_way: int, is_
 def test_no_abort_is_sent_if_decode_would_free_pages_in_use(
     status: Any,
 ) -> None:
-    """Without a deferred release, decode would free the pages at once, while prefill may still
-    write to them. Nothing is sent for a room that has ended, either."""
+    """Decode frees pages at once if it does not defer their release, while prefill may still write
+    to them. Nothing is sent for a room that has ended, either."""
     sender = Sender()
     sender.hung.set()
     sender.kv_mgr.request_status[7] = status

@@ -376,7 +376,8 @@ def test_a_server_ends_nothing_of_another(
 def test_a_server_with_another_drafter_is_refused_unless_allowed(
     site: Site, prefill: Prefill, asked: Any
 ) -> None:
-    """If it is allowed, its requests are cold, and it is connected to like any other server."""
+    """An operator may allow it: then its requests are cold, and it is connected to like any other
+    server."""
     site.manager.local.config = Config(on_draft_mismatch=asked)
     own = row_of(prefill)
     facts = msgspec.structs.replace(own.draft.facts, architecture="Another")
@@ -535,7 +536,7 @@ def test_nothing_is_left_of_servers_that_are_gone(site: Site) -> None:
 def test_giving_a_server_up_while_connecting_leaves_nothing(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its remaining ranks are not connected to any more."""
+    """The server's remaining ranks are not connected to any more."""
     dialling, go, dial, dialled = (
         threading.Event(), threading.Event(), site.decode.channel.dial, list[Any]()
     )  # fmt: skip
@@ -666,9 +667,9 @@ def test_a_former_servers_late_answer_ends_nothing_of_the_next(
 
 
 def test_losing_a_bootstrap_server_costs_what_sglang_gives_up(site: Site, prefill: Prefill) -> None:
-    """Its ranks live, and requests go on until SGLang's heartbeats remove it from the table.
-    Requests that wait for it then are cold. If it comes back at the same address, it is connected
-    to again."""
+    """The server's ranks live, and requests go on until SGLang's heartbeats remove it from the
+    table. Requests that wait for it then are cold. It is connected to again if it returns at the
+    same address."""
     with publishing(row_of(prefill)) as address:
         assert site.is_ready(address)
     entry = site.decode.open(100, TOKENS, site.peer(address))  # no target: no deadline
@@ -705,7 +706,7 @@ def test_a_server_asked_for_again_at_once_is_checked_by_one_task(
 def test_a_rank_that_was_restarted_at_another_port_is_found(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its server has answered all the time, so SGLang does not notice."""
+    """The rank's server has answered all the time, so SGLang does not notice."""
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.1)
     other, rows = Prefill(Times()), [row_of(prefill)]
 

@@ -62,7 +62,7 @@ def test_readers_that_are_gone_leave_slots_to_those_that_live(ranks: int, fails:
 
 
 def test_a_request_goes_on_whose_reader_reads_while_others_die() -> None:
-    """Its OPEN came long before, and the reader acknowledges what it has read."""
+    """The reader's OPEN came long before, and it acknowledges what it has read."""
     rank = Prefill()
     rank.slow.update(LIVING)
     for room, reader in enumerate(LIVING, 1):

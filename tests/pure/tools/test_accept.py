@@ -271,7 +271,7 @@ def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_how_far_it_is(servers: tuple, tmp_path: Path) -> None:
-    """After each prompt, on one line, which is gone at the end."""
+    """The line is updated after each prompt, and gone at the end."""
     single, pair = servers
     pair.histogram, pair.refused = [0, 0, 5, 5], [[5, 3]]
     (tmp_path / "prompts").write_text("".join(f'{{"input_ids": [5, {n}]}}\n' for n in range(5)))

@@ -57,7 +57,7 @@ def test_a_variable_is_shown_with_what_is_wrong(
 def test_an_installation_that_lacks_something(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If SGLang is missing, that is the only problem."""
+    """A missing SGLang is the only problem that is reported."""
     (problem,) = problems(doctor.entry_point({"SGLANG_PLUGINS": "one, two"}))
     assert "leaves out mixkv" in problem
     assert problems(doctor.entry_point({"SGLANG_PLUGINS": "one, mixkv"})) == []

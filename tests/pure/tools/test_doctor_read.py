@@ -165,7 +165,7 @@ def test_a_process_that_dies_or_hangs_is_a_failure(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reader_that_fails_ends_its_listener_too() -> None:
-    """If memory cannot be registered, for example, the doctor does not wait for its time limit."""
+    """The doctor does not wait for its time limit if, for example, memory cannot be registered."""
     began = time.monotonic()
     with pytest.raises(ReadFailed, match="invalid literal"):
         doctor_read.apart(100, [time.sleep, 100], [int, "none"])
