@@ -22,12 +22,12 @@ from sglang_mixkv.tools import plan_pair, plan_server
 
 from .pages import IDS, PAGES, ROOT, Block, bash, prose, readme_flags, words
 
-HERE = r"python -m sglang_mixkv plan .*|(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run"
+HERE = r"python -m sglang_mixkv plan .*|(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run( --\S+)?"
 PAIR = "mixkv_demo/models/mla"
 # The README's models, and models that are here.
 HERE_MODELS = {
-    "AQ-MedAI/Kimi-K2-Instruct-eagle3": f"{PAIR}/drafter",
-    "moonshotai/Kimi-K2-Instruct": f"{PAIR}/target",
+    "AQ-MedAI/Kimi-K26-eagle3": f"{PAIR}/drafter",
+    "moonshotai/Kimi-K2.6": f"{PAIR}/target",
 }
 FLAGS = readme_flags()
 for name, folder in HERE_MODELS.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from sglang_mixkv.config import PATIENCE_ENV
 from .conftest import START_TIMEOUT, Reference, all_arrived, answered, same
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+README = SCRIPTS.parent / "README.md"
 
 
 def script(name: str, *arguments: str, **variables: str) -> launch.Launch:
@@ -48,7 +50,8 @@ def server(name: str, *arguments: str, **variables: str) -> launch.Launch:
 @START_TIMEOUT
 @pytest.mark.full
 def test_a_pair_that_the_launch_scripts_start(reference: Reference, tmp_path: Path) -> None:
-    """SGLang's benchmark runs against it, too, by the documented command with smaller numbers."""
+    """The README's request shows the accept length, and SGLang's benchmark runs against it, too, by
+    the documented command with smaller numbers."""
     expected, yaml, port = reference("mla", ()).fixed, tmp_path / "mixkv.yaml", str(free_port())
     yaml.write_text("enable-mixkv: true\nmixkv-staging-mb: 32\n")
     servers = (
@@ -65,9 +68,13 @@ def test_a_pair_that_the_launch_scripts_start(reference: Reference, tmp_path: Pa
         *("--random-input-len", "40", "--random-output-len", "20"),
         *("--output-file", str(tmp_path / "out.jsonl")),
     ]
+    (curl,) = re.findall(
+        r"curl http://\$ROUTER_HOST:8000(/generate (?:.*\\\n)*.*)", README.read_text()
+    )
     with Fleet() as fleet:
         bring_up(fleet, [*servers, router], silent)
         deployment = Deployment(fleet, router.url, servers, (router,))
+        said = subprocess.check_output(["bash", "-c", f"curl -s {router.url}{curl}"], text=True)
         answers, counted = answered(deployment, expected, prompts())
         done = subprocess.run(
             command, env={**os.environ, **launch.local_env(), **cpu.launch_env()},
@@ -75,5 +82,6 @@ def test_a_pair_that_the_launch_scripts_start(reference: Reference, tmp_path: Pa
         )  # fmt: skip
     same(answers, expected)
     all_arrived(counted)
+    assert json.loads(said)["meta_info"]["spec_accept_length"] >= 1
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "out.jsonl").read_text())["completed"] == 3
