@@ -22,6 +22,7 @@ import msgspec
 
 from sglang_mixkv import refusals
 from sglang_mixkv.channel.handshake import Target
+from sglang_mixkv.channel.mooncake import forces_tcp
 from sglang_mixkv.config import SETTINGS, Config, add_flags, nearest, resolve, truth
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.engine.releases import rules, sglang_version
@@ -172,7 +173,7 @@ def server_of(
         sglang=sglang_version(), attention_tp=attention_tp, target=target, stage=stage, draft=draft,
         stock=tuple(f"{role}: {why}" for why in stock or _ends(view, stage)),
         resolved=not stock, refused=tuple(refused), notes=tuple(f"{role}: {n}" for n in notes),
-        tcp="MC_FORCE_TCP" in os.environ or os.environ.get("MOONCAKE_PROTOCOL") == "tcp",
+        tcp=forces_tcp() or os.environ.get("MOONCAKE_PROTOCOL") == "tcp",
     )  # fmt: skip
 
 
@@ -332,17 +333,15 @@ def _without(words: list[str], *names: str) -> list[str]:
 
 
 _DYNAMOS = re.compile(
-    r"--(?:no-)?(?:(?:dyn|router|nats|tcp-tls|disagg-config|multimodal-embedding-cache|media-output"
-    r"|structural-tag)\b.*|use-sglang-tokenizer|gateway-workers|embedding-\w+(?:-\w+)?|namespace"
-    r"|endpoint(?:-types)?|(?:discovery|store)-backend|(?:request|response|event)-plane|connector"
-    r"|custom-jinja-template|dump-config-to|enable-(?:multimodal|rl)|dedicated-mm-encoder|fpm-trace"
-    r"|engine-(?:route|request-limit)|frontend-decoding|health-check-payload|output-modalities"
-    r"|(?:rerank|image-diffusion|video-generation)-worker|kv-(?:state-endpoint|events)"
-    r"|sglang-trace-level|exclude-tools-when-tool-choice-none|disable-piecewise-cuda-graph)"
+    r"--(?:no-)?(?:(?:dyn-|router|nats|tcp-tls|disagg-config|multimodal-embedding|media-output|engine"
+    r"-r|embedding|endpoint|rerank|image-diffusion|video-generation|enable-(?:multimodal|rl|session-p)"
+    r"|active-(?:decode|prefill)|kv-overlap|track-|shared-cache|assume-kv|load-aware|use-remote)\S*"
+    r"|use-sglang-tokenizer|gateway-workers|namespace|connector|(?:discovery|store)-backend"
+    r"|(?:request|response|event)-plane|custom-jinja-template|dump-config-to|dedicated-mm-encoder"
+    r"|fpm-trace|frontend-decoding|health-check-payload|output-modalities|kv-(?:state-endpoint"
+    r"|events)|sglang-trace-level|exclude-tools-\S*|disable-piecewise-cuda-graph)"
 )
 """Flags of dynamo.sglang 1.6 and 1.7, for where Dynamo is not installed."""
-
-
 _OF_DYNAMO = (
     "dynamo.common.configuration.groups.router_args:parse_worker_router_config",
     "dynamo.common.configuration.groups.runtime_args:DynamoRuntimeArgGroup",

@@ -175,6 +175,40 @@ def test_a_worker_of_dynamo_answers(tmp_path: Path) -> None:
     assert (server["mode"], server["enabled"], server["stock"]) == ("prefill", True, [])
 
 
+ASKED = """
+from argparse import ArgumentParser
+from pkgutil import resolve_name
+from dynamo.common.configuration.groups.router_args import add_worker_router_arguments
+from sglang_mixkv.tools import plan_server as plan
+from sglang_mixkv.tools.plan_shell import Line
+
+own = ArgumentParser(add_help=False)
+add_worker_router_arguments(own)
+for name in plan._OF_DYNAMO[1:]:
+    resolve_name(name)().add_arguments(own)
+unlike = {f for f in own._option_string_actions if not plan._DYNAMOS.fullmatch(f)}
+both = {f for f in plan._parser()._option_string_actions if plan._DYNAMOS.fullmatch(f)}
+flags = "--tp 2 --router-mode kv --gateway-workers 2 --dyn-tool-call-parser kimi_k2 --no-such 1"
+words = [*flags.split(), "--enable-mixkv"]
+args, refused, ends = plan.parse(Line({}, words, "dynamo.sglang"))
+print(unlike, both, args.tp_size, len(refused), *ends)
+"""
+
+
+@pytest.mark.skipif(not DYNAMO.name, reason="NOT TESTED: this environment has no Dynamo")
+def test_dynamos_own_parser_is_asked_where_it_is() -> None:
+    """And where it is not, plan knows its flags, and takes none of SGLang's for one."""
+    path = os.pathsep.join([str(DYNAMO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED], env={**os.environ, "PYTHONPATH": path}, text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == (
+        "{'--version'} {'--enable-multimodal'} 2 1 neither Dynamo nor SGLang "
+        f"{sglang_version()} knows --no-such"
+    )
+
+
 OLDER = SUPPORTED_SGLANG[-2]
 
 

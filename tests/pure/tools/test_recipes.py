@@ -458,6 +458,23 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "QwQ with an EAGLE3 head of as many KV heads, over NIXL": (
         f"{SERVER} --model-path Qwen/QwQ-32B {HEAD3} eagle3 {NIXL}", "--tp 4", "--tp 2", False,
         "by heads exactly", {}),
+    "Kimi-K3, DCP on prefill alone (sglang#32837)": (
+        K3, "--tp-size 8 --dcp-size 8", "--tp-size 8", None, "",
+        {"gpu": "blackwell", "found": ["--dcp-size: prefill has 8 at .* decode has 1 at"]}),
+    "Kimi-K3, DCP of two sizes, without a drafter": (
+        f"{SERVER} --model-path moonshotai/Kimi-K3", "--tp-size 2 --dcp-size 2",
+        "--tp-size 8 --dcp-size 8", None, "",
+        {"gpu": "blackwell", "found": ["--dcp-size: prefill has 2 at .* decode has 8 at"]}),
+    "GLM-5.2 with DCP, which SGLang ends: the rest is not compared (sglang#39330)": (
+        f"{GLM} {DSPARK} glm-5.2-dspark {ON} --tp 8", "", "--dcp-size 8", False, "both sides have",
+        {"any": True, "found": ["decode: .*does not start it: DSA DCP does not support"],
+         "count": 1}),
+    "Kimi-K2.6 with EAGLE3 on Ascend": (
+        f"{K26.replace('--tp-size 8', '')} --device npu --attention-backend ascend {HEAD3} eagle3 "
+        f"--disaggregation-transfer-backend ascend --tp 16 {ON}", "",
+        "--dp 16 --enable-dp-attention", True, FROM_ONE,
+        {"share": 1.0, "found": [rf"START-03\] {role}: --{flag}\S* other than" for role in
+                                 ("prefill", "decode") for flag in ("disaggregation", "device")]}),
     # Public lines of autumn 2026, each judged from SGLang 0.5.23's source.
     "DeepSeek-V4.1 DSpark at unequal sizes": (
         f"{SERVER} --model-path deepseek-ai/DeepSeek-V4.1 --moe-runner-backend marlin "
@@ -599,13 +616,15 @@ def test_the_plan_takes_the_pair(recipe: tuple[Any, ...], models: Path) -> None:
         plan = replace(plan, findings=tuple(one for one in plan.findings if one not in own))
     if says.get("any"):
         assert re.search(found[0], "\n".join(plan.findings)), plan.findings
+        assert len(plan.findings) == says.get("count", len(plan.findings)), plan.findings
         return
     assert len(plan.findings) == len(found), plan.findings
     for pattern, finding in zip(found, plan.findings, strict=True):
         assert re.search(pattern, finding), finding
     assert re.search(says.get("noted", ""), "\n".join(plan.notes))
-    if needed is None:
+    if needed is None or (needed and plan.prefill.refused):
         assert text(plan).startswith("Neither stock SGLang nor the plugin serves this pair")
+    if needed is None:
         return
     assert plan.need is not None
     assert (plan.need.needed, plan.need.wrong_share) == (needed, says.get("share", 0.0))
