@@ -52,6 +52,12 @@ def unreadable(text: str) -> MixKVError:
     return MixKVError("MIXKV-START-04", f"{text}.")
 
 
+def taken(name: str, default: str) -> str:
+    """Note a variable's default; of a key, not its value."""
+    is_secret = re.search(r"(?i)key|token|passw|secret", name)
+    return f"{name} is taken as {'***' if is_secret else repr(default)}, its default"
+
+
 class Line(NamedTuple):
     """A server's flags. `launcher`: the command that takes them, "" if unknown. `stop`: why only a
     shell could read it. `config`: flags as a mapping. `file`: what a ConfigMap has for --config."""
@@ -175,7 +181,7 @@ def filled(raw: str, known: Mapping[str, str], unsure: Mapping[str, str], notes:
         if name not in unsure and name in known and (known[name] or found[3] != ":-"):
             return known[name]
         if name not in unsure and default is not None:
-            notes.append(f"{name} is taken as {default!r}, its default")
+            notes.append(taken(name, default))
             return default
         why = "is an argument of the script" if name.isdigit() else "is not set in it"
         whys.append(f"{name} {unsure.get(name, why)}")

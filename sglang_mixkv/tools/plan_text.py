@@ -15,7 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_mixkv.tools.plan_shell import LAUNCHER, Line, line_of, lines_of, unreadable, value_of
+from sglang_mixkv.tools.plan_shell import (
+    LAUNCHER,
+    Line,
+    line_of,
+    lines_of,
+    taken,
+    unreadable,
+    value_of,
+)
 
 LIMIT = 4 << 20
 CONTAINER = ("entrypoint", "command", "args")
@@ -213,7 +221,7 @@ def _compose(text: str, _: Any, outside: Mapping[str, str], notes: list[str]) ->
         if found[4] is None:
             missing.append(found[2] or found[3])
             return found[0]
-        notes.append(f"{found[3]} is taken as {found[4]!r}, its default")
+        notes.append(taken(found[3], found[4]))
         return found[4]
 
     word = re.sub(r"\$(?:(\$)|(\w+)|\{(\w+)(?::?-([^{}]*)|[^{}]*)\})", value, text)

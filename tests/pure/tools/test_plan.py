@@ -554,6 +554,8 @@ def test_json_has_the_sizes_and_what_its_page_says(capsys: pytest.CaptureFixture
     table = page[page.index("`--json` has:") : page.index("## doctor")]
     assert all(f"`{name}`" in table for name in plan), set(plan)
     assert f"| {SCHEMA}; it changes" in table
+    ways = page[page.index("There are three ways") : page.index("| exit status")]
+    assert len(ways.split()) < 350
 
 
 def test_a_terminal_is_told_what_plan_waits_for(

@@ -117,6 +117,8 @@ READ = {  # text; variables; flags; what the notes say, in order
     f"{RUN} --api-key 'pa$$word'": ({}, "--model-path m --api-key pa$$word"),
     f"{RUN} --api-key $KEY --tp 8":
         ({}, "--model-path m --tp 8", "--api-key: KEY is not set in it, and plan does not need"),
+    f"{RUN} --api-key ${{API_KEY:-sk}}":
+        ({}, "--model-path m --api-key sk", "API_KEY is taken as ***, its default"),
     # scripts
     SCRIPT: ({ON: "1", "MODEL": "m"},
              f"--model-path m {PREFILL} --tp 2 {HOST}", "MODEL is taken as 'm', its default",
