@@ -145,6 +145,7 @@ def tokenized(kind: str, **fields: Any) -> Any:
 @pytest.fixture
 def wire() -> Iterator[tuple[Any, Any]]:
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as to:
+        to.linger = 0  # an answer that no test reads must not keep the context from its end
         to.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
         yield SenderWrapper(to), pull
 
