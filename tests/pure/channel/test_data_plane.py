@@ -421,6 +421,25 @@ def nixl_with(agent: Any) -> tuple[Nixl, Callable[[bytes], RemoteMemory]]:
     return plane, opened
 
 
+@pytest.mark.parametrize(
+    ("backend", "given", "taken"),
+    [
+        ("UCX", None, {"engine_config": "TCP_CONN_NB=y"}),
+        ("UCX", {"num_threads": "4"}, {"engine_config": "TCP_CONN_NB=y", "num_threads": "4"}),
+        ("UCX", {"engine_config": "TLS=rc"}, {"engine_config": "TLS=rc"}),
+        ("POSIX", {"ios_pool_size": "8"}, {"ios_pool_size": "8"}),
+    ],
+)
+def test_what_the_operator_gives_nixl_stands(
+    backend: str, given: Any, taken: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[tuple[str, dict[str, str]]]()
+    agent = SimpleNamespace(create_backend=lambda *args: made.append(args))
+    monkeypatch.setattr(nixl, "_new_agent", lambda: agent)
+    Nixl(backend, given)
+    assert made == [(backend, taken)]
+
+
 def test_nixl_knows_a_name_as_long_as_somebody_has_it() -> None:
     """Two peers with one name keep it known to NIXL through many repairs, until both have left."""
     agent = Agent()

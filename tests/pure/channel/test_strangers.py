@@ -184,8 +184,8 @@ def test_a_message_that_does_not_end_keeps_nobody_waiting(looks: list[int]) -> N
 
 
 def test_decode_drops_a_peer_that_sends_a_second_frame() -> None:
-    """The link is dropped even if more messages follow: the peer's rooms are cold at once, and
-    those of another peer stay warm."""
+    """The link is dropped even if more messages follow: the peer's rooms are cold at once, which
+    opens no breaker, and those of another peer stay warm."""
     with Channel(Times(PATIENCE)) as channel, zmq.Context() as context:
         decode, notes = channel.decode.channel, channel.decode.notes.seen
         with context.socket(zmq.ROUTER) as other:
@@ -197,13 +197,15 @@ def test_decode_drops_a_peer_that_sends_a_second_frame() -> None:
                     staging=channel.prefill.row.staging,
                 )
             )  # fmt: skip
-            handle = channel.decode.open(1, 20, peer)
-            name, frame = other.recv_multipart()
+            rooms = 10, 11, 12, 1
+            handles = [channel.decode.open(room, 20, peer) for room in rooms]
+            name, frame = [other.recv_multipart() for _ in rooms][-1]
             late = encode(Fail(1, messages.decode(frame).generation, "late"))  # type: ignore[union-attr]
             for frames in ([late + b"?"], [b"", late], [late]):
                 other.send_multipart([name, *frames])
-            assert channel.state(handle) == ("cold", "lost")
+            assert [channel.state(handle) for handle in handles] == [("cold", "lost")] * len(rooms)
             assert peer not in decode._links
+            assert "breaker_opened" not in notes
             assert notes.count("unreadable") == 2
             assert channel.state(channel.decode.open(2, 20, peer)) == ("cold", "lost")
             assert channel.request(3) == ("warm", "")
