@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,23 @@ def test_where_a_server_does_not_say_them_no_rank_is_known(
     """One missing answer is enough: the list is empty."""
     with serving(a_server_of(*counts, **sizes)) as address:
         assert asyncio.run(ranks_of(address, Names())) == []
+
+
+def test_all_ranks_are_asked_for_in_the_time_of_one_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a server that answers each question a little before that is over."""
+    monkeypatch.setattr(prefill_http, "ASK_S", 0.4)
+    paths, answer = list[str](), a_server_of(4, 1, 4, 1)
+
+    def slow(path: str) -> tuple[int, bytes]:
+        paths.append(path)
+        time.sleep(0.15)
+        return answer(path)
+
+    with serving(slow) as address:
+        assert asyncio.run(ranks_of(address, Names())) == []
+    assert len(paths) <= 3
 
 
 def test_a_server_of_as_many_ranks_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
