@@ -1,8 +1,8 @@
-"""What the plugin overrides, calls or hooks inside SGLang is listed in seams.py, all of it.
+"""seams.py lists all that the plugin overrides, calls, hooks or reads inside SGLang.
 
-Found on the source: methods of ours that SGLang's classes have too, methods of SGLang's classes
-called on `self`, `super()`, `kv_mgr`, `mgr`, `manager` or `receiver`, and SGLang's functions
-imported by name; attributes of the classes in the table, on what has one of CARRIERS' names.
+The source shows what is used: methods of ours that SGLang's classes have too, methods of SGLang's
+classes that ours call, SGLang's functions that are imported by name, and every attribute that one
+of the classes in the table has, whatever the variable is called that it is read from.
 """
 
 from __future__ import annotations
@@ -42,12 +42,18 @@ SOURCES += sorted(PACKAGE.glob("guards/*.py"))
 OURS = (*manager.MIXINS.values(), EarlySends, RoomUse)
 METHODS = {path.rpartition(".")[2] for path in SEAMS if ".conn:" in path}
 FUNCTIONS = (FunctionType, staticmethod, classmethod)
-CARRIERS = {"kv_mgr", "mgr", "manager", "receiver"}
+# Names in SGLang's classes that the plugin uses of other objects alone: Python's, its own, and a
+# model's configuration.
+OF_OTHERS = {
+    "__class__", "__module__", "add", "close", "current", "get", "name", "run", "set", "value",
+    "_connect", "config", "free_slots", "port", "reset", "size", "staging", "store",
+    "architectures", "layer_types",
+}  # fmt: skip
 
 
 @cache
 def stock_methods() -> set[str]:
-    """Of the classes that SGLang's backends have in common."""
+    """Return the methods of the classes that SGLang's backends have in common."""
     from sglang.srt.disaggregation.common import conn
 
     kinds = ("Manager", "Sender", "Receiver", "BootstrapServer")
@@ -62,8 +68,8 @@ def overridden() -> set[str]:
     return {name for ours in OURS for name in vars(ours)} & stock_methods()
 
 
-def called(source: str, *, is_mixin: bool) -> Iterator[str]:
-    """What a module of ours takes of SGLang: a method by its name, a function by its path."""
+def called(source: str) -> Iterator[str]:
+    """Yield what a module of ours calls in SGLang: a method's name, or a function's path."""
     tree = ast.parse(source)
     imported = {
         alias.name: f"{node.module}:{alias.name}" for node in ast.walk(tree)
@@ -72,9 +78,7 @@ def called(source: str, *, is_mixin: bool) -> Iterator[str]:
     }  # fmt: skip
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in stock_methods():
-            whose = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
-            if whose in CARRIERS or (is_mixin and re.match(r"self$|super\(", whose)):
-                yield node.attr
+            yield node.attr
         if isinstance(node, ast.Call):
             name, _, method = ast.unparse(node.func).partition(".")
             home = pkgutil.resolve_name(imported[name]) if name in imported else None
@@ -87,14 +91,12 @@ def called(source: str, *, is_mixin: bool) -> Iterator[str]:
 def touched() -> set[str]:
     found = overridden()
     for path in SOURCES:
-        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        is_mixin = module in {ours.__module__ for ours in OURS}
-        found |= set(called(path.read_text(), is_mixin=is_mixin))
+        found |= set(called(path.read_text()))
     return found
 
 
 def test_everything_touched_is_listed() -> None:
-    assert touched() - METHODS - set(SEAMS) == set()
+    assert touched() - METHODS - set(SEAMS) - OF_OTHERS == set()
     assert set(HOOKS) <= {path.replace(":", ".") for path in SEAMS}
 
 
@@ -150,50 +152,25 @@ def test_the_installed_release_is_as_its_source_says(tmp_path: Path) -> None:
 
 OWNERS = {path: pkgutil.resolve_name(path) for path in ATTRIBUTES}
 LISTED = {name for names in ATTRIBUTES.values() for name in names}
-HOLDERS = CARRIERS | {
-    "a", "args", "asking", "flags", "found", "info", "kv", "kv_args", "obj", "one", "pool", "queue",
-    "req", "request", "scheduler", "sender", "spec", "table", "tables", "whole", "_class", "first",
-    "parallel", "envs", "chunk", "KVPoll", "DisaggregationMode", "HookRegistry", "config", "tier",
-    "storage_config",
-}  # fmt: skip
-"""Names of what may be SGLang's, here."""
 MODULES = [*SOURCES, PACKAGE / "refusals.py", PACKAGE / "draft" / "window.py"]
 
 
 def attributes_of(path: Path) -> Iterator[str]:
-    """What a module reads or sets of something that may be SGLang's, by its name or by text."""
-    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    is_mixin = module in {ours.__module__ for ours in OURS}
+    """Yield the name of each attribute that a module reads or sets, as code or as a text."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
-            whose, name = node.value, node.attr
+            yield node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            whose, name = node.args[0], getattr(node.args[1], "value", None)
-        else:
-            continue
-        holder = re.sub(r"\(.*\)$", "", ast.unparse(whose)).rpartition(".")[2]
-        if (
-            holder in HOLDERS
-            or re.match("get_|resolved_view", holder)
-            or (is_mixin and holder == "self" and name not in OWN_OF_MIXINS)
-        ):
-            yield str(name)
-
-
-OWN_OF_MIXINS = {
-    "aborted", "backend", "decode_channel", "handle", "local", "mixkv_rows", "plan",
-    "prefill_channel", "servers", "_first", "_pages", "_sent",
-}  # fmt: skip
+            yield str(getattr(node.args[1], "value", None))
 
 
 def test_every_attribute_of_sglang_is_listed() -> None:
-    """In each release that is served: one that is gone is no use of another class either."""
+    """A name that SGLang's classes have must be in the table, or belong to other objects alone."""
     used = {name for path in MODULES for name in attributes_of(path)}
     theirs = {n for n in used for owner in OWNERS.values() if releases.has_attribute(owner, n)}
     methods = {path.rpartition(".")[2] for path in SEAMS}
-    assert (
-        theirs - LISTED - methods - {"__class__", "name", "port", "architectures", "set"} == set()
-    )
+    assert theirs - LISTED - methods - OF_OTHERS == set()
+    assert OF_OTHERS - used == set()
     asked = {*SIZES, *SCALES, *rules_ask_for()}  # by names that are computed
     assert asked - LISTED == set()
 
@@ -206,7 +183,7 @@ def test_no_attribute_is_listed_in_vain() -> None:
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """As in an SGLang that calls it otherwise: declared or assigned, in the class or a base."""
+    """Rename an attribute of SGLang's, declared or assigned, in the class or a base."""
     if isinstance(owner, EnumMeta):  # whose members cannot be deleted
         members = {one.name.replace(name, f"{name}_"): one.value for one in owner}
         monkeypatch.setattr(f"{owner.__module__}.{owner.__name__}", Enum(owner.__name__, members))
