@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,28 @@ from sglang_mixkv.tools.plan_pair import make_plan
 from .pages import ROOT, bash
 
 SCRIPTS, PAIR = ROOT / "scripts" / "launch", ROOT / "mixkv_demo" / "models" / "mla"
+EXAMPLES = ROOT / "examples"
 ITEMS = [
-    item for path in sorted((ROOT / "examples" / "kubernetes").iterdir())
+    item for path in sorted((EXAMPLES / "kubernetes").iterdir()) if path.stem != "kustomization"
     for item in yaml.safe_load_all(path.read_text())
 ]  # fmt: skip
+OVERLAYS = sorted(path.name for path in (EXAMPLES / "overlays").iterdir())
 OTHERS = ("LeaderWorkerSet", "PodMonitor", "DynamoGraphDeployment", "HTTPRoute")
 """Kinds that are not Kubernetes' own: the pods that they make are."""
 
 
-def of_kind(kind: str) -> list[dict[str, Any]]:
-    return [item for item in ITEMS if item["kind"] == kind]
+def of_kind(kind: str, items: list[dict[str, Any]] = ITEMS) -> list[dict[str, Any]]:
+    return [item for item in items if item["kind"] == kind]
+
+
+@cache
+def rendered(folder: str) -> list[dict[str, Any]]:
+    """Return what `kubectl apply -k` would create."""
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl is not installed")
+    command = ["kubectl", "kustomize", str(EXAMPLES / folder)]
+    done = subprocess.run(command, text=True, capture_output=True, check=True)
+    return [*yaml.safe_load_all(done.stdout)]
 
 
 def templates(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -55,6 +69,12 @@ def test_kubernetes_knows_every_field(item: dict[str, Any]) -> None:
         objects = [head | {"template": template} for template in templates(item["spec"])]
     for one in objects:
         kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_kubernetes_knows_every_field_of_an_overlay(name: str) -> None:
+    for item in rendered(f"overlays/{name}"):
+        test_kubernetes_knows_every_field(item)
 
 
 def test_compose_and_github_accept_theirs() -> None:
@@ -81,19 +101,24 @@ def test_compose_and_github_accept_theirs() -> None:
 # ---------------------------------------------------------------- the page's commands
 
 
+KUBECTL = 'kubectl() { if [ "$1" = kustomize ]; then command kubectl "$@"; else cat; fi; }'
+
+
 def applied(part: str, folder: str) -> list[dict[str, Any]]:
     """The objects that the block of docs/deploy.md with this text hands to kubectl."""
     (block,) = [block for block in bash(ROOT / "docs" / "deploy.md") if part in block.text]
     done = subprocess.run(
-        ["bash", "-c", f"kubectl() {{ cat; }}\n{block.text}"], cwd=ROOT / folder, text=True,
+        ["bash", "-c", f"{KUBECTL}\n{block.text}"], cwd=ROOT / folder, text=True,
         capture_output=True, check=True,
     )  # fmt: skip
     return [item for item in yaml.safe_load_all(done.stdout) if item]
 
 
 def test_a_second_group_has_everything_that_the_first_has() -> None:
-    first = [item for item in ITEMS if item["metadata"].get("labels", {}).get("group") == "a"]
-    second = applied("for file in", "examples/kubernetes")
+    first = rendered("kubernetes")
+    of_group = [item for item in ITEMS if item["metadata"].get("labels", {}).get("group") == "a"]
+    assert sorted(item["kind"] for item in first) == sorted(item["kind"] for item in of_group)
+    second = applied("kubectl kustomize", "examples/kubernetes")
     renamed = (
         json.dumps(first).replace("mixkv-a", "mixkv-b").replace('"group": "a"', '"group": "b"')
     )
@@ -141,20 +166,23 @@ def test_an_upgrade_in_place_replaces_the_images_of_a_server() -> None:
 # ---------------------------------------------------------------- one pair of servers
 
 
-def environment(container: dict[str, Any]) -> dict[str, str]:
-    """Return the variables that Kubernetes sets: ConfigMaps first, then the container's own."""
-    maps = {item["metadata"]["name"]: item["data"] for item in of_kind("ConfigMap")}
+def environment(container: dict[str, Any], items: list[dict[str, Any]] = ITEMS) -> dict[str, str]:
+    """Return the variables that Kubernetes sets: ConfigMaps first, then the container's own, in
+    which a pod's field is `field`."""
+    maps = {item["metadata"]["name"]: item["data"] for item in of_kind("ConfigMap", items)}
     names = [source["configMapRef"]["name"] for source in container.get("envFrom", [])]
     found = {key: value for name in names for key, value in maps[name].items()}
-    return found | {pair["name"]: pair["value"] for pair in container.get("env", [])}
+    return found | {pair["name"]: pair.get("value", "field") for pair in container.get("env", [])}
 
 
-def printed(server: dict[str, Any], index: int, **changed: str) -> str:
+def printed(
+    server: dict[str, Any], index: int, items: list[dict[str, Any]] = ITEMS, **changed: str
+) -> str:
     """The command that this pod of a server runs, with the scripts of this repository."""
     template = server["spec"]["leaderWorkerTemplate"]
     (container,) = next(templates(template))["spec"]["containers"]
     environ = {
-        **environment(container), "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+        **environment(container, items), "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
         "LWS_GROUP_SIZE": str(template["size"]), "LWS_WORKER_INDEX": str(index),
         "LWS_LEADER_ADDRESS": "first.node",
         "MODEL": str(PAIR / "target"), "DRAFT": str(PAIR / "drafter"), "LAUNCHER": "printf %s\\n",
@@ -166,12 +194,14 @@ def printed(server: dict[str, Any], index: int, **changed: str) -> str:
     return shlex.join(["python", "-m", "sglang.launch_server", *done.stdout.split("\n")[:-1]])
 
 
-def test_the_commands_of_all_pods_are_one_pair() -> None:
+@pytest.mark.parametrize("name", ["", *OVERLAYS])
+def test_the_commands_of_all_pods_are_one_pair(name: str) -> None:
     """Each node of a server has its rank, and the plan finds nothing."""
-    first = {}
-    for server in of_kind("LeaderWorkerSet"):
+    first, items = {}, rendered(f"overlays/{name}") if name else ITEMS
+    for server in of_kind("LeaderWorkerSet", items):
         nodes = server["spec"]["leaderWorkerTemplate"]["size"]
-        lines = [printed(server, index) for index in range(nodes)]
+        lines = [printed(server, index, items) for index in range(nodes)]
+        assert ("--disaggregation-transfer-backend nixl" in lines[0]) is (name == "nixl")
         for index, line in enumerate(lines if nodes > 1 else []):
             assert f"--node-rank {index}" in line
             assert "--dist-init-addr first.node:5000" in line
@@ -179,6 +209,23 @@ def test_the_commands_of_all_pods_are_one_pair() -> None:
         first[role] = plan_server.read(role, lines[0])
         assert first[role].enabled
     assert make_plan(first["prefill"], first["decode"]).findings == ()
+
+
+def test_pods_on_the_hosts_network_have_the_hosts_devices() -> None:
+    """They ask no device plugin, and the channel listens on the host's address."""
+    servers = of_kind("LeaderWorkerSet", rendered("overlays/host-network"))
+    assert len(servers) == len(of_kind("LeaderWorkerSet"))
+    for template in (template for server in servers for template in templates(server["spec"])):
+        pod = template["spec"]
+        (container,) = pod["containers"]
+        assert pod["hostNetwork"]
+        assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+        assert {*container["resources"]["limits"]} == {"nvidia.com/gpu"}
+        paths = {v["name"]: v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v}
+        mounted = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+        assert paths
+        assert paths.items() <= mounted.items()
+        assert environment(container)["SGLANG_HOST_IP"] == "field"
 
 
 def test_a_stock_group_is_not_checked_by_the_doctor(tmp_path: Path) -> None:
