@@ -56,6 +56,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A run of hours says at once why a test failed: its summary may never come."""
+    """Report a failure at once, since the summary of a run of hours may never come."""
     if report.failed:
         print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}", file=sys.__stderr__)

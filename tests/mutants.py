@@ -126,7 +126,7 @@ class Mutant(NamedTuple):
         return mutate_code(source, operator(self.operator), self.occurrence)
 
     def change(self, root: Path) -> tuple[str, str]:
-        """The lines that differ, before and after."""
+        """Return the lines that differ, before and after."""
         old, new = (root / self.file).read_text().splitlines(), self.code(root).splitlines()
         while old and new and old[0] == new[0]:
             del old[0], new[0]

@@ -46,7 +46,7 @@ MONO = SANS.replace("Helvetica, Arial, sans-serif", "Menlo, Consolas, DejaVu San
 
 
 def screen(text: str) -> str:
-    """A terminal that shows this text."""
+    """Draw a terminal that shows this text."""
     lines = text.splitlines()
     w, h = round(20 + 7.25 * max(map(len, lines))), 20 + 16 * len(lines)
     rows = [
@@ -137,7 +137,7 @@ def _panel(panel: Panel, end: float, event: tuple[float, str]) -> Iterator[str]:
 
 
 def panels() -> dict[str, dict[str, Any]]:
-    """The dashboard's panels with an axis, by title."""
+    """Return the dashboard's panels with an axis, by title."""
     found = json.loads(DASHBOARD.read_text())["panels"]
     return {one["title"]: one for one in found if one["type"] == "timeseries"}
 
@@ -159,7 +159,7 @@ def named(text: str, names: Names) -> str:
 
 
 def asked(prometheus: Prometheus, name: str, since: float, until: float, names: Names) -> Panel:
-    """A panel as Grafana would draw it."""
+    """Draw a panel as Grafana would."""
     panel, curves = panels()[name], dict[str, Curve]()
     for target in panel["targets"]:
         text = target["expr"].replace("$__rate_interval", "20s")

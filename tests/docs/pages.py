@@ -30,7 +30,8 @@ class Block:
     shown: str | None = None
 
     def commands(self) -> Iterator[str]:
-        """The commands of a bash block: lines joined, without comments and bare assignments."""
+        """Return the commands of a bash block: lines joined, without comments and bare
+        assignments."""
         for line in self.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if not words or all(_ASSIGNMENT.match(word) or word == "export" for word in words):
@@ -39,7 +40,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All fenced blocks of a page, each with the text block right behind it."""
+    """Return all fenced blocks of a page, each with the text block right after it."""
     text = page.read_text()
     found = list(_FENCE.finditer(text))
     made = []
@@ -66,11 +67,11 @@ def readme_flags() -> str:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return _FENCE.sub("", page.read_text())
 
 
 def words(command: str, variables: dict[str, str]) -> list[str]:
-    """A command's words, its variables filled in."""
+    """Split a command into words, with its variables filled in."""
     found = re.sub(r"\$(\w+)", lambda name: variables[name[1]], command)
     return shlex.split(found)

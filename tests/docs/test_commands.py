@@ -45,7 +45,7 @@ READER = {
 
 
 def commands(pattern: str) -> list[str]:
-    """All commands in the documents with a part like this, each once."""
+    """Return all commands in the documents that contain this part, each once."""
     found = [c for page in PAGES for block in bash(page) for c in block.commands()]
     return [c for c in dict.fromkeys(found) if re.search(pattern, c)]
 
@@ -59,7 +59,7 @@ def run(script: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder like a checkout."""
+    """Make a folder that looks like a checkout."""
     for name in ("sglang_mixkv", "mixkv_demo", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path

@@ -105,7 +105,7 @@ KUBECTL = 'kubectl() { if [ "$1" = kustomize ]; then command kubectl "$@"; else 
 
 
 def applied(part: str, folder: str) -> list[dict[str, Any]]:
-    """The objects that the block of docs/deploy.md with this text hands to kubectl."""
+    """Return the objects that the block of docs/deploy.md with this text hands to kubectl."""
     (block,) = [block for block in bash(ROOT / "docs" / "deploy.md") if part in block.text]
     done = subprocess.run(
         ["bash", "-c", f"{KUBECTL}\n{block.text}"], cwd=ROOT / folder, text=True,
@@ -132,7 +132,7 @@ def test_the_prometheus_rule_is_the_alerts() -> None:
 
 
 def test_the_canary_is_a_service_of_each_group() -> None:
-    """The first of each group's router; they share all of the traffic."""
+    """Each service selects the first router of its group, and they share all of the traffic."""
     (route,) = of_kind("HTTPRoute")
     ((first, second),) = [rule["backendRefs"] for rule in route["spec"]["rules"]]
     service = next(s for s in of_kind("Service") if s["metadata"]["name"] == first["name"])
@@ -178,7 +178,7 @@ def environment(container: dict[str, Any], items: list[dict[str, Any]] = ITEMS) 
 def printed(
     server: dict[str, Any], index: int, items: list[dict[str, Any]] = ITEMS, **changed: str
 ) -> str:
-    """The command that this pod of a server runs, with the scripts of this repository."""
+    """Return the command that this pod of a server runs, with the scripts of this repository."""
     template = server["spec"]["leaderWorkerTemplate"]
     (container,) = next(templates(template))["spec"]["containers"]
     environ = {
@@ -254,7 +254,7 @@ def test_a_stock_group_is_not_checked_by_the_doctor(tmp_path: Path) -> None:
 
 
 def test_the_workers_of_dynamo_are_one_pair() -> None:
-    """They opt in by the variable alone, since Dynamo's parser knows no flags of plugins."""
+    """They opt in only by the variable, since Dynamo's parser knows no flags of plugins."""
     servers = {}
     (dynamo,) = of_kind("DynamoGraphDeployment")
     models = f"--model-path={PAIR}/target", f"--speculative-draft-model-path={PAIR}/drafter"

@@ -15,14 +15,14 @@ from .figures import DASHBOARD, FIGURES, SHOWN, axis, panels
 
 
 def shown(name: str) -> list[str]:
-    """The texts of a picture."""
+    """Return the texts of a picture."""
     return [
         unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)<", (FIGURES / name).read_text())
     ]
 
 
 def columns(lines: list[str]) -> list[list[str]]:
-    """The heads of tables: what stands above dashes."""
+    """Return the heads of tables: the words above dashes."""
     return [
         re.split("  +", above.strip())
         for above, line in pairwise(lines) if line.startswith("---")

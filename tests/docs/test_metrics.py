@@ -140,7 +140,7 @@ def test_each_alert_has_a_page_and_says_what_to_do() -> None:
 
 @needs_promtool
 def test_alerts_fire_when_they_should_and_only_then() -> None:
-    """Each of them is tested."""
+    """promtool tests every alert."""
     alerts = re.findall(r"(?m)^ *- alert: (\S+)$", ALERTS.read_text())
     assert [alert for alert in alerts if alert not in ALERT_TESTS.read_text()] == []
     promtool("test", "rules", ALERT_TESTS)

@@ -56,7 +56,7 @@ def run(*command: object, cwd: Path, status: int = 0, site: Path | None = None) 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution, and the wheel that was built from it."""
+    """Build the source distribution, and the wheel from it, and return their folder."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
     for name in FOLDERS:
@@ -121,7 +121,7 @@ def test_the_placeholder_stands_in_pyproject_alone() -> None:
 
 
 def declared() -> set[str]:
-    """The wheel's dependencies and theirs."""
+    """Return the wheel's dependencies and theirs."""
     found, left = set[str](), list[str](PROJECT["dependencies"])
     while left:
         requirement = Requirement(left.pop())
@@ -136,7 +136,7 @@ def declared() -> set[str]:
 
 @pytest.fixture(scope="module")
 def clean(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the plugin and its declared dependencies."""
+    """Install the plugin and its declared dependencies into an empty folder."""
     site = tmp_path_factory.mktemp("clean")
     with zipfile.ZipFile(one(built, "*.whl")) as wheel:
         wheel.extractall(site)

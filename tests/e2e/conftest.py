@@ -97,7 +97,7 @@ class Case:
 
 
 def full(*args: object, **kwargs: object) -> object:
-    """A case that runs with --full only."""
+    """Mark a case that runs with --full only."""
     return pytest.param(Case(*args, **kwargs), marks=pytest.mark.full)
 
 
@@ -176,8 +176,8 @@ def answered(
     ask: Callable[[list[int]], Answer] | None = None,
     at_once: int = 1,
 ) -> tuple[list[Answer], Counts]:
-    """The answers to these prompts, and what was counted of them. pytest's -rP shows what they came
-    to beside those that are expected."""
+    """Return the answers to these prompts, and what was counted of them. pytest's -rP shows the
+    figures beside the expected ones."""
     before = deployment.counters()
     with ThreadPoolExecutor(at_once) as pool:
         answers = [*pool.map(ask or deployment.ask, asked)]
@@ -190,13 +190,13 @@ def answered(
 
 
 def same(answers: list[Answer], reference: list[Answer]) -> None:
-    """Every token as the single server's, and the accept length within 2 %."""
+    """Check that every token is the single server's, and the accept length within 2 %."""
     assert [a.tokens for a in answers] == [a.tokens for a in reference]
     assert accept_length(answers) == pytest.approx(accept_length(reference), rel=0.02)
 
 
 def all_arrived(counted: Counts) -> None:
-    """No draft byte is missing or sent twice, and no rank has been cold."""
+    """Check that no draft byte is missing or sent twice, and that no rank has been cold."""
     assert counted[SENT] == counted[NEEDED] > 0
     assert warm_share(counted) == 1, counted
 
@@ -206,7 +206,7 @@ Reference = Callable[[str, tuple[str, ...]], Answers]
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """The single server's answers, by name of the model pair and its further flags."""
+    """Return the single server's answers, by name of the model pair and its further flags."""
     known: dict[tuple[str, tuple[str, ...]], Answers] = {}
 
     def answers(pair: str, flags: tuple[str, ...]) -> Answers:
@@ -224,7 +224,7 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measured]:
-    """Each pair of servers with mixkv in turn."""
+    """Run each pair of servers with mixkv in turn."""
     case: Case = request.param
     case.skip_unserved()
     expected = reference(case.pair, case.shared)

@@ -35,7 +35,7 @@ def write_prompts(path: Path) -> Path:
 def run_harness(
     of_single: list[str], topology: Topology, figures: Path
 ) -> tuple[int, dict[str, object]]:
-    """Exit status and figures of `python -m sglang_mixkv accept` against this pair."""
+    """Return exit status and figures of `python -m sglang_mixkv accept` against this pair."""
     with Fleet() as fleet:
         url = disaggregated(fleet, "mla", topology).url
         status = accept.main([*of_single, "--pair", url, "--json", str(figures)])

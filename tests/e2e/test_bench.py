@@ -18,7 +18,7 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def quick(name: str, folder: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
-    """The figures of a quick run. It raises of itself at a wrong byte or a cold drafter."""
+    """Return the figures of a quick run, which itself raises at a wrong byte or a cold drafter."""
     path = folder / f"{name}.json"
     done = subprocess.run(
         [sys.executable, str(BENCH / f"{name}.py"), "--quick", "--json", str(path), *options],

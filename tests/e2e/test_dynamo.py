@@ -90,7 +90,7 @@ def in_a_file(flags: Flags, home: Path) -> Flags:
 
 
 def worker(server: Launch, home: Path, in_file: bool) -> Launch:
-    """The same server, as a worker of Dynamo's, whose own page is at DYN_SYSTEM_PORT."""
+    """Return the same server as a worker of Dynamo, whose own page is at DYN_SYSTEM_PORT."""
     flags = (*server.argv[server.argv.index("--host") + 4 :], "--served-model-name", "tiny")
     flags = in_a_file(flags, home) if in_file else flags
     changed = with_dynamo(server, home, "dynamo.sglang", flags)
@@ -99,7 +99,7 @@ def worker(server: Launch, home: Path, in_file: bool) -> Launch:
 
 
 def with_sidecar(server: Launch, home: Path) -> tuple[Launch, Launch]:
-    """SGLang's own server, and a sidecar of Dynamo's beside it."""
+    """Return SGLang's own server with a sidecar of Dynamo."""
     port = str(free_port())
     further = ("--grpc-port", port, "--incremental-streaming-output")
     flags = ("--grpc-endpoint", f"{launch.HOST}:{port}", "--bootstrap-host", launch.HOST)

@@ -43,7 +43,7 @@ def crowd(seed: int) -> Iterator[list[int]]:
 
 
 def eventually(look: Callable[[], bool]) -> bool:
-    """A request is counted after its end, and seen at the next scrape."""
+    """Wait until a request is counted, which happens after its end, and seen at the next scrape."""
     deadline = time.monotonic() + REST_S
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(1)
@@ -51,7 +51,7 @@ def eventually(look: Callable[[], bool]) -> bool:
 
 
 def firing(prometheus: Prometheus) -> dict[str, str]:
-    """Alerts that fire: name -> summary."""
+    """Return the alerts that fire: name -> summary."""
     return {
         rule["name"]: alert["annotations"]["summary"]
         for rule in prometheus.rules()

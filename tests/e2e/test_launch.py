@@ -31,7 +31,7 @@ README = SCRIPTS.parent / "README.md"
 
 
 def script(name: str, *arguments: str, **variables: str) -> launch.Launch:
-    """One of the launch scripts as a server to start."""
+    """Return one of the launch scripts as a server to start."""
     path, port = f"{Path(sys.executable).parent}:{os.environ['PATH']}", free_port()
     own = {cpu.SPAWN_ENV: "1", "PATH": path, "HOST": launch.HOST, "PORT": str(port)}
     env = {**launch.local_env(), **own, **variables}
@@ -39,7 +39,7 @@ def script(name: str, *arguments: str, **variables: str) -> launch.Launch:
 
 
 def server(name: str, *arguments: str, **variables: str) -> launch.Launch:
-    """A prefill or decode server on CPU: sizes by variables, the CPU's flags behind."""
+    """Return a prefill or decode server on CPU: sizes by variables, then the CPU's flags."""
     models = dict(zip(*[iter(model_flags("mla"))] * 2, strict=True))
     names = {"MODEL": models["--model-path"], "DRAFT": models["--speculative-draft-model-path"]}
     flags = (*cpu.LAUNCH_FLAGS, "--sleep-on-idle", "--enable-metrics", *arguments)

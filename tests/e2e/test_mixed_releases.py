@@ -29,7 +29,7 @@ ANSWER_S = 60.0
 
 
 def python(version: str) -> Path:
-    """The interpreter of that release's environment (scripts/env.sh)."""
+    """Return the interpreter of that release's environment (scripts/env.sh)."""
     name = ".venv" if version == SUPPORTED_SGLANG[-1] else f".venv-{version}"
     found = ROOT / name / "bin" / "python"
     if not found.exists():

@@ -160,7 +160,7 @@ class Check:
         return verdicts(self.rows.start("clear", [job]), [OK]) or self.compare(0, zeros=SLOTS)
 
     def compare(self, first_head: int, zeros: int) -> str:
-        """All of the pool: what the slots hold is there, but zeros for the first slots."""
+        """Compare all of the pool: the slots' rows are there, and zeros for the first slots."""
         for number, (found, right) in enumerate(zip(self.pool, self.truth, strict=True)):
             wanted = torch.full_like(found, FILL)
             for slot, places in enumerate(self.numbers):
@@ -176,7 +176,7 @@ class Check:
     # -- how fast
 
     def us(self, kind: str, count: int, wait: Callable[[Any], None], times: int = TIMES) -> float:
-        """The median of a slot; the first time is not counted."""
+        """Return the median time per slot, without the first run."""
         taken = []
         for _ in range(times + 1):
             begin = time.perf_counter()
@@ -198,7 +198,7 @@ class Check:
         return found if INTERPRETED else found | self.shares(kind)
 
     def shares(self, kind: str) -> dict[str, float]:
-        """Two batches, and as many copies, between two events of their stream. All of it is queued
+        """Time two batches, and as many copies, between two events of their stream. All are queued
         while the stream sleeps."""
         stream = torch.cuda.ExternalStream(self.rows.driver.stream)
         other = torch.empty_like(self.staging.slot(0))

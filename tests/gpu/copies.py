@@ -74,7 +74,7 @@ class Kernels:
         assert ended(self.rows.start("clear", [job])) == [SlotCheck.OK]
 
     def start(self, kind: str, request: Request) -> BatchTicket:
-        """One batch."""
+        """Start one batch."""
         pages = self._pages(request)
         jobs = [
             self.rows.job(pages, cut.start, len(cut), request.heads, number, STAMP + number)
@@ -146,8 +146,8 @@ def given(rows: DraftRows, page: int, stagings: list[Staging], plane: Any = None
 def fetch(
     decode: Decode, row: Any, held: range, room: int, tokens: int, page: int, event: Any = None
 ) -> None:
-    """A request of decode's, to its end, from a prefill rank that has these heads. Decode's pages
-    are in order, so that its rows are tokens."""
+    """Serve a request on decode, to its end, from a prefill rank that has these heads. Decode's
+    pages are in order, so that its rows are tokens."""
     wanted = decode.rows.heads
     heads = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
     size = decode.segment_tokens(len(heads), row.staging.slot_bytes)
@@ -163,7 +163,7 @@ def fetch(
 
 
 def serve(prefill: Prefill, room: int, tokens: int, pages: Pages) -> None:
-    """The same request of prefill's, until all of it is packed and read."""
+    """Serve the same request on prefill, until all of it is packed and read."""
     handle = prefill.send(room, tokens, pages=pages)
     assert wait_for(lambda: handle.pages_released, LIMIT_S), "its pages are not released"
     prefill.channel.end(handle)

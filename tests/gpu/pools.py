@@ -45,7 +45,7 @@ def pool(
 
 
 def pages_of(tokens: int, page_size: int) -> Ints:
-    """A request's pages, in random order."""
+    """Return a request's pages, in random order."""
     return np.random.default_rng(1).permutation(-(-tokens // page_size))
 
 
@@ -73,7 +73,7 @@ def settle() -> None:
 
 @contextmanager
 def beside(work: Callable[[], Any]) -> Iterator[None]:
-    """A thread that does this again and again."""
+    """Run a thread that does this again and again."""
     stop = threading.Event()
 
     def run() -> None:

@@ -54,7 +54,7 @@ def test_copies_are_timed(
                 torch.cuda.synchronize()
 
     def us(work: Callable[[], None], times: int = TIMES) -> float:
-        """The median; the first time is not counted."""
+        """Return the median, without the first run."""
         taken = []
         for _ in range(times + 1):
             begin = time.perf_counter()

@@ -78,7 +78,7 @@ class Order:
         self._rooms, self._pages = count(1), pages_of(TOKENS, PAGE)
 
     def wrong(self, claim: str, waits: bool) -> int:
-        """Bytes that are not the right ones, from the same start."""
+        """Count the wrong bytes, from the same start."""
         write(self.there, self.truth)
         write(self.here, new_pool(self.device, 2))
         pages, forward = self._pages, None

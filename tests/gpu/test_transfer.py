@@ -52,7 +52,7 @@ def truth(dtype: str, tokens: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def pack(there: Connection, device: torch.device, backend: str, dtype: str, tokens: int) -> None:
-    """The process that packs: requests, until the other side ends."""
+    """Run the process that packs requests, until the other side ends."""
     prefill = Prefill(TIMES, **side(backend, truth(dtype, tokens, device), HEADS))
     there.send((prefill.row.instance, prefill.row.address, prefill.row.staging))
     try:

@@ -60,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def transports(item: pytest.Item) -> pytest.Mark | None:
-    """The mark, unless the test is Mooncake's own."""
+    """Return the mark, unless the test is Mooncake's own."""
     own = item.get_closest_marker("mooncake_only")
     return None if own is not None else item.get_closest_marker("transports")
 
@@ -78,8 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def covering(cases: list[pytest.Item], strength: int) -> set[pytest.Item]:
-    """Each time the case with the most combinations of values that no other one has. Of equals
-    their names' checksums pick, so that no parameter's order decides."""
+    """Pick, each time, the case with the most combinations of values that no earlier one has.
+    Checksums of names decide between equals, so that no parameter's order does."""
     ordered = sorted(cases, key=lambda case: sha256(case.name.encode()).digest())
     missing = {case: combinations_of(case, strength) for case in ordered}
     chosen = set[pytest.Item]()

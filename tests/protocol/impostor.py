@@ -34,7 +34,7 @@ def read_frame(peer: socket.socket) -> tuple[int, bytes]:
 
 
 def answer_of(session: str) -> dict[str, Any]:
-    """A real engine's."""
+    """Return a real engine's answer."""
     host, _, port = session.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as peer:
         peer.sendall(frame(b"{}"))

@@ -45,14 +45,14 @@ class SchedulersError(BaseException):
 
 
 def launch_server(arguments: Sequence[str]) -> None:
-    """python -m sglang.launch_server"""
+    """Run python -m sglang.launch_server."""
     sys.argv = ["sglang.launch_server", *arguments]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
 def engine_of_resolved(arguments: Sequence[str]) -> None:
-    """sgl.Engine with ServerArgs that were resolved before any plugin was loaded: no hook of one
-    has seen them."""
+    """Run sgl.Engine with ServerArgs that were resolved before any plugin was loaded, so that no
+    hook has seen them."""
     import sglang
 
     server_args = _server_args(arguments)

@@ -39,7 +39,7 @@ def why_not() -> str:
 
 
 def enter(pid: int) -> None:
-    """This thread, and what it starts from now on, is in that process's namespace."""
+    """Move this thread, and what it starts from now on, into that process's namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     try:
@@ -98,7 +98,7 @@ class Network:
         self.hosts.append((pid, address))
 
     def _namespace(self) -> int:
-        """The process id of a sleeper in a new one."""
+        """Start a sleeper in a new namespace, and return its process id."""
         own = os.readlink("/proc/self/ns/net")
         sleeper = subprocess.Popen(
             ["unshare", "--net", "sleep", "infinity"], stderr=subprocess.PIPE, text=True,

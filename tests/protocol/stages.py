@@ -27,7 +27,7 @@ class Stop:
         self._stage, self._held = context.RawValue("b", -1), context.RawValue("b", 0)
 
     def act(self, stage: str, act: Callable[[], object]) -> None:
-        """The test's: once the next room is at that stage, and before it goes on."""
+        """Act, for the test, once the next room is at that stage, and before it goes on."""
         self._stage.value = STAGES.index(stage)
         deadline = time.monotonic() + REACHED_S
         while not self._held.value:
@@ -40,7 +40,7 @@ class Stop:
             self._held.value = 0
 
     def at(self, stage: str, is_met: Callable[[], bool] = lambda: True) -> None:
-        """A rank's: a room is there. `is_met`: whether it meets the fault."""
+        """Report, for a rank, that a room is there. `is_met`: whether it meets the fault."""
         if self._stage.value != STAGES.index(stage) or not is_met():
             return
         self._stage.value, self._held.value = -1, 1

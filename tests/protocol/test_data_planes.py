@@ -221,7 +221,7 @@ def test_endpoints(reader: Reader) -> None:
 
 
 def shut_sockets() -> int:
-    """This process's TCP connections."""
+    """Shut this process's TCP connections."""
     count = 0
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as mine:

@@ -87,8 +87,8 @@ def test_who_reads_a_room_number_is_behind_a_guard() -> None:
 
 
 def test_there_is_one_way_from_a_front_end_to_a_scheduler() -> None:
-    """Tokenized requests are made and sent by TokenizerManager alone, each after its state has
-    begun. (smg's gRPC servers make their own: they meet Scheduler's guard.)"""
+    """Only TokenizerManager makes and sends tokenized requests, each after its state has begun.
+    (smg's gRPC servers make their own, which meet Scheduler's guard.)"""
     kinds = {name for name in vars(io_struct) if "Tokenized" in name}
     assert kinds == {f"{batch}Tokenized{kind}ReqInput" for batch in ("", "Batch")
                      for kind in ("Generate", "Embedding")}  # fmt: skip

@@ -25,22 +25,23 @@ BLOCK_DRAFTERS = {"DFLASH": "DFlashDraftModel", "DSPARK": "Qwen3DSparkModel"}
 
 
 def in_fork(what: Callable[[], Any]) -> Any:
-    """The value, or the exception's text: what is published stays in the fork."""
+    """Return the value, or the exception's text, of a call in a fork, where what it publishes
+    stays."""
     return forks.in_fork(what, lambda error: f"{type(error).__name__}: {error}")
 
 
 def plain_pool(cache: Cache, tp: int) -> Any:
-    """A model's pool, as SGLang builds it for nearly every drafter."""
+    """Make a model's pool, as SGLang builds it for nearly every drafter."""
     return sglang_pool(CASE, cache, tp, 0, cache.layers)
 
 
 def larger_pages(cache: Cache, tp: int) -> Any:
-    """A drafter's pool beside two DCP ranks."""
+    """Make a drafter's pool beside two DCP ranks."""
     return sglang_pool(CASE, cache, tp, 0, cache.layers, dcp=2)
 
 
 def drafter(tmp_path: Path, **changed: Any) -> Path:
-    """The shipped drafter's configuration, changed."""
+    """Write the shipped drafter's configuration, changed."""
     config = json.loads((MODELS / "mla" / "drafter" / "config.json").read_text()) | changed
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -102,7 +103,7 @@ def test_the_dtype_is_that_of_the_numbers(tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
 def test_a_block_drafters_layers(tmp_path: Path, algorithm: str) -> None:
-    """K of each layer, then V."""
+    """The pool has K of each layer, then V."""
     config = {"architectures": [BLOCK_DRAFTERS[algorithm]], "model_type": "qwen3",
               "num_hidden_layers": 6, "num_key_value_heads": 8}  # fmt: skip
     cache = Cache("mha", layers=6, heads=8)
@@ -154,7 +155,7 @@ def test_how_far_a_drafter_reads(
 
 
 def changed(**attributes: Any) -> Callable[[Cache, int], Any]:
-    """A plain pool with these attributes."""
+    """Make a plain pool with these attributes."""
 
     def build(cache: Cache, tp: int) -> Any:
         pool = plain_pool(cache, tp)

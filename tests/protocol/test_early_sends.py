@@ -30,7 +30,8 @@ from sglang_mixkv.guards.early_sends import (
 
 
 class HeldBack:
-    """A torch.cuda.Event, behind a forward that is over when `is_over`, and then has written."""
+    """A torch.cuda.Event, recorded after a forward that is over when `is_over`, and then has
+    written."""
 
     def __init__(self, is_over: Callable[[], bool], write: Callable[[], None]) -> None:
         self._is_over, self._write = is_over, write
@@ -42,9 +43,8 @@ class HeldBack:
 
 
 def first_held_back(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
-    """The first chunk of request 0 is written once request 1 has ended, which is sent behind all of
-    request 0 and into the same queue. What the target and the drafter have there until then is
-    wrong."""
+    """Write the first chunk of request 0 only once request 1 has ended, which is sent after all of
+    request 0 and into the same queue. Until then the target's and the drafter's rows are wrong."""
     number = sender.ring_number
     if number == 1 and 0 in rank.open and rank.open[0].chunks:
         rank.open[1].chunks.insert(0, chunk)

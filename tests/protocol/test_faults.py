@@ -70,7 +70,7 @@ def all_of(*injected: Inject) -> Inject:
 
 
 def thread_ends(rank: Rank) -> None:
-    """This rank's channel thread ends at its next piece of work."""
+    """End this rank's channel thread at its next piece of work."""
 
     def end(*_: Any) -> None:
         raise SystemExit

@@ -202,7 +202,8 @@ def test_arguments_that_are_not_published_are_none(
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """An SGLang of this version with these problems, hooks that were not applied and rules."""
+    """Install an SGLang of this version, with these problems, hooks that were not applied and
+    rules."""
     from sglang.srt.arg_groups import overrides
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -51,7 +51,7 @@ class Late:
 
 
 def written_late(rank: Rank, pages: np.ndarray) -> Late:
-    """The drafter's rows of these pages are others until the event."""
+    """Give the drafter's rows of these pages other values until the event."""
     entries = rank.pools["draft"]
     truth = [entry[pages].copy() for entry in entries]
     for entry in entries:
@@ -77,13 +77,13 @@ def indices(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
 
 
 def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
-    """prefill.py maybe_send_cached_prefix_chunk."""
+    """SGLang sends it in prefill.py, maybe_send_cached_prefix_chunk."""
     right(Case(2, 1, requests=REQUESTS, special=Special(send=early)))
 
 
 @pytest.mark.mooncake_only
 def test_page_numbers_are_read_once_they_are_there() -> None:
-    """prefill.py _send_kv_chunk, with supports_host_tensor_indices."""
+    """SGLang sends them late in prefill.py, _send_kv_chunk, with supports_host_tensor_indices."""
     right(Case(2, 1, requests=REQUESTS, special=Special(send=indices)))
 
 
@@ -111,7 +111,7 @@ def test_a_stages_chunk_waits_for_its_forward() -> None:
 
 
 def an_earlier_forward(rank: Rank) -> None:
-    """A request that has finished may still write where this one's pages are (decode.py)."""
+    """Let a finished request still write where this one's pages are (decode.py)."""
     from sglang_mixkv.engine import receiver as module
 
     tables = page_tables(rank.case, "decode")

@@ -32,14 +32,15 @@ def commands_of(page: Path) -> list[str]:
 
 
 def written() -> list[str]:
-    """All lines that start a server or a router."""
+    """Return all lines that start a server or a router."""
     commands = commands_of(ROOT / "README.md") + commands_of(GPU)
     shown = [line for block in blocks(DEPLOY) for line in (block.shown or "").splitlines()]
     return [line for line in (*commands, *shown) if ".launch_" in line]
 
 
 def printed() -> list[str]:
-    """The lines of deploy.md's topologies and of docs/gpu.md, printed by the launch scripts."""
+    """Return the lines of deploy.md's topologies and of docs/gpu.md, printed by the launch
+    scripts."""
     found = re.findall(r"`((?:\w+=\S+ )*(?:prefill|decode)\.sh)`", DEPLOY.read_text())
     commands = [re.sub(r"(\w+\.sh)", r"scripts/launch/\1", command) for command in found]
     return [dry_run(c) for c in (*commands, *commands_of(GPU)) if "scripts/launch/" in c]

@@ -84,7 +84,7 @@ class Plane:
 
 @pytest.fixture
 def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
-    """This rank with a configuration: its context, its store and its row."""
+    """Make this rank with a configuration: its context, its store and its row."""
     draft = Draft(
         LAYOUT, DraftRows([torch.zeros(8, 2, 16, dtype=torch.uint8)] * 2, LAYOUT.heads), 4
     )
@@ -126,7 +126,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
 
 
 def test_a_ranks_row_has_each_of_its_facts(rank_of: Callable[[Config], Any]) -> None:
-    """Each of another value, so that none can stand in another's place."""
+    """Each fact has another value, so that none can stand in another's place."""
     one, store, row = rank_of(Config(enabled=True, staging_mb=2, patience=0.7))
     slots, size = slots_of(2)
     assert msgspec.structs.asdict(row) == {
@@ -287,7 +287,8 @@ def test_a_target_is_what_sglangs_lists_say_of_it(
     manager: dict[str, Any], kv_args: dict[str, Any], expected: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """They have a drafter that SGLang moves behind it; and decode's have no number of heads."""
+    """The lists include a drafter that SGLang moves after the target; decode's have no number of
+    heads."""
     plain = {"kv_item_lens": [7, 8, 9], "num_draft_entries": 1, "kv_layer_ids": [0],
              "total_kv_head_num": 6, "page_size": 1, "state_types": [], "state_item_lens": [],
              "state_dim_per_tensor": []} | kv_args  # fmt: skip
@@ -334,7 +335,8 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
 def built(
     monkeypatch: pytest.MonkeyPatch, mode: str = "prefill", drafting: bool = True, **rank: Any
 ) -> tuple[Any, Any]:
-    """A manager of a rank, and the calls with which it was made. SGLang's own knows of the rank."""
+    """Build a manager of a rank, with the record of calls that made it. SGLang's own manager knows
+    the rank."""
     made = MagicMock()
     made.switch_off_early_sends.return_value = "; a note"
     made.RankContext.return_value.banner.return_value = "the banner"

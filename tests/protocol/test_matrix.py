@@ -95,9 +95,9 @@ POOLS = {"plain": {}, "stages": {"prefill_pp": 2}, "hybrid": {"hybrid": True}}
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("draft", ["none", "heads", "mtp"])
 def test_dsa_target(prefill_tp: int, decode_tp: int, index_k: str, pool: str, draft: str) -> None:
-    """DeepSeek-V3.2, GLM-5, LongCat: index keys in pages of their own, sent as state, which some
-    layers have and some do not. Those of DeepSeek's own MTP layer follow the target's in one list;
-    beside linear attention, whose state is cut by TP rank, it has none."""
+    """DeepSeek-V3.2, GLM-5 and LongCat have index keys in pages of their own, sent as state, which
+    some layers have and some do not. Those of DeepSeek's own MTP layer follow the target's in one
+    list; beside linear attention, whose state is cut by TP rank, it has none."""
     of_mtp = Cache("mla", k_bytes=24, index_k=() if pool == "hybrid" else (True,))
     drafts = {"none": None, "heads": Cache("mha", heads=2), "mtp": of_mtp}
     target = Cache("mla", layers=4, k_bytes=24, index_k=INDEX_K[index_k])
@@ -189,6 +189,8 @@ def test_rows_are_those_of_the_prompt(
 ) -> None:
     """Prefill can send more pages than the prompt fills; `num_kv_tokens` says how many tokens are
     sent. Decode names those that the prompt fills (`req_to_token[prefix:origin_input_len]`).
+    Prompts end on a page's boundary and one token before it, in one chunk and in several, of which
+    the last has only surplus pages, with a prefix and without.
 
     Prompts end on a page's boundary, and one token before; in one chunk and in several, of which
     the last has surplus alone; with a prefix and without."""

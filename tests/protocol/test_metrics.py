@@ -87,7 +87,7 @@ def test_a_room_learns_its_request() -> None:
 
 
 def draft_of(pages: int) -> Any:
-    """A draft pool full of ones."""
+    """Make a draft pool full of ones."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = MHATokenToKVPool(

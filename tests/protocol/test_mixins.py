@@ -52,7 +52,7 @@ for _name in (*METHODS, "ensure_abort_notified"):
 
 
 def use(mixin: type, **local: Any) -> tuple[Any, Any]:
-    """A sender or receiver, and its manager."""
+    """Make a sender or receiver, and its manager."""
     manager = MagicMock(pp_size=1)
     manager.kv_args.page_size = OTHER_PAGE
     draft = SimpleNamespace(page_size=PAGE, in_reach=lambda first, pages: (first, pages))
@@ -63,7 +63,7 @@ def use(mixin: type, **local: Any) -> tuple[Any, Any]:
 
 
 def calls(manager: Any, *names: str) -> list[Any]:
-    """Those of these names, in their order."""
+    """Return the calls of these names, in their order."""
     return [one for one in manager.mock_calls if one[0] in names]
 
 
@@ -101,8 +101,8 @@ def test_a_sender_begins_its_room_once_and_not_without_a_drafter() -> None:
 def test_chunks_are_the_tokens_that_sglang_sends(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each behind what SGLang waits for, from the token on that decode has not; one with no tokens
-    has none. The last one is that with the last page."""
+    """Each chunk has the event that SGLang waits for, and begins at the first token that decode
+    lacks; one without tokens has none. The last chunk is the one with the last page."""
     drawn, expected = random.Random(seed), list[Any]()
     one, manager = use(DraftSender)
     manager.pp_size = drawn.choice([1, 2])
@@ -211,7 +211,7 @@ PLAN = Plan(("a", "b"), 9, "another drafter")  # type: ignore[arg-type]
 
 
 def opening(**local: Any) -> tuple[Any, Any]:
-    """A receiver with a plan, of a server that is not refused."""
+    """Make a receiver with a plan, of a server that is not refused."""
     one, manager = use(DraftReceiver, **{"mode": "decode"} | local)
     manager.servers.refuse.return_value = ""
     manager.servers.plan.return_value = PLAN

@@ -29,7 +29,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_silent(rank: Rank) -> None:
-    """This decode rank sends none of SGLang's messages."""
+    """Keep this decode rank from sending any of SGLang's messages."""
 
     def send(_: Any, *, bootstrap_info: Any, message: Any, operation: str) -> bool:
         rank.report.wrong.append(f"decode sent {operation}")
@@ -41,9 +41,9 @@ def is_silent(rank: Rank) -> None:
 def refused_by_decode(
     words: str, prefill_tp: int, decode_tp: int, stock_ranks: Any = (), **case: Any
 ) -> Outcome:
-    """Every request, in these words, and nothing was sent. Decode refuses at once, and repeats
-    prefill's ABORT for 8 s, which a rank that is not up would never get: with faults all ranks are
-    up when a request begins."""
+    """Check that every request is refused in these words, and that nothing was sent. Decode refuses
+    at once, and repeats prefill's ABORT for 8 s, which a rank that is not up would never get: with
+    faults all ranks are up when a request begins."""
     faults = {("decode", rank): is_silent for rank in range(decode_tp)}
     special = Special(faults=faults, failed_rooms_stay_clean=True, stock_ranks=stock_ranks)
     outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, special=special, **case))

@@ -111,7 +111,7 @@ def test_what_writes_no_server(sglang_with_plugin: Call, tmp_path: Path) -> None
 
 
 def test_a_row_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    """A FIFO that nobody reads keeps no launch waiting; the log has the row all the same."""
+    """A FIFO that nobody reads keeps no launch waiting, and the log has the row anyway."""
     os.mkfifo(tmp_path / "fifo")
     done = launched(tmp_path / "fifo", [*SERVER, *mode("decode")])
     assert done.returncode == 1

@@ -20,7 +20,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def cache(draw: random.Random, name: str, stages: int) -> Cache:
-    """A target (whole layers a stage) or a drafter of 1 to 3 layers."""
+    """Draw a target (whole layers per stage) or a drafter of 1 to 3 layers."""
     kind = draw.choice(["mla", "mla", "mha"] if name == "target" else ["mla", "mha", "mha", "mha"])
     layers = stages * draw.choice([1, 2]) if name == "target" else draw.choice([1, 2, 3])
     dtype = draw.choice(["bf16", "bf16", "fp8"])
@@ -30,7 +30,7 @@ def cache(draw: random.Random, name: str, stages: int) -> Cache:
 
 
 def with_index_keys(draw: random.Random, target: Cache) -> Cache:
-    """The same for DSA: the first layer has index keys, each other one has them or not."""
+    """Add DSA's index keys: the first layer has them, and each other layer may."""
     own = (True, *(draw.random() < 0.5 for _ in range(target.layers - 1)))
     return replace(target, index_k=own)
 

@@ -119,7 +119,8 @@ def test_lists_of_other_lengths_than_the_batch_are_refused(
 def check_taken(
     mode: str, is_taken: bool, prompts: Any, room: Any, host: Any, port: Any = None
 ) -> None:
-    """A ValueError is HTTP 400. The state of a request that is refused is not begun."""
+    """Check whether a request is taken. A ValueError is HTTP 400, and the state of a refused
+    request is not begun."""
     request = GenerateReqInput(
         input_ids=prompts, bootstrap_room=room, bootstrap_host=host, bootstrap_port=port
     )
@@ -137,7 +138,8 @@ def check_taken(
 
 
 def taking(mode: str) -> tuple[Any, Any]:
-    """A server of this kind, and what begins a request of one number or a batch there."""
+    """Make a server of this kind, and a function that begins a request of one number or a batch
+    there."""
     manager = TokenizerManager.__new__(TokenizerManager)
     manager.rid_to_state, manager.enable_trace = {}, False
     manager.disaggregation_mode = DisaggregationMode(mode)
@@ -285,8 +287,8 @@ def test_a_number_is_free_once_its_use_has_succeeded() -> None:
 
 @pytest.mark.parametrize("come", [(), ("transfer_infos",), ("transfer_infos", "prefix")])
 def test_the_next_use_begins_once_all_its_metadata_have_come(come: tuple[str, ...]) -> None:
-    """True retraction begins it while the former one's end was not seen: metadata of one decode
-    rank alone are no reason to send."""
+    """True retraction begins it before the former use's end was seen: metadata of only one decode
+    rank are no reason to send."""
     tables = SimpleNamespace(
         request_status={7: KVPoll.Success},
         failure_records={},

@@ -81,7 +81,8 @@ class Ranks:
 
     @contextmanager
     def dialing(self, rows: list[Any]) -> Iterator[list[BaseException]]:
-        """All at once; how each ended. They end within the time that SECURITY.md gives them."""
+        """Dial all at once, and yield how each ended, within the time that SECURITY.md gives
+        them."""
         ends: list[BaseException] = []
 
         def dial(row: Any) -> None:
@@ -116,7 +117,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @in_own_process
 def test_requests_to_others_are_decided_as_if_it_were_not_there(way: impostor.Answer) -> None:
-    """A drawn number of them, at once."""
+    """Several silent peers, a drawn number, are dialled at once."""
     ranks, count = Ranks(), random.Random(way.__name__).randint(1, MOST)
     with ExitStack() as stack:
         endpoint = ranks.other.row.staging.endpoint

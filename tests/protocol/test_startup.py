@@ -53,7 +53,7 @@ def serve_nothing() -> None:
 
 
 def ask(kind: str = "manager", backend: str = "mooncake") -> str:
-    """The package that SGLang's own lookup answers from."""
+    """Return the package that SGLang's own lookup answers from."""
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
     found = get_kv_class(TransferBackend(backend), KVClassType(kind))
@@ -74,7 +74,7 @@ def launcher() -> None:
 
 
 def rank() -> None:
-    """A process that no launcher with the plugin has checked."""
+    """Make a process that no launcher with the plugin has checked."""
     serve()
     ask()
 
@@ -211,7 +211,7 @@ def test_a_changed_seam_of_a_known_release_stops_the_rank(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Each check leaves an entry."""
+    """Record each check in a list."""
     calls: list[Any] = []
     monkeypatch.setattr(releases, "check", lambda *args, **kwargs: calls.append(args))
     return calls

@@ -27,7 +27,7 @@ SHORT = (Request(8),)
 
 
 def alone(case: Case, draft_args: dict[str, str] = HIDDEN, **special: Any) -> Case:
-    """The same case over SGLang's own classes."""
+    """Return the same case over SGLang's own classes."""
     return replace(
         case, backend=model.BACKEND, prefill_mixkv=False, decode_mixkv=False,
         special=Special(draft_args=draft_args, **special),

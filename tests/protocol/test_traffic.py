@@ -50,7 +50,7 @@ def full(*values: Any, **more: Any) -> Any:
 
 
 def over(*by_default: str) -> Any:
-    """These data planes, and the others with --full. A link's needs TCP."""
+    """Parametrize with these data planes, and the others with --full. A link's tests need TCP."""
     every = ("mooncake", "nixl", "nixl-tcp")
     some = [name if name in by_default else full(name) for name in every]
     return pytest.mark.parametrize("backend", some, indirect=True)
@@ -66,7 +66,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """Each rank of A has a host, B has one, decode has one."""
+    """Make a network with one host per rank of A, one for B and one for decode."""
     if reason := why_not():
         pytest.skip(f"LINKS ARE NOT TESTED: {reason}")
     with Network(4) as network:

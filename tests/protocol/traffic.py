@@ -197,9 +197,9 @@ class TrafficRank(Rank):
         self.compare()
 
     def _serve(self) -> None:
-        """A request begins when decode's has. At the end those that nobody asks for any more are
-        dropped. The sender comes as soon as decode has begun: SGLang loses a status that arrives
-        while it is made (update_status, disaggregation/common/conn.py)."""
+        """Begin a request on prefill when decode's has begun. At the end, drop those that nobody
+        asks for any more. The sender is made as soon as decode has begun: SGLang loses a status
+        that arrives while it is made (update_status, disaggregation/common/conn.py)."""
         over = self.shared.over
         queues = [
             deque(n for n in self._numbers if self.traffic.decode_of(n) == rank)
@@ -327,7 +327,7 @@ class Ring(Servers):
             time.sleep(0.02)
 
     def result(self, at: Mapping[int, Act]) -> Result:
-        """Every process has ended on return."""
+        """Run the traffic; every process has ended on return."""
         marks: dict[int, tuple[float, float]] = {}
         problems: list[str] = []
         acting = threading.Thread(target=self._act, args=(at, marks, problems))

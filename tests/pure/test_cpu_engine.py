@@ -40,7 +40,7 @@ def test_the_real_package_is_handed_through(
 
 
 def test_sglang_finds_it_where_the_folder_is_on_the_path() -> None:
-    """SGLang's switch alone does not stand for it: it is any server's on a CPU."""
+    """SGLang's own switch is not enough, since any server on a CPU has it."""
     code = "from importlib.metadata import entry_points\n"
     code += "print([p.load() for p in entry_points(name='mixkv_cpu')])"
     assert support.install.__name__ in printed(code)

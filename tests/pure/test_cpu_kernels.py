@@ -22,7 +22,7 @@ def _seeded() -> None:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window: int) -> Tensor:
-    """The last len(q) positions of one request, whose keys and values lie at ``slots``."""
+    """Compute the last len(q) positions of one request, whose keys and values lie at ``slots``."""
     at = torch.arange(len(slots))
     behind = at[-len(q) :, None] - at
     seen = (behind >= 0) & ((behind < window) | (window == 0))

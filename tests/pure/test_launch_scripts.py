@@ -104,8 +104,8 @@ def test_a_missing_variable_is_named() -> None:
 
 
 def test_what_would_start_another_server_stops_the_script() -> None:
-    """bash takes DP=eight for a comparison that fails. A plugin that is left out cannot say so: by
-    the variable alone SGLang would start as stock."""
+    """bash takes DP=eight for a comparison that fails. A plugin that is not installed cannot
+    object: with the variable alone SGLang would start as stock."""
     for name, text in {"DP": "eight", "TP": "8 ", "NNODES": "-1"}.items():
         words = f"{name}: expected a whole number, got '{text}'"
         refused("decode.sh", words, **MODELS, **{name: text})

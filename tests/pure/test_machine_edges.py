@@ -219,7 +219,8 @@ def test_the_log_says_how_a_read_failed(error: str, took: float, detail: str) ->
 
 @pytest.mark.parametrize("took", [0.0, 0.2, 9.0])
 def test_a_room_is_cold_at_its_deadline(took: float) -> None:
-    """Not before, and not a tick later. `took`: the target, behind the first READY."""
+    """It is cold neither earlier nor a tick later. `took`: seconds from the first READY to the
+    target."""
     rank = Decode()
     rank.now = AT
     rank.open(1)

@@ -89,7 +89,7 @@ def test_a_slot_is_held_while_its_rank_is_stopped() -> None:
 
 @pytest.mark.parametrize(("wanted", "first"), [(0, 8), (8, 8), (10, 10)])
 def test_what_is_packed_begins_in_its_chunk(wanted: int, first: int) -> None:
-    """Earlier tokens are not in its pages, whatever the reader wants."""
+    """The chunk's pages do not have earlier tokens, even if the reader wants them."""
     rooms = prefill()
     connection, message = opened(10)
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
@@ -139,7 +139,7 @@ def test_a_less_patient_prefill_rank_has_its_slots_back_in_time() -> None:
 
 
 def announce(segment: int, token: int, *segments: tuple[int, int], last: bool = False) -> Ready:
-    """`segments`: slot and tokens of each."""
+    """Make a READY. `segments`: slot and tokens of each."""
     announced = tuple(Announced(slot, 99 + slot, tokens) for slot, tokens in segments)
     return Ready(ROOM, 10, segment, token, announced, last)
 
@@ -325,7 +325,7 @@ def test_a_number_is_fetched_again_behind_a_warm_request_alone(warm: bool, later
 
 
 def orders(*lines: str) -> Iterator[tuple[str, ...]]:
-    """All ways to merge these sequences of calls."""
+    """Yield all ways to merge these sequences of calls."""
     if not any(lines):
         yield ()
     for n, line in enumerate(lines):
@@ -336,8 +336,8 @@ def orders(*lines: str) -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.parametrize("former", ["bct", "bc", "b"])
 def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
-    """The end of the former use may be behind all of the next one's, and so may its target. The
-    other orders are decode's to prevent (`RecentRooms`)."""
+    """The end of the former use may come after all events of the next one, and so may its target.
+    Decode prevents the other orders (`RecentRooms`)."""
     count = 0
     for order in orders(former + "e", "BCT", "o", "O"):
         at = order.index

@@ -27,7 +27,7 @@ DOCS = PACKAGE.parent / "docs"
 
 
 class Rank(metrics.MetricsReporter):
-    """A rank's reporter, and a page of its series alone."""
+    """A rank's reporter, and a page of only its series."""
 
     def __init__(self, side: str = DECODE) -> None:
         self._registry = CollectorRegistry()

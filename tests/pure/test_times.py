@@ -156,7 +156,7 @@ def test_a_read_that_ends_late_is_unused_with_or_without_a_tick(patience: float)
 
 
 def slow(patience: float, tokens: int = 400, readers: int = 1) -> Prefill:
-    """A request of many segments on a rank of eight slots, whose reader takes four and no more."""
+    """Make a request of many segments on a rank of eight slots, whose reader takes only four."""
     rank = Prefill(8, patience)
     rank.slow.add(READER)
     rank.open(1, readers=readers)

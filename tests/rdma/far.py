@@ -56,7 +56,7 @@ class Call:
 
 
 def restart(pipe: Connection) -> None:
-    """The machine, as if its power had failed, so many seconds after it is told to."""
+    """Restart the machine, as if its power had failed, so many seconds after this call."""
     time.sleep(pipe.recv())
     Path("/proc/sysrq-trigger").write_text("b")
 

@@ -16,7 +16,7 @@ OTHER = 0x5A  # of whoever gets the slots next
 
 
 def begin_list(reader: Reader, peer: RemoteMemory, of: int = 0) -> int:
-    """Some of it has landed, and not all."""
+    """Begin a list, and wait until some of it has landed, but not all."""
     places = np.array([to + at for to, _, n in LIST for at in (0, n // 2, n - 8)])
     for _ in range(20):
         reader.memory[:] = CANARY
@@ -56,8 +56,8 @@ def check_a_peers_end(reader: Reader, end: Callable[[], None]) -> None:
 
 
 def check_a_wrong_part(reader: Reader, there: int, inside: int = 0) -> None:
-    """A list whose middle reads ten bytes of the peer's memory at `there`. It has registered the
-    first `inside` of them; no others land."""
+    """Read a list whose middle reads ten bytes of the peer's memory at `there`. The peer has
+    registered the first `inside` of them; no others land."""
     to = GUARD + 30 * MIB
     peer = reader.connect()
     claim(peer)

@@ -52,7 +52,7 @@ def given(way: Way, place: Place, pool: np.ndarray, heads: range) -> dict[str, A
 
 
 def serve(pipe: Any, way: Way, times: Times, heads: range) -> None:
-    """A prefill rank's life."""
+    """Run a prefill rank."""
     die_with_parent()
     pipe.recv()
     more = given(way, way.peer, pool_of(heads).copy(), heads)
@@ -83,7 +83,7 @@ def serve_far(pipe: Any, way: Way, times: Times, heads: range) -> None:
 
 
 class Served:
-    """A prefill rank, from the decode rank's side."""
+    """A prefill rank, seen from the decode rank."""
 
     def __init__(self, way: Way, times: Times, heads: range) -> None:
         self.pipe, there = FORK.Pipe()
@@ -137,7 +137,7 @@ class Ranks:
         self._numbers = itertools.count(1)
 
     def begin(self, of: Sequence[int] = (0, 1)) -> tuple[int, ReceiveHandle]:
-        """A request of these ranks' heads, on the last page first; its target is there."""
+        """Begin a request of these ranks' heads, on the last page first; its target is there."""
         assert (self.pool == OTHER).all(), "rows of a request that had ended were written"
         number, tokens = next(self._numbers), self.decode.segment_tokens(2, SLOT_BYTES)
         sources = tuple(Source(self.peers[n], HALVES[n], 1, SLOTS, tokens) for n in of)
@@ -151,7 +151,8 @@ class Ranks:
         return number, handle
 
     def begin_midway(self) -> tuple[int, ReceiveHandle]:
-        """Some of its draft KV is in place, and not all of either rank."""
+        """Begin a request, and wait until some of its draft KV is in place, but not all of either
+        rank."""
         for _ in range(20):
             self.decode.notes.bytes = 0
             number, handle = self.begin()
@@ -203,7 +204,8 @@ class Ranks:
         return cold
 
     def check_at_rest(self) -> None:
-        """Nothing is left of any request, and every slot is free, on each rank that lives."""
+        """Check that nothing is left of any request, and that every slot is free, on each rank that
+        lives."""
         assert rest(self.decode) == ([], SLOTS)
         for rank in self.prefill:
             if rank.lives:

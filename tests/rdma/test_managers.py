@@ -30,7 +30,7 @@ BOTH = ["mooncake", "nixl"]
 
 @pytest.fixture(scope="module")
 def far() -> Iterator[Any]:
-    """The second machine's ranks; it imports SGLang meanwhile."""
+    """Start the second machine's ranks, which import SGLang meanwhile."""
     call = Call("rdma.halves:serve_prefill") if IN_GUEST else None
     yield call
     if call is not None:
@@ -72,7 +72,7 @@ def case_of(way: Way, shape: tuple[int, int], **special: Any) -> Case:
 
 
 def check(halves: Any, case: Case, prefill: Device, decode: Device, run: Any = None) -> None:
-    """The drafter's bytes are most of the packets."""
+    """Check all bytes, and that the drafter's are most of the packets."""
     before = prefill.sent, decode.received
     outcome = halves.run.check_right(case, (run or halves.run.run)(case))
     for ranks, device in (outcome.prefill, prefill), (outcome.decode, decode):

@@ -132,7 +132,8 @@ def test_a_stopped_peer_is_read_without_it(reader: Reader) -> None:
 
 
 def wait_for_port(port: int) -> None:
-    """A minute, in which the kernel keeps it for packets of a former connection."""
+    """Wait up to a minute, in which the kernel keeps the port for packets of a former
+    connection."""
     for _ in range(100):
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))

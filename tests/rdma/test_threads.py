@@ -24,7 +24,8 @@ def rig() -> Any:
 
 @on_one_device
 def test_requests_of_two_ranks_are_warm(rig: Any, way: str) -> None:
-    """Each of several segments, and of more than there are slots; and the device has read them."""
+    """The requests have several segments, and more than there are slots, which the device has
+    read."""
 
     def body(ranks: Any) -> None:
         device = devices()[0]

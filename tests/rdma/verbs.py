@@ -40,7 +40,7 @@ class Device(NamedTuple):
         return int(next(file for file in files if file.exists()).read_text())
 
     def gid(self, version: int) -> int | None:
-        """The index of its first GID with an address of this version of IP."""
+        """Return the index of its first GID with an address of this version of IP."""
         for file in sorted((DEVICES / self.name / "ports" / "1" / "gids").iterdir()):
             address = ip_address(file.read_text().strip())
             mapped = getattr(address, "ipv4_mapped", None)
@@ -50,7 +50,7 @@ class Device(NamedTuple):
 
 
 def devices() -> list[Device]:
-    """Those that are up, and whose network device has an address."""
+    """Return the devices that are up, and whose network device has an address."""
     found = []
     for folder in sorted(DEVICES.glob("*")):
         port = folder / "ports" / "1"

@@ -84,7 +84,7 @@ class Spec:
     gathers: float = 0.0
 
     def lines(self) -> list[str]:
-        """Describe it for people."""
+        """Describe the schedule for people to read."""
         head = f"seed {self.seed}, {self.heads} heads, {'TCP' if self.over_tcp else 'RDMA'}"
         items = [*self.servers, *self.requests, *self.faults]
         return [head, *map(str, items)]

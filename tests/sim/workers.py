@@ -23,7 +23,7 @@ class Blocked(BaseException):
 
 class VirtualGate(Gate):
     """A handle's gate that raises instead of waiting. The channel thread of its rank, once set, may
-    look before it closes and behind that: in the middle of a call of SGLang's scheduler."""
+    look before the gate closes and after that, in the middle of a call of SGLang's scheduler."""
 
     rank: Process | None = None
 
@@ -67,7 +67,7 @@ class Receiving(ReceiveHandle):
 
 
 class Event:
-    """The event behind a forward. `query` may say "not yet" after it is over."""
+    """The event recorded after a forward. `query` may say "not yet" after it is over."""
 
     def __init__(self) -> None:
         self.over = False

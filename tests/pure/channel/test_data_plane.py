@@ -312,7 +312,7 @@ class Watched:
         return found
 
     def watch(self, at: int, what: Callable[[], Any], do: Callable[[], Any]) -> None:
-        """`do`, and where it has so many looks, `what` beside it."""
+        """Run `do`, and `what` beside it if it has so many looks."""
         self._looks, self.at, self.what = 0, at, what
         do()
         self.at = 0

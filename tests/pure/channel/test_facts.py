@@ -29,7 +29,7 @@ ROW = Row(
 
 
 def row(**changed: Any) -> Row:
-    """A row with other fields, of its facts and its staging too."""
+    """Make a row with other fields, also of its facts and its staging."""
     facts, staging = ROW.draft.facts, ROW.staging
     for name in [n for n in changed if n in DraftFacts.__struct_fields__]:
         facts = replace(facts, **{name: changed.pop(name)})
@@ -95,7 +95,7 @@ def test_what_two_rows_differ_in(prefill, decode, expected):
 
 
 def fields(**changed: Any) -> bytes:
-    """A row's JSON with other values, whatever they are."""
+    """Return a row's JSON with other values, of any kind."""
     return json.dumps(json.loads(msgspec.json.encode(ROW)) | changed).encode()
 
 

@@ -47,7 +47,7 @@ LENGTHS = {
 
 
 def with_value(path: str, value: Any) -> Any:
-    """The row with this value in this place, as read_row has it."""
+    """Return the value that read_row returns for a row with this value in this place."""
     tree = json.loads(msgspec.json.encode(ROW))
     *above, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     place = tree

@@ -54,7 +54,7 @@ class Epoll:
 
 
 class Library:
-    """One of ctypes that gives up the GIL in each call."""
+    """A ctypes library that gives up the GIL in each call."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -78,7 +78,7 @@ class Later(OnDevice):
 
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Both sides, whose copies are batches on a device. No tick comes in between."""
+    """Make both sides, whose copies are batches on a device. No tick comes in between."""
     monkeypatch.setattr(loop, "TICK", 60.0)
     monkeypatch.setattr(_Side, "device", Later)
     monkeypatch.setattr(select, "epoll", Epoll)

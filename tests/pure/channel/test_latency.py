@@ -271,7 +271,7 @@ def look(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reporter raises with each tick."""
+    """Make the reporter raise with each tick."""
     monkeypatch.setattr(worker._reporter, "ticked", raising)
 
 
@@ -529,7 +529,7 @@ def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_idle_rank_sleeps_and_does_not_poll(side: str) -> None:
-    """Nothing is outstanding behind the end of a request."""
+    """Nothing is outstanding after the end of a request."""
     with Channel() as one:
         assert one.request(1) == ("warm", "")
         poller = getattr(one, side).channel._poller

@@ -63,9 +63,9 @@ def jobs(side: Prefill | Decode) -> int:
 
 
 def ended(how: str, channel: Channel, gates: bool) -> Prefill:
-    """A request ends whose first segment is being packed, and whose others are queued: SGLang's
-    sender is aborted; or packing is slower than prefill waits for it, or decode's client has hung
-    up, so that SGLang's poll returns Success."""
+    """End a request whose first segment is being packed while others are queued: SGLang's sender is
+    aborted; or packing is slower than prefill waits for it, or decode's client has hung up, so that
+    SGLang's poll returns Success."""
     prefill = channel.prefill
     if how == "slow":
         prefill = Prefill(Times(0.1))
@@ -93,8 +93,8 @@ def ended(how: str, channel: Channel, gates: bool) -> Prefill:
 
 
 def behind_another(channel: Channel, gates: bool) -> Prefill:
-    """A reader hung up whose segment is queued, so that Success waits for nothing. The pages are
-    given back, and `clear` has not come."""
+    """Let a reader hang up whose segment is queued, so that Success waits for nothing. The pages
+    are given back before `clear`."""
     prefill = channel.prefill
     held = Held(prefill, "pack", gates, at_end=True)
     handles, sent = [], []

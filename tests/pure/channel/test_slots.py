@@ -23,7 +23,7 @@ TIMES = Times()
 
 
 def take(pool: SlotPool, owner: object) -> int | None:
-    """A slot as RoundRobin gives it, None where the owner has to wait."""
+    """Take a slot as RoundRobin does, None if the owner has to wait."""
     return pool.allocate(owner) if pool.available_for(owner, len({*pool.held, owner})) else None
 
 
@@ -35,7 +35,7 @@ def drain(pool: SlotPool, owner: str) -> list[int]:
 
 
 def published(pool: SlotPool, now: float, *owners: str) -> list[int]:
-    """All that they may have, in READYs that leave now."""
+    """Allocate all that these owners may have, in READYs that leave now."""
     found = [slot for owner in owners for slot in drain(pool, owner)]
     for slot in found:
         pool.publish(slot, 1 + slot, now)
@@ -162,8 +162,8 @@ RUNS = [({}, ["a1", "a2", "a1", "a2"]), ({"run": 2}, ["a1", "a1", "a2", "a2"])]
 
 @pytest.mark.parametrize(("run", "of_one"), RUNS)
 def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it(run, of_one):
-    """A run of slots is one message, of one slot unless given. Items that are added again, as they
-    want more than that, are behind the others of their owner."""
+    """A run of slots is one message, of one slot unless given. Items that want more are added
+    again, after the others of their owner."""
     pool, turns, found = SlotPool(64, TIMES), RoundRobin(**run), []
     for item in ("a1", "a2", "b1", "a1"):
         turns.add(item[0], item)  # a1 waits already
@@ -190,7 +190,7 @@ def test_who_waits_longest_is_first():
 
 @given(st.integers(2, 6), st.lists(st.integers(1, 3), min_size=4, max_size=12))
 def test_readers_that_always_have_work_get_as_much(owners: int, freed: list[int]) -> None:
-    """Whatever is free at a time: whoever was served is behind all others."""
+    """However many slots are free at a time, an owner that was served comes after all others."""
     pool, turns, got = SlotPool(3, TIMES), RoundRobin(), dict.fromkeys(range(owners), 0)
     for owner in got:
         for n in range(len(freed) * 3):

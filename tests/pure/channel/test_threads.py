@@ -97,7 +97,7 @@ def test_a_read_from_a_peer_that_is_gone_by_then_ends_at_once(
 
 
 def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) -> None:
-    """It reads a byte into this rank's own memory, whatever that holds."""
+    """Connecting reads a byte into this rank's own memory, which must not change a slot."""
     decode, other = channel.decode, Prefill(channel.times)
     other.staging.slot(0).fill_(0xFF)
     decode.rows.pack(np.arange(4), HEADS, decode.staging.slot(0), 7)
@@ -494,7 +494,8 @@ def test_a_room_whose_rows_cannot_be_cleared_fails(
 def test_the_text_of_an_error_is_cut(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """One of CUDA's or of a library's may be of any length, and goes into a message and a line."""
+    """An error of CUDA or a library may be of any length, and goes into a message and a log
+    line."""
     forward, prefill, decode = Event(), channel.prefill, channel.decode
     forward.done = True
     owner, name = {

@@ -96,8 +96,8 @@ def test_messages_that_exceed_one_poll_need_no_further_signal(ranks: Ranks) -> N
 def test_a_socket_that_was_read_to_its_end_is_not_queried_again(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, count: int, queries: int
 ) -> None:
-    """A query takes 1.3 us: one finds that there are messages, and one after the first whether it
-    came alone. A full batch may have left some."""
+    """A query takes 1.3 us: one finds that there are messages, and one after the first message
+    whether it came alone. A full batch may have left some."""
     asked, real = list[Any](), sockets.has_message
     monkeypatch.setattr(sockets, "has_message", lambda one: asked.append(one) or real(one))
     for number in range(count):
@@ -313,7 +313,7 @@ def test_a_rank_that_cannot_be_reached_leaves_no_socket(
 
 
 def broken_once(these: Links, plane: Plane, link: Link) -> Any:
-    """A read of the link's, which fails."""
+    """Fail a read of the link."""
     plane.ended = lambda: [((1, link, link.memory), "broken")]  # type: ignore[attr-defined]
     return list(these.ended())
 

@@ -102,7 +102,7 @@ def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 6), (6, 4), (3, 2)])
 def test_a_server_of_unfit_size_is_refused_before_any_request(theirs, ours):
-    """Not by each of its requests alone, which prefill would hold until its timeout."""
+    """Otherwise each request would fail alone, and prefill would hold it until its timeout."""
     with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
         judge(prefill(theirs, facts=None), row(tp=ours, facts=None), serve_mismatch=True)
 

@@ -129,8 +129,8 @@ def test_copies_that_this_rank_holds_up_strike_nobody() -> None:
 
 
 def delayed(by: str, slots: int = 4) -> Decode:
-    """A rank with `slots`, all of them taken by the peer's first request, which goes on delaying
-    it. Four more requests of the peer can be announced only behind that one."""
+    """Make a rank whose `slots` are all taken by the peer's first request, which goes on delaying
+    it. Four more requests of the peer can be announced only after that one."""
     rank = Decode(slots)
     rank.held_copies = [] if by == "copies" else None
     rank.hung.update([PREFILL] * (by == "reads"))
@@ -302,7 +302,7 @@ def test_a_probe_that_is_over_lets_nobody_in_beside_the_next_one() -> None:
 
 
 def test_a_probe_that_decides_nothing_lets_another_one_try() -> None:
-    """Each of them can decide, and the first that failed begins the next wait."""
+    """Each probe can decide, and the first that fails begins the next wait."""
     rank = opened()
     rank.wait(1.0)
     assert asked(rank, 10)

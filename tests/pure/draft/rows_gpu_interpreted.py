@@ -103,8 +103,7 @@ class Segment(NamedTuple):
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Side, list[Segment]]:
-    """Two rooms, of which segments follow one another, each of all heads that are asked for or of
-    one of them."""
+    """Draw two rooms with successive segments, each of all requested heads or of one of them."""
     width = st.sampled_from([16, 48, 80, 128, 256, 272])
     widths = [w for w in (draw(width), draw(width)) for _ in range(draw(st.sampled_from([1, 3])))]
     start, stop = sorted(draw(st.lists(st.integers(0, 5), min_size=2, max_size=2, unique=True)))
@@ -504,8 +503,8 @@ BATCHES = {
 
 @pytest.mark.parametrize("what", BATCHES)
 def test_calls_of_a_batch_come_in_their_order(what: str) -> None:
-    """The thread's device first, a NIC's writes before anything that reads them, jobs before their
-    kernels, and an event without times behind all of it: on one stream, the driver's own."""
+    """The thread's device comes first, a NIC's writes before anything that reads them, jobs before
+    their kernels, and an event without times after all of it: on one stream, the driver's own."""
     side = small(FakeCuda(attributes=UNORDERED, captures=0))
     functions = {function: name for name, (function, _) in side.rows._kernels.items()}
     stream, expected = side.rows.driver.stream, BATCHES[what]
@@ -586,7 +585,8 @@ def test_all_is_there_before_the_first_batch() -> None:
 
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Both sides of the draft channel, whose copies are kernels that end late. No tick helps."""
+    """Make both sides of the draft channel, whose copies are kernels that end late. No tick
+    helps."""
     monkeypatch.setattr(loop, "TICK", 60.0)
 
     def on_device(rows: DraftRows, staging: Staging) -> GpuRows:

@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def results(self) -> list[Any]:
-        """A job is found to be stale where its name says so."""
+        """Return each job's result: stale if its name says so."""
         return [SlotCheck.STALE if "stale" in job else SlotCheck.OK for job in self.jobs]
 
 

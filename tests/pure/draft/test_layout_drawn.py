@@ -24,7 +24,7 @@ from sglang_mixkv.draft.window import BLOCKS, LLAMA_EAGLE3, WINDOWED, pages_left
 def test_as_many_tokens_are_in_a_slot_as_fit_with_their_header(
     widths: list[int], heads: int, slot_bytes: int
 ) -> None:
-    """64 bytes in front, and up to 8 behind."""
+    """A slot has 64 bytes of header, and up to 8 of padding."""
     facts = DraftFacts("a", "b", 8, tuple(widths), "uint8")
     one = sum(heads * width for width in widths)
     tokens = 0

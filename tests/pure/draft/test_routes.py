@@ -16,7 +16,7 @@ PAIRS = [(p, d) for p in SIZES for d in SIZES if not (p % d and d % p)]
 
 
 def heads_by_brute_force(total: int, tp: int, rank: int) -> set[int]:
-    """Each head has tp/total ranks, or each rank total/tp heads."""
+    """Return a rank's heads: each head has tp/total ranks, or each rank total/tp heads."""
     return {h for h in range(total) if h * tp // total <= rank < -(-(h + 1) * tp // total)}
 
 

@@ -321,7 +321,7 @@ def test_a_refused_server_is_asked_again_but_not_per_request(
         return NO_ROUTE
 
     def refuse_one() -> None:
-        """A request, from `try_ensure_parallel_info` to `receiver.init`."""
+        """Refuse a request, from `try_ensure_parallel_info` to `receiver.init`."""
         assert wait_for(lambda: site.servers.ensure(address))
         assert "[MIXKV-PAIR-01]" in site.servers.refuse(address, None)
 
@@ -761,7 +761,7 @@ def test_a_doubted_server_is_given_up_only_for_what_it_answers(
         return status or 200, facts if body is None else body
 
     def is_heard() -> bool:
-        """The answer to one doubt, and what came of it, lie before the next one's question."""
+        """Wait until the answer to a doubt has been handled and the next question has arrived."""
         if entry is site.table.get(address):
             site.servers.check(address)
         return len(doubts) > 2 or entry is not site.table.get(address)
@@ -820,9 +820,9 @@ def test_a_rank_that_registers_late_is_found(
 
 @contextmanager
 def at(site: Site, point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """A function to call once, at the beginning or the end of what the task of a server waits for,
-    or its thread; in a thread of its own, which may have to wait for a lock that it holds. It stays
-    in the list until it has returned."""
+    """Return a list for a function to call once, at the beginning or the end of what a server's
+    task or thread waits for. It runs in a thread of its own, since it may need a lock that is held,
+    and stays in the list until it has returned."""
     name, when = point.split()
     todo: list[Any] = []
     others: list[threading.Thread] = []
@@ -1008,7 +1008,7 @@ def ranks(path: str) -> tuple[int, bytes]:
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    """One whose copy notifies prefill, soon after it is asked to."""
+    """Make a receiver whose copy notifies prefill soon after it is asked to."""
     monkeypatch.setattr(notices, "PAUSES_S", (0.0, 0.05, 0.05))
     monkeypatch.setattr(Receiver, "_socket_cache", {"another": "server's"})
     yield Receiver()

@@ -21,7 +21,7 @@ def names(kind: bytes, ranks: int) -> list[bytes]:
 
 
 def serve(rank: Prefill, readers: tuple[bytes, ...], first: int) -> list[int]:
-    """A request of each; those that did not get all of their draft KV."""
+    """Serve a request of each reader, and return those that did not get all of their draft KV."""
     rooms = range(first, first + len(readers))
     for room, reader in zip(rooms, readers, strict=True):
         rank.open(room, reader)

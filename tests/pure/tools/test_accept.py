@@ -88,7 +88,7 @@ class Stub:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stub, Stub]]:
-    """The single server, the pair."""
+    """Return the addresses of the single server and of the pair."""
     monkeypatch.setattr(accept, "PAUSE_S", 0.01)
     made = Stub(), Stub()
     with serving(made[0].answer) as single, serving(made[1].answer) as pair:
@@ -97,7 +97,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stub, Stub]]:
 
 
 def run(servers: tuple, tmp_path: Path, *flags: str, prompts: int = 2 * FEWEST) -> tuple[int, dict]:
-    """The exit status, and the figures where there are some."""
+    """Return the exit status, and the figures if there are any."""
     single, pair = servers
     rows = [{"input_ids": [5, n]} for n in range(prompts)]
     path, out = tmp_path / "prompts", tmp_path / "out.json"

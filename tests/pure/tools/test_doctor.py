@@ -132,7 +132,7 @@ def test_the_sglang_on_the_path_is_compared(
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A host with a device of this state, none without."""
+    """Make a host with a device of this state, or none."""
     monkeypatch.setattr(doctor, "DEVICES", tmp_path / "devices")
 
     def made(state: str = "") -> None:
@@ -253,8 +253,8 @@ def test_unusable_words_end_it_with_status_2(
 
 @pytest.fixture
 def run(host: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The doctor's status and text with such a read, or such a failure of it, on a host that is
-    right. `asked`: what it would have read, with whom."""
+    """Return the doctor's status and text after such a read, or such a failure, on a host without
+    problems. `asked`: what it would have read, with whom."""
     for name in ("versions", "entry_point"):
         monkeypatch.setattr(doctor, name, list)
     for name in {*filter(doctor._SHOWN.match, os.environ)}:

@@ -30,14 +30,14 @@ SIZE, HOST = (128 << 10) + 4096, "127.0.0.1"
 
 @pytest.fixture
 def port() -> int:
-    """A free one."""
+    """Return a free port."""
     with socket.create_server((HOST, 0)) as free:
         return int(free.getsockname()[1])
 
 
 class Copies(Reads):
-    """It takes this host's address alone. `state`: what is wrong with it, as of Reads; `bad`: the
-    read of which byte 17 of each slot comes out wrong."""
+    """A data plane of this host's address only. `state`: its fault, as in Reads; `bad`: the read in
+    which byte 17 of each slot is wrong."""
 
     state: ClassVar[dict[str, Any]] = {}
     bad: int | None = None
