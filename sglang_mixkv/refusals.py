@@ -120,6 +120,7 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "mooncake, or drop the flag",
     ),
     _flag("--enable-kv-cache-sharding", "drop the flag"),
+    _flag("--disaggregation-decode-draft-bootstrap", "decode would make draft KV itself; drop it"),
     Rule(
         f"--speculative-algorithm other than {', '.join(SPECULATIVE[1:])}",
         lambda a: (a.speculative_algorithm or "NONE").upper() not in SPECULATIVE,

@@ -40,7 +40,6 @@ REPORT = "Report it with both logs"
 MEMORY = "Raise --mixkv-staging-mb"
 SAME_DRAFTER = "Give both sides the same drafter"
 TRACEBACK = "See the traceback in the log"
-_EQUAL = ("same", "unknown")
 _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 _R = ColdReason
 
@@ -113,11 +112,11 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     "unknown_ack": NoteSpec(series=_DROPPED),
     # on both
     "weights_different": NoteSpec(
-        "the other side's weights have another version",
-        "Update both sides, under the same weight_version", "weights_total", ("different",),
-        consequence="fewer drafts may be accepted",
+        "its weights have another version", "Update both sides under one weight_version",
+        "weights_total", ("different",), consequence="fewer drafts may be accepted",
     ),
-    **{f"weights_{one}": NoteSpec(series="weights_total", values=(one,)) for one in _EQUAL},
+    "weights_same": NoteSpec(series="weights_total", values=("same",)),
+    "weights_unknown": NoteSpec(series="weights_total", values=("unknown",)),
     "unreadable": NoteSpec(
         "a message could not be read", "Install the same release on both sides", _DROPPED,
         code="MIXKV-MSG-01", consequence="it was dropped",
@@ -181,10 +180,7 @@ SERIES = (
     Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch does unasked.", (), ()),
     Series("slots", _BOTH, "Slots of the staging buffer."),
     Series("slots_used", _BOTH, "Slots in use."),
-    Series(
-        "weights_total", _BOTH,
-        "Requests with a peer, by whether both ranks' weights have the same version.", ("state",),
-        tuple((one,) for one in (*_EQUAL, "different")),
-    ),
+    Series("weights_total", _BOTH, "Requests with a peer, by how both sides' weights compare.",
+           ("state",), (("same",), ("different",), ("unknown",))),
     Series("messages_dropped_total", _BOTH, "Messages that were unreadable, duplicate or late."),
 )  # fmt: skip

@@ -59,8 +59,7 @@ class Reporter(Protocol):
     def ticked(self) -> None:
         """The channel's thread calls this ten times a second."""
 
-    def weights(self) -> int:
-        """Return the digest of this rank's version of the weights, 0 if that is not known."""
+    weights: Callable[[], int]  # the CRC-32 of their current version; 0 if that is not known
 
 
 Ts = TypeVarTuple("Ts")
@@ -110,9 +109,8 @@ class Worker(ABC):
 
     def _named(self, message: Message) -> Message:
         """Add this rank's version of the weights to a message that carries one."""
-        if not isinstance(message, Open | Ready):
-            return message
-        return replace(message, weights=self._reporter.weights())
+        has = isinstance(message, Open | Ready)
+        return replace(message, weights=self._reporter.weights()) if has else message
 
     def _compare(self, message: Open | Ready, peer: bytes = b"") -> None:
         found = compare_weights(message.weights, self._reporter.weights())

@@ -36,7 +36,7 @@ SlotNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
 Small = Annotated[int, Meta(ge=0, le=1 << 16)]
 Code = Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")]
 Text = Annotated[str, Meta(max_length=512)]
-Weights = Annotated[int, Meta(ge=0, lt=1 << 32)]  # `digest` of a version; 0 from older releases
+Weights = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a version's CRC-32; 0 from older releases
 INSTANCE_BYTES = 8
 Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 
@@ -128,14 +128,9 @@ def fail(room: int, generation: int, code: str, detail: str) -> Fail:
     return Fail(room, generation, code, printable[:512])
 
 
-def digest(version: str) -> int:
-    return zlib.crc32(version.encode()) or 1
-
-
 def compare_weights(*digests: int) -> str:
-    """Compare two ranks' weights. Before SGLang's first update with a version, a rank's is its
-    default: if both have that, an update without one may have changed either."""
-    if 0 in digests or {*digests} == {digest("default")}:
+    """Compare two ranks' weights: if both have SGLang's default, no update has named a version."""
+    if 0 in digests or {*digests} == {zlib.crc32(b"default")}:
         return "unknown"
     return "same" if len({*digests}) == 1 else "different"
 

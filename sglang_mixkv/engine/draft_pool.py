@@ -89,6 +89,21 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
         )  # fmt: skip
 
 
+def checked(manager: Any, hidden: Any) -> Any:
+    """Return a manager. Refuse one that moves a hidden pool's buffers, and another plugin's."""
+    args, buffers = manager.kv_args, (*hidden.k_buffer, *hidden.v_buffer) if hidden else ()
+    moved = {*args.kv_data_ptrs, *(one for part in args.state_data_ptrs for one in part)}
+    moved &= {one.data_ptr() for one in buffers}
+    if moved or (hidden and not hasattr(manager, "local")):
+        raise refuse(
+            "MIXKV-START-05", "the plugin's manager, without draft KV among SGLang's",
+            f"{type(manager).__qualname__} with {len(moved)} of the drafter's buffers",
+            "draft KV would be moved twice, or not at all",
+            "Switch off what replaces or moves it, or start both sides without --enable-mixkv",
+        )  # fmt: skip
+    return manager
+
+
 def not_whole(got: str) -> MixKVError:
     return refuse(
         "MIXKV-START-05", "a drafter whose K and V rows are its whole cache", got,

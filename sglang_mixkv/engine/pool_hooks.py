@@ -52,7 +52,7 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     if hidden is not None:
         queue.draft_token_to_kv_pool = None
     try:
-        return original(queue)
+        return draft_pool.checked(original(queue), hidden)
     finally:
         queue.draft_token_to_kv_pool = pool
         _context.reset(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from zlib import crc32
 
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_serving, get_spec
@@ -12,7 +13,7 @@ from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.handshake import Row, StagingFacts, Target
-from sglang_mixkv.channel.messages import PROTOCOL, digest, draw_instance
+from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SlotPool, slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
@@ -47,7 +48,7 @@ class RankContext:
         self.copying = "copied on the host"
         self.port = config.port and config.port + gpu.gpu_of(kv_args)  # 0: any free one
         self.reporter = reporter(mode)
-        self.reporter.weights = lambda: digest(get_serving().weight_version)
+        self.reporter.weights = lambda: crc32(get_serving().weight_version.encode())
         self.reporter.slots = self.slots = SlotPool(count, self.times)
 
     def store(self, host: str) -> Store | None:

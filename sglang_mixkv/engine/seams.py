@@ -124,9 +124,9 @@ _NAMES = {
     f"{_PD}base.conn:KVPoll": "Failed Success Transferring WaitingForInput",
     f"{_PD}utils:DisaggregationMode": "DECODE PREFILL",
     # what SGLang moves; RDMA devices of this GPU
-    f"{_PD}base.conn:KVArgs": "aux_item_lens gpu_id ib_device is_hybrid_mla_backend kv_item_lens "
-        "kv_layer_ids num_draft_entries page_size state_dim_per_tensor state_item_lens state_types "
-        "total_kv_head_num",
+    f"{_PD}base.conn:KVArgs": "aux_item_lens gpu_id ib_device is_hybrid_mla_backend kv_data_ptrs "
+        "kv_item_lens kv_layer_ids num_draft_entries page_size state_data_ptrs "
+        "state_dim_per_tensor state_item_lens state_types total_kv_head_num",
     # the draft pool, which is hidden, and a request's rows in it
     _PREFILL: "draft_token_to_kv_pool kv_manager scheduler",
     _DECODE: "draft_token_to_kv_pool kv_manager req_to_token_pool scheduler",

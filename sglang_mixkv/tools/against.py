@@ -4,8 +4,9 @@ from the source. Nothing is installed or imported."""
 from __future__ import annotations
 
 import ast
+import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -37,19 +38,18 @@ class Wheel:
         return [file for file in self._zip.namelist() if file.startswith(folder)]
 
     def has(self, path: str) -> bool:
-        """True if the wheel has a module's name, or an attribute of it; also if that is unknown."""
-        module, _, name = path.partition(":")
-        head, _, attribute = name.partition(".")
-        places = [module.replace(".", "/") + end for end in (".py", "/__init__.py")]
-        inside = f"{places[0][:-3]}/{head}"
-        if {f"{inside}.py", f"{inside}/__init__.py"} & {*self._zip.namelist()}:
-            return not attribute or self.has(f"{module}.{head}:{attribute}")
-        bodies = [self.body(file) for file in places if file in self._zip.namelist()]
-        names = [*_bound(bodies[0])] if bodies else []
-        try:
-            return head in names and (not attribute or attribute in self.names(f"{module}:{head}"))
-        except LookupError:
-            return True
+        """True if the source of a module, or of one inside it, has these words, or a base does."""
+        parent, _, name = path.partition(":")
+        first, *more = name.split(".")
+        for module, words in ((f"{parent}.{first}", more), (parent, [first, *more])):
+            for end in (".py", "/__init__.py"):
+                with suppress(KeyError):
+                    text = self._zip.read(module.replace(".", "/") + end).decode()
+                    found = {*re.findall(r"\w+", text)}
+                    with suppress(LookupError):
+                        found |= {*self.names(f"{parent}:{first}")}
+                    return {*words} <= found
+        return False
 
     def _find(self, module: str, name: str) -> tuple[str, Any]:
         files, (head, _, method) = self._zip.namelist(), name.partition(".")
@@ -84,33 +84,21 @@ def _attributes(owner: ast.ClassDef) -> Iterator[str]:
         yield from (getattr(one, "id", getattr(one, "name", "")) for one in targets)
 
 
-def _bound(body: list[ast.stmt]) -> Iterator[str]:
-    for node in ast.walk(ast.Module(body, [])):
-        if isinstance(node, ast.alias):
-            yield node.asname or node.name
-        elif not isinstance(node, ast.Name) or isinstance(node.ctx, ast.Store):
-            yield getattr(node, "id", getattr(node, "name", ""))
-
-
 def taken(source: str) -> Iterator[str]:
     """Yield what a module imports from SGLang, and the attributes that it uses of that."""
-    tree, found = ast.parse(source), dict[str, str]()
-    for node in (one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)):
+    nodes, found = [*ast.walk(ast.parse(source))], dict[str, str]()
+    for node in (one for one in nodes if isinstance(one, ast.ImportFrom)):
         if f"{node.module}.".startswith("sglang."):
             found |= {one.asname or one.name: f"{node.module}:{one.name}" for one in node.names}
-    yield from found.values()
-    for one in ast.walk(tree):
-        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name):
-            yield from [f"{found[one.value.id]}.{one.attr}"] if one.value.id in found else []
+    names = ((ast.unparse(n.value), n.attr) for n in nodes if isinstance(n, ast.Attribute))
+    yield from (*found.values(), *(f"{found[of]}.{name}" for of, name in names if of in found))
 
 
 def changes(wheel: Wheel) -> list[str]:
     """List what a wheel lacks of what the plugin and `plan` use of the newest supported SGLang."""
-
-    def find(path: str, due: Iterable[str]) -> list[str]:
-        return [name for name in wheel.names(path) if name in due]
-
-    found = lacking(SUPPORTED_SGLANG[-1], find)
+    found = lacking(
+        SUPPORTED_SGLANG[-1], lambda path, due: [n for n in wheel.names(path) if n in due]
+    )
     for file in sorted(Path(__file__).parent.glob("plan*.py")):
         names = sorted(set(taken(file.read_text())))
         found += [f"{one}: {file.name} uses it; found none" for one in names if not wheel.has(one)]

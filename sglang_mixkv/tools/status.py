@@ -251,8 +251,7 @@ def _of_server(server: ServerSlots, page: Page) -> Iterator[tuple[str, str]]:
     if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
         spec = NOTES["not_cleared"]
         yield f"{failed} requests failed: {spec.message}", f"Search decode's log for {spec.code}"
-    for what in ("unopened", "expired", "weights_different"):
-        spec = NOTES[what]
+    for spec in (NOTES["unopened"], NOTES["expired"], NOTES["weights_different"]):
         if number := page.counts(spec.series, state=[*spec.values] or [""]).total():
             yield f"{number} times {spec.message}", spec.remedy
 

@@ -130,3 +130,34 @@ def test_rows_that_this_build_cannot_read_are_refused(changed: dict[str, Any]) -
     with pytest.raises(MixKVError) as refused:
         prefill_http.read_rows(json.dumps({"protocol": 5, "rows": rows}).encode())
     assert refused.value.code == "MIXKV-PAIR-02"
+
+
+def test_a_server_that_wants_a_token_keeps_no_row_that_came_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A made-up SGLang of the shape that a branch has: a PUT needs the secret that SGLang sends
+    with it, and a GET, as SGLang sends it, needs none."""
+    from aiohttp import web
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer as Stock
+
+    stock = Stock._handle_route_put
+
+    async def with_token(self: Any, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.Response(status=401)
+        return await stock(self, request)
+
+    monkeypatch.setattr(Stock, "_handle_route_put", with_token)
+    one = Server()
+    try:
+        url = f"http://{one.address}/route"
+        for rank in range(2):
+            headers = {"Authorization": "Bearer secret"}
+            for given, status in ((headers, 200), ({}, 401)):
+                port = rank if given else 50 + rank
+                put = registration(rank, row(port, attn_tp_rank=rank))
+                assert requests.put(url, json=put, headers=given, timeout=5).status_code == status
+        answer = requests.get(f"http://{one.address}{PATH}", timeout=5)
+        assert [found["rank_port"] for found in answer.json()["rows"]] == [9000, 9001]
+    finally:
+        one.server.close()

@@ -258,8 +258,15 @@ class Queue:
         self.draft_token_to_kv_pool, self.seen = pool, None
         self.scheduler = SimpleNamespace(attach_hicache_storage_wrapped=lambda _: "SGLang's")
 
-    def init(self) -> None:
+    def init(self) -> Any:
         self.seen = self.draft_token_to_kv_pool, pool_hooks.current()
+        return manager_of([1, 2], [[3]])
+
+
+def manager_of(entries: list[int], state: list[list[int]], **local: Any) -> Any:
+    """The plugin's, with these pointers."""
+    args = SimpleNamespace(kv_data_ptrs=entries, state_data_ptrs=state)
+    return SimpleNamespace(kv_args=args, **({"local": None} | local))
 
 
 def hidden(pool: Any) -> bool:
@@ -338,6 +345,29 @@ def test_the_pool_is_back_where_sglang_fails() -> None:
         pool_hooks.around_init(fails, queue)
     assert queue.draft_token_to_kv_pool is pool
     assert pool_hooks.current().pool is None
+
+
+@pytest.mark.parametrize("shape", ["a component of state", "an entry", "another plugin's manager"])
+def test_an_sglang_that_moves_a_hidden_pool_all_the_same_does_not_start(shape: str) -> None:
+    """Made up, of shapes that branches of SGLang and other projects have: a drafter's KV as state
+    that is read from the allocator's own pool; a manager around what `get_kv_class` returned."""
+    pool = of_heads()
+    value = pool.v_buffer[-1].data_ptr()
+
+    def builds(_: Queue) -> Any:
+        made = manager_of([1, value * (shape == "an entry")], [[2], [3, value]])
+        if shape != "a component of state":
+            made.kv_args.state_data_ptrs = []
+        if shape == "another plugin's manager":
+            del made.local
+        return made
+
+    queue = Queue(pool)
+    with pytest.raises(MixKVError, match=r"MIXKV-START-05.*SimpleNamespace") as raised:
+        pool_hooks.around_init(builds, queue)
+    count = shape != "another plugin's manager"
+    assert f"with {count:d} of the drafter's buffers" in str(raised.value)
+    assert queue.draft_token_to_kv_pool is pool
 
 
 def test_only_mooncakes_storage_is_attached_beside_a_drafter() -> None:

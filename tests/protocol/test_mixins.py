@@ -23,6 +23,7 @@ from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.engine import pool_hooks, receiver, sender
 from sglang_mixkv.engine.draft_pool import Draft
+from sglang_mixkv.engine.manager import mixed
 from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.errors import MixKVError
@@ -449,21 +450,37 @@ def test_an_invalid_number_fails_at_the_start_of_its_use(number: Any) -> None:
 def test_what_a_queue_hands_over_is_its_threads_own() -> None:
     """SGLang's manager is returned, with the innermost of nested pools."""
     taken = list[Any]()
-    inner = SimpleNamespace(k_buffer=[])
+    inner = SimpleNamespace(k_buffer=[], v_buffer=[])
     queue = SimpleNamespace(
         draft_token_to_kv_pool=SimpleNamespace(full_kv_pool=inner),
         scheduler=SimpleNamespace(attach_hicache_storage_wrapped=None),
     )
 
-    def builds(_: Any) -> str:
+    args = SimpleNamespace(kv_data_ptrs=[], state_data_ptrs=[])
+    built = SimpleNamespace(kv_args=args, local=None)
+
+    def builds(_: Any) -> Any:
         taken.append(pool_hooks.current())
         other = threading.Thread(target=lambda: taken.append(pool_hooks.current()))
         other.start()
         other.join()
-        return "the manager"
+        return built
 
-    assert pool_hooks.around_init(builds, queue) == "the manager"
+    assert pool_hooks.around_init(builds, queue) is built
     assert taken == [(inner, queue.scheduler), (None, None)]
+
+
+def test_another_projects_manager_stays_below_the_mixin() -> None:
+    """Made up, of the shape of Dynamo's for checkpoints: it replaces `get_kv_class` before plugins
+    are loaded. Loaded after them it is refused (test_draft_pool.py)."""
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+
+    snapshot = type("SnapshotNixlKVManager", (NixlKVManager,), {"restored": lambda self: "theirs"})
+    found = mixed(snapshot, "nixl", "manager")
+    order = [one.__name__ for one in found.__mro__]
+    assert order.index("DraftManager") < order.index(snapshot.__name__)
+    assert order.index(snapshot.__name__) < order.index("NixlKVManager")
+    assert found.restored is snapshot.restored
 
 
 def test_hooks_hand_on_what_sglang_gives_and_takes() -> None:

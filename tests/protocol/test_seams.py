@@ -172,14 +172,14 @@ def test_every_attribute_of_sglang_is_listed() -> None:
     assert theirs - LISTED - methods - OF_OTHERS == set()
     assert OF_OTHERS - used == set()
     asked = {*SIZES, *SCALES, *rules_ask_for()}  # by names that are computed
-    assert asked - LISTED == set()
+    assert asked - LISTED == {"disaggregation_decode_draft_bootstrap"}, "of no release so far"
 
 
 def test_no_attribute_is_listed_in_vain() -> None:
     text = "\n".join(path.read_text() for path in MODULES if path.name != "seams.py")
     words = set(re.findall(r"\w+", text)) | rules_ask_for()
     assert LISTED - words == set()
-    assert len(LISTED) <= 137
+    assert len(LISTED) <= 139
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

@@ -117,7 +117,8 @@ REFUSED = [
     ({"grpc_mode": True}, "--smg-grpc-mode"),
     *(({flag[2:].replace("-", "_"): True}, flag) for flag in (
         "--use-ray", "--enable-pd-role-switch", "--enable-hisparse", "--enable-unified-memory",
-        "--enable-kv-cache-sharding", "--enable-multi-layer-eagle")),
+        "--enable-kv-cache-sharding", "--enable-multi-layer-eagle",
+        "--disaggregation-decode-draft-bootstrap")),
 ]  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def test_cold_drafters_by_reason() -> None:
                  for dp in range(2) for tp in range(2)), "6 requests failed"),
         (line("unopened_rooms_total", 4, engine_type="prefill"), "4 times .*--enable-mixkv"),
         (line("expired_slots_total", 5, engine_type="prefill"), "5 times a slot was not"),
-        (line("weights_total", 2, state="different"), "2 times the other .*same weight_version"),
+        (line("weights_total", 2, state="different"), "2 times its weights .*one weight_version"),
         (line("slots", 64) + line("slots_used", 64), "all slots .*--mixkv-staging-mb"),
         ("sglang:num_running_reqs 1\n", "no series of the plugin"),
     ],
