@@ -23,7 +23,7 @@ import msgspec
 from sglang_mixkv import refusals
 from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.channel.mooncake import forces_tcp
-from sglang_mixkv.config import SETTINGS, Config, add_flags, nearest, resolve, truth
+from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve, truth
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
@@ -123,6 +123,7 @@ def resolved(make: Callable[[], Any], gpus: list[str]) -> tuple[Any, str, list[s
     gpus = gpus if (made.device or "cuda") == "cuda" else [""]
     for gpu in (*gpus, gpus[0]):  # if none will do, the first says why
         made = make()
+        setattr(made, ATTRIBUTE, Config())  # `refused` has what the plugin's hook would raise
         with as_on(gpu) if gpu else nullcontext():
             stock = [*_not_started(made)]
         if not stock:
@@ -382,9 +383,11 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def alone(environ: Mapping[str, str]) -> Iterator[None]:
-    """Let only the line's SGLANG_ variables count; keep SGLang from logging and downloading."""
+    """Let only the line's variables of SGLang and Mooncake count; keep SGLang from logging and
+    downloading."""
     level = logging.root.manager.disable
-    of_shell = {name: v for name, v in os.environ.items() if not name.startswith("SGLANG_")}
+    line_only = "SGLANG_", "MC_", "MOONCAKE_"
+    of_shell = {name: v for name, v in os.environ.items() if not name.startswith(line_only)}
     whole = {**of_shell, **environ, "HF_HUB_OFFLINE": "1"}
     with patch.dict(os.environ, whole, clear=True), warnings.catch_warnings(action="ignore"):
         logging.disable(logging.CRITICAL)

@@ -327,10 +327,11 @@ def test_a_line_is_what_sglang_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert one.facts == DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 4, (32, 32), "bfloat16")
     assert (one.target.kv_heads, one.target.layers, one.stage.is_mla) == (0, 5, True)
     monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "3,2")
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
     line = f"--model-path {MODELS.parent / 'gqa' / 'target'} --tp 4 --pp-size 2 --attn-cp-size 2"
     found = read("prefill", line)
     assert found.stage == Target(4, 4, layer_ids=False, even=True, stages=2)
-    assert (found.attention_tp, found.draft, found.enabled) == (2, None, False)
+    assert (found.attention_tp, found.draft, found.enabled, found.tcp) == (2, None, False, False)
     changed = read("prefill", f"SGLANG_ENABLE_MIXKV=1 SGLANG_PP_LAYER_PARTITION=4,1 x {line}")
     assert (changed.stage.entries, changed.enabled) == (8, True)
 
