@@ -1,8 +1,8 @@
 """The rows before a prompt's end that a drafter reads: decode asks for no others.
 
-A query after the prompt sees `window` tokens before itself. docs/compatibility.md#windows lists the
-drafters and attention backends of SGLang 0.5.21 to 0.5.23 that keep to a window, with sources; all
-others may read the whole prompt. A row spans all layers, so every layer needs a window.
+A query after the prompt sees `window` tokens before itself, in SGLang 0.5.21 to 0.5.23: with DFLASH
+(dflash_worker_v2.py, _compute_compact_draft_seq_lens), Llama's EAGLE3 (models/llama_eagle3.py) and
+layers of `sliding_attention` (models/dflash.py). A row spans all layers, so each needs a window.
 
 With decode's radix cache, which its host cache needs, all rows are transferred: a shorter prompt
 with the same prefix would lack a row that was left out.
