@@ -3,10 +3,12 @@
 #
 # Behaviour: of a /generate request with fields that SGLang has, sglang-router forwards only those
 # that it knows itself, and answers 200 without a word: constraints, stop expressions and the DP
-# rank are gone. smg drops fewer. Of /v1/completions neither drops any.
+# rank are gone. smg drops fewer. Of a chat request sglang-router also drops return_meta_info, with
+# which SGLang tells the accept length; smg none. Of /v1/completions neither drops any.
 # Guess: a router passes on what it does not know; the server says whether a field is valid.
 # Seen: sglang-router drops cache_salt, custom_params, logit_bias, routed_dp_rank, stop_regex,
-# stream_interval, structural_tag; smg logit_bias, stop_regex, stream_interval, structural_tag.
+# stream_interval, structural_tag; smg logit_bias, stop_regex, stream_interval, structural_tag. Of chat:
+# cache_salt, custom_params, return_meta_info, stop_regex; smg none.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"
@@ -25,20 +27,25 @@ SAMPLING = {
 GENERATE = {"input_ids": [1], "sampling_params": SAMPLING, "routed_dp_rank": 0, "cache_salt": "s"}
 COMPLETION = {"model": "m", "prompt": "x", "max_tokens": 4, "stop_regex": "x+", "custom_params": {"a": 1},
               "logit_bias": {"1": 1.0}, "cache_salt": "s"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}], "return_meta_info": True,
+        "stop_regex": "x+", "custom_params": {"a": 1}, "cache_salt": "s", "min_p": 0.1}
+ASKED = {"/generate": GENERATE, "/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 seen = {}
 for kind in COMMANDS:
     prefill, decode = Server(), Server()
     with Router(kind, prefill.url, decode.url) as router:
-        codes = router.ask("/generate", GENERATE)[0], router.ask("/v1/completions", COMPLETION)[0]
-    generate, completion = (body for _, body in decode.posts)
+        codes = {router.ask(path, body)[0] for path, body in ASKED.items()}
+    generate, completion, chat = (body for _, body in decode.posts)
     dropped = {*SAMPLING} - {*generate["sampling_params"]} | {*GENERATE} - {*generate}
-    of_completion = {*COMPLETION} - {*completion}
-    seen[kind] = (*codes, sorted(dropped), sorted(of_completion))
-    print(f"{kind}: {codes[0]}, dropped {', '.join(seen[kind][2])}; {codes[1]}, dropped {seen[kind][3]}")
+    of_completion, of_chat = {*COMPLETION} - {*completion}, {*CHAT} - {*chat}
+    seen[kind] = codes, sorted(dropped), sorted(of_completion), sorted(of_chat)
+    print(f"{kind}: {codes}, dropped of /generate, completions, chat: {seen[kind][1:]}")
 both = ["logit_bias", "stop_regex", "stream_interval", "structural_tag"]
+of_chat = ["cache_salt", "custom_params", "return_meta_info", "stop_regex"]
+more = ["cache_salt", "custom_params", "routed_dp_rank"]
 if seen != {
-    "sglang-router": (200, 200, sorted([*both, "cache_salt", "custom_params", "routed_dp_rank"]), []),
-    "smg": (200, 200, both, []),
+    "sglang-router": ({200}, sorted([*both, *more]), [], of_chat),
+    "smg": ({200}, both, [], []),
 }:
     sys.exit("changed: a router drops other fields")
 END

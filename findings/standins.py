@@ -45,13 +45,15 @@ def error(status: int, text: str = "the reason") -> Answer:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers GETs as SGLang does and POSTs by `answer`; `posts` has their paths and bodies."""
+    """Answers GETs as SGLang does and POSTs by `answer`; `posts` has their paths and bodies.
+    `page` is its metrics page."""
 
     daemon_threads = True
 
-    def __init__(self, answer: Answer = ok) -> None:
+    def __init__(self, answer: Answer = ok, page: str = "") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer, self.posts = answer, list[tuple[str, dict[str, Any]]]()
+        self.answer, self.page = answer, page
+        self.posts = list[tuple[str, dict[str, Any]]]()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -62,7 +64,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, models = self.path.partition("?")[0], {"object": "list", "data": [MODEL]}
-        self._reply(200, models if path == "/v1/models" else INFO)
+        if path == "/metrics":
+            self._send(200, "text/plain; version=0.0.4", self.server.page.encode())
+        else:
+            self._reply(200, models if path == "/v1/models" else INFO)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -70,9 +75,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(*self.server.answer(self.path, body))
 
     def _reply(self, status: int, body: dict[str, Any]) -> None:
-        text = json.dumps(body).encode()
+        self._send(status, "application/json", json.dumps(body).encode())
+
+    def _send(self, status: int, kind: str, text: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text)))
         with contextlib.suppress(OSError):  # the router waits no longer
             self.end_headers()
