@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sglang_mixkv import __version__
 from sglang_mixkv.decode.cold import FAILS, ColdReason
 from sglang_mixkv.errors import REASONS
 
@@ -178,7 +179,7 @@ SERIES = (
     Series("expired_slots_total", (PREFILL,), "Slots set aside because no ACK came."),
     Series("copy_seconds_total", _BOTH, "Seconds spent packing or unpacking."),
     Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch does unasked.", (), ()),
-    Series("slots", _BOTH, "Slots of the staging buffer."),
+    Series("slots", _BOTH, "Slots of the staging buffer.", ("release",), ((__version__,),)),
     Series("slots_used", _BOTH, "Slots in use."),
     Series("weights_total", _BOTH, "Requests with a peer, by how both sides' weights compare.",
            ("state",), (("same",), ("different",), ("unknown",))),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from sglang_mixkv import series
+from sglang_mixkv import __version__, series
 from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.channel.loop import Reporter
 from sglang_mixkv.channel.slots import SlotPool
@@ -133,7 +133,7 @@ class MetricsReporter(Reporter):
                 del self._watched[rid]
                 self._count_drafts(began, histogram)
         if self.slots is not None:
-            self._record("slots", amount=self.slots.count)
+            self._record("slots", __version__, amount=self.slots.count)
             self._record("slots_used", amount=self.slots.count - self.slots.free_slots)
         if self.breaker is not None:
             names = map(self.name_of, self.breaker.open_peers())

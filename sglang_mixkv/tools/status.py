@@ -136,10 +136,11 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[MetricPages, 
 class ServerSlots(msgspec.Struct, frozen=True):
     """`ranks`: those with series of the plugin. `slots_used`: on the rank that uses most. `p50`,
     `p99`: seconds within which 50 and 99 % of requests had their draft KV, or, on prefill, chunks
-    their READY."""
+    their READY. `release`: the plugin's, NONE before 0.4."""
 
     name: str
     role: str
+    release: str
     ranks: int
     slots: int
     slots_used: int
@@ -149,7 +150,7 @@ class ServerSlots(msgspec.Struct, frozen=True):
     def row(self) -> tuple[str, ...]:
         slots = f"{self.slots_used} of {self.slots}" if self.slots else NONE
         waits = (NONE if one is None else f"{1000 * one:.0f} ms" for one in (self.p50, self.p99))
-        return self.name, self.role, str(self.ranks or NONE), slots, *waits
+        return self.name, self.role, self.release, str(self.ranks or NONE), slots, *waits
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -185,7 +186,16 @@ class Status(msgspec.Struct, frozen=True):
     def text(self) -> str:
         lines, points = list[str](), [*self.unread.values()]
         for rows, *head in (
-            (self.servers, "server", "role", "ranks", "slots in use", "wait: p50", "p99"),
+            (
+                self.servers,
+                "server",
+                "role",
+                "release",
+                "ranks",
+                "slots in use",
+                "wait: p50",
+                "p99",
+            ),
             (self.pairs, "decode", "prefill", "requests", "warm", "accept: warm", *STATES[1:]),
         ):
             lines += [*table([head, *(one.row() for one in rows)]), ""] if rows else []
@@ -214,10 +224,11 @@ def status(now: MetricPages, unread: dict[str, str], first: MetricPages | None =
 
 def _server(name: str, page: Page) -> ServerSlots:
     role = max((one.labels.get("engine_type", "") for one in page), default="no plugin")
+    release = max((one.labels.get("release", "") for one in page), default="") or NONE
     ranks = len({*map(_rank, page)})
     wait = "ready_seconds" if role == PREFILL else "wait_seconds"
-    waits = page.within(wait, 0.5), page.within(wait, 0.99)
-    return ServerSlots(name, role, ranks, page.most("slots"), page.most("slots_used"), *waits)
+    found = page.most("slots"), page.most("slots_used"), page.within(wait, 0.5)
+    return ServerSlots(name, role, release, ranks, *found, page.within(wait, 0.99))
 
 
 def _pairs(since: MetricPages) -> Iterator[Pair]:

@@ -20,7 +20,7 @@ from mixkv_demo.prometheus import expressions
 from sglang_mixkv.decode.cold import ColdReason
 from sglang_mixkv.series import PREFIX, SERIES
 
-from .pages import PAGES, ROOT
+from .pages import PAGES, ROOT, bash
 
 DASHBOARD, ALERTS = ROOT / "docs" / "dashboard.json", ROOT / "docs" / "alerts.yml"
 ALERT_TESTS = ROOT / "tests" / "alerts_test.yml"
@@ -136,6 +136,18 @@ def test_each_alert_has_a_page_and_says_what_to_do() -> None:
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         heads = re.findall(r"(?m)^#+ (.*)$", (ROOT / page).read_text())
         assert anchor in {head.lower().replace(" ", "-") for head in heads}
+
+
+def test_deploys_command_makes_a_rule_that_a_selector_finds_and_whole_links() -> None:
+    (block,) = (b for b in bash(ROOT / "docs" / "deploy.md") if "PrometheusRule" in b.text)
+    text = 'kubectl() { [ "$1" = get ] || cat; }\n' + block.text
+    done = subprocess.run(["bash", "-euc", text], cwd=ROOT, capture_output=True, check=True)
+    made = yaml.safe_load(done.stdout)
+    assert made["metadata"]["labels"] == {"release": "monitoring"}
+    rules = made["spec"]["groups"][0]["rules"]
+    assert rules[0]["expr"] == yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"][0]["expr"]
+    urls = {rule["annotations"]["runbook_url"] for rule in rules if "alert" in rule}
+    assert all(url.startswith("https://git.example.com/sglang-mixkv/docs/") for url in urls)
 
 
 @needs_promtool

@@ -13,6 +13,7 @@ from rig.ring.model import Case, Request
 from rig.ring.run import Outcome, run
 from rig.ring.special import Special
 
+from sglang_mixkv import __version__
 from sglang_mixkv.decode.cold import ColdReason
 from sglang_mixkv.engine import pool_hooks
 from sglang_mixkv.guards import retraction
@@ -47,9 +48,9 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
     assert outcome.total("ready_seconds") == CHUNKS * max(prefill_tp, decode_tp), "by reader"
     for report in outcome.prefill + outcome.decode:
         assert report.counted["copy_seconds_total",] > 0
-        assert report.counted["slots",] >= report.counted["slots_used",]
+        assert report.counted["slots", __version__] >= report.counted["slots_used",]
     for report in outcome.decode:
-        assert report.counted["slots",] > report.counted["slots_used",] == 0
+        assert report.counted["slots", __version__] > report.counted["slots_used",] == 0
         assert {("rooms_total", "cold", reason) for reason in ColdReason} <= set(report.counted)
         assert report.counted["breaker_open",] == 0
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from mixkv_demo.series import totals
-from sglang_mixkv import series
+from sglang_mixkv import __version__, series
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
@@ -157,6 +157,21 @@ def test_prefill_counts_what_it_refuses_and_misses() -> None:
     }  # fmt: skip
 
 
+def test_the_page_says_how_many_series_a_rank_has() -> None:
+    """Of the labels that appear later, one prefill server with warm requests."""
+
+    def of(side: str, later: bool) -> int:
+        own = (one for one in SERIES if side in one.sides and ("prefill" in one.labels) == later)
+        return sum((len(one.initial_labels) or 1) * (16 if one.name.endswith("_seconds") else 1)
+                   for one in own if one.name != "breaker_opened_total")  # fmt: skip
+
+    assert len(metrics.BUCKETS) + 3 == 16  # infinity, the sum and the count
+    prefill, decode, pair = of(PREFILL, False), of(DECODE, False), of(DECODE, True)
+    text = f"4 x 8 x {prefill} + 16 x 8 x ({decode} + 4 x {pair})"
+    found = 4 * 8 * prefill + 16 * 8 * (decode + 4 * pair)
+    assert f"{text} = {found:,}" in " ".join((DOCS / "metrics.md").read_text().split())
+
+
 def test_gauges_follow_slots_and_breakers() -> None:
     one = Rank()
     one.slots, one.breaker = SlotPool(4, Times()), Breaker()
@@ -168,7 +183,7 @@ def test_gauges_follow_slots_and_breakers() -> None:
         for strike in range(STRIKES):
             one.breaker.record_failure(peer, strike, 0.0)
     one.look_now()
-    assert (one.of("slots"), one.of("slots_used")) == ({(): 4}, {(): 1})
+    assert (one.of("slots"), one.of("slots_used")) == ({(__version__,): 4}, {(): 1})
     assert one.of("breaker_open") == {("a:1",): 1}
     one.breaker.forget(b"one")
     one.look_now()
