@@ -57,7 +57,7 @@ def test_a_launcher_and_its_ranks_opt_in_together(
     launched = call(launcher, [*FLAGS, *words], **environ, SGLANG_MIXKV_STAGING_MB="32")
     assert packages(call, launched) == {package}
     if package == "sglang_mixkv":
-        assert pickle.loads(launched.value)._mixkv.staging_mb == 32
+        assert pickle.loads(launched.value)._mixkv["staging_mb"] == 32
 
 
 @pytest.mark.parametrize("more", [(), ASCEND])
