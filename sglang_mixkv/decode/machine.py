@@ -263,9 +263,9 @@ class Machine:
                 )
 
     def on_action_failed(self, action: act.Action, error: Exception) -> None:
-        """Handle a failed action. A message affects only its generation; an ACK's slots expire."""
+        """Handle a failed action. An ACK's slots expire, and a FAIL's request is over already."""
         match action:
-            case Send(peer, Open(_, room, generation) | Fail(room, generation)):
+            case Send(peer, Open(_, room, generation)):
                 self.failed(peer, Fail(room, generation, ColdReason.UNSENT, repr(error)[:300]))
             case act.StartRead():
                 self.read_ended(action, repr(error)[:300])
