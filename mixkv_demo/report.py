@@ -112,10 +112,10 @@ def table(runs: Sequence[Run], title: str) -> Table:
     """Make the table, one row per run."""
     grid = Table(title=title, caption="-: not counted", caption_justify="left")
     grid.add_column("run")
-    grid.add_column("output equal\nto single")
+    grid.add_column("same\noutput")
     grid.add_column("accept\nlength", justify="right")
-    grid.add_column("acceptance\nby position", justify="right")
-    grid.add_column("tokens/s", justify="right")
+    grid.add_column("acceptance\nby position", justify="right", min_width=14)
+    grid.add_column("tokens\nper s", justify="right")
     grid.add_column("draft bytes\nsent / needed", justify="right", no_wrap=True)
     for run in runs:
         grid.add_row(*_row(run))

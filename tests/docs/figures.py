@@ -36,7 +36,9 @@ SHOWN = (
     "Wait for draft KV", "Requests by state", "What cold drafters cost",
 )  # fmt: skip
 """Panels of the dashboard that the picture has."""
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+COLORS = {"": "#0072b2", "warm": "#009e73", "cold": "#d55e00", "no_drafter": "#d55e00",
+          "p50": "#8a7000", "p99": "#cc79a7"}  # fmt: skip
+"""By what a curve shows of its server, if the legend says."""
 HEAD = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" width="{w}" {font}>'
 SANS = 'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222222"'
 MONO = SANS.replace("Helvetica, Arial, sans-serif", "Menlo, Consolas, DejaVu Sans Mono, monospace")
@@ -118,14 +120,13 @@ def _panel(panel: Panel, end: float, event: tuple[float, str]) -> Iterator[str]:
     at, what = event
     yield f'<path d="M{x(at)} 56V182" stroke="#666666" stroke-dasharray="3 3"/>'
     yield f'<text x="{x(at)}" y="52" text-anchor="middle" fill="#666666">{what}</text>'
-    # dashed above solid, so that equal curves show both
-    servers = sorted({name.partition(":")[0] for name in panel.curves})
-    second = {name: name.partition(":")[0] in servers[1:2] for name in panel.curves}
-    for row, name in enumerate(sorted(panel.curves, key=lambda name: second[name])):
-        color, width = COLORS[row % len(COLORS)], 1.6 if second[name] else 3
-        style = (
-            f'stroke="{color}" stroke-width="{width}"' + ' stroke-dasharray="6 3"' * second[name]
-        )
+    # A thin line above a wide pale one, so that equal curves of two servers show both.
+    servers = sorted({name.partition(":")[0] for name in panel.curves if ":" in name})
+    wide = {name: len(servers) > 1 and name.startswith(servers[0]) for name in panel.curves}
+    for row, name in enumerate(sorted(panel.curves, key=lambda name: not wide[name])):
+        shows = name.rpartition(": ")[2]
+        style = f'stroke="{COLORS["" if ":" in shows else shows]}" '
+        style += 'stroke-width="6" stroke-opacity="0.4"' if wide[name] else 'stroke-width="1.6"'
         points = "L".join(f"{x(seconds)} {y(value)}" for seconds, value in panel.curves[name])
         yield f'<path d="M{points}" fill="none" {style}/>'
         left, low = 14 + 190 * (row // 3), 214 + 15 * (row % 3)

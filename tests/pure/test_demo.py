@@ -29,3 +29,15 @@ def test_requests_may_fail_with_stock_alone(name: str, answer: Answer | None, fo
     shown = io.StringIO()
     Console(file=shown).print(report.table(runs, "title"))
     assert ("1 failed" in shown.getvalue()) == (answer is None)
+
+
+def test_a_terminal_of_80_columns_has_a_line_for_each_run() -> None:
+    shares, shown = [0.99, 0.98, 0.94], io.StringIO()
+    runs = [
+        report.Run(name, 3.911, shares, True, 0, 1234.5, 98_765_432, 98_765_432)
+        for name in ("single", "stock", "mixkv")
+    ]
+    Console(file=shown, width=80).print(report.table(runs, "title"))
+    lines = [line for line in shown.getvalue().splitlines() if "0.99 0.98 0.94" in line]
+    assert len(lines) == len(runs)
+    assert all(line.count("98,765,432") == 2 for line in lines)
