@@ -138,7 +138,7 @@ def test_each_alert_has_a_page_and_says_what_to_do() -> None:
         assert anchor in {head.lower().replace(" ", "-") for head in heads}
 
 
-def test_deploys_command_makes_a_rule_that_a_selector_finds_and_whole_links() -> None:
+def test_deploys_command_makes_a_selectable_rule_and_whole_links() -> None:
     (block,) = (b for b in bash(ROOT / "docs" / "deploy.md") if "PrometheusRule" in b.text)
     text = 'kubectl() { [ "$1" = get ] || cat; }\n' + block.text
     done = subprocess.run(["bash", "-euc", text], cwd=ROOT, capture_output=True, check=True)

@@ -47,7 +47,8 @@ def read(folder: Path, name: str) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Ended, or ended and not yet waited for; it may end while we look."""
+    """Return True if the process has ended, even if nobody has waited for it yet; it may end while
+    we look."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text()

@@ -60,7 +60,7 @@ def firing(prometheus: Prometheus) -> dict[str, str]:
 
 
 def counted(prometheus: Prometheus) -> Counter[tuple[str, ...]]:
-    """Finished requests by prefill server, state and reason."""
+    """Return the finished requests by prefill server, state and reason."""
     found = prometheus.query("sglang:mixkv_finished_requests_total")
     at = ("prefill", "state", "reason")
     return Counter({tuple(s.labels.get(n, "") for n in at): int(s.value) for s in found})

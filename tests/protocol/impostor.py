@@ -1,4 +1,4 @@
-"""One who stands for a prefill rank's Mooncake engine, and says what a test wants."""
+"""A stand-in for a prefill rank's Mooncake engine, which answers as a test wants."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_rows_that_this_build_cannot_read_are_refused(changed: dict[str, Any]) -
     assert refused.value.code == "MIXKV-PAIR-02"
 
 
-def test_a_server_that_wants_a_token_keeps_no_row_that_came_without_it(
+def test_a_server_with_a_token_keeps_no_row_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A made-up SGLang of the shape that a branch has: a PUT needs the secret that SGLang sends

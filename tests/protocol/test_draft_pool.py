@@ -348,7 +348,7 @@ def test_the_pool_is_back_where_sglang_fails() -> None:
 
 
 @pytest.mark.parametrize("shape", ["a component of state", "an entry", "another plugin's manager"])
-def test_an_sglang_that_moves_a_hidden_pool_all_the_same_does_not_start(shape: str) -> None:
+def test_an_sglang_that_moves_a_hidden_pool_does_not_start(shape: str) -> None:
     """Made up, of shapes that branches of SGLang and other projects have: a drafter's KV as state
     that is read from the allocator's own pool; a manager around what `get_kv_class` returned."""
     pool = of_heads()

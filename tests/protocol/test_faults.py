@@ -122,8 +122,9 @@ def test_fault(name: str) -> None:
 
 @pytest.mark.parametrize("aborted", [False, True], ids=["served", "aborted"])
 def test_the_same_room_number_again(aborted: bool) -> None:
-    """Once the first use has ended, as with SGLang's retraction. An OPEN that comes when its
-    request has ended waits for the next one of this number, which may be cold then."""
+    """The number is used again once its first use has ended, as by SGLang's retraction. An OPEN
+    that comes when its request has ended waits for the next one of this number, which may be cold
+    then."""
     faults = {DECODE: first("receiver", "send_metadata", aborts(0.002))} if aborted else {}
     special = Special(faults=faults, rooms=[100, 100], pause=4 if aborted else 1)
     outcome = run(Case(2, 1, special=special, **TWO_ROUNDS))

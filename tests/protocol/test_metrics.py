@@ -133,7 +133,7 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
 def test_trouble_with_a_resumed_request_is_no_other_ones(
     bad: int, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows that are not cleared are another request's."""
+    """A resumed request whose rows are not cleared would read another request's."""
     done: dict[str, list[int]] = {"reporter": [], "rows": []}
 
     def note(name: str, request: int) -> None:

@@ -136,7 +136,7 @@ def hooked() -> list[str]:
 
 
 def test_a_script_answers_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command that plan prints for a script that it does not read; and the launch scripts."""
+    """A script that plan does not read prints the command instead, and so do the launch scripts."""
     script = tmp_path / "run.sh"
     script.write_text(
         f"MORE=()\nwhile [ $# -gt 0 ]; do MORE+=($1); shift; done\n"
@@ -197,7 +197,7 @@ print(unlike, both, args.tp_size, len(refused), *ends)
 
 @pytest.mark.skipif(not DYNAMO.name, reason="NOT TESTED: this environment has no Dynamo")
 def test_dynamos_own_parser_is_asked_where_it_is() -> None:
-    """And where it is not, plan knows its flags, and takes none of SGLang's for one."""
+    """Without Dynamo's parser, plan knows its flags, and takes none of SGLang's for one of them."""
     path = os.pathsep.join([str(DYNAMO), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", ASKED], env={**os.environ, "PYTHONPATH": path}, text=True,

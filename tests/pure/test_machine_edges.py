@@ -33,7 +33,7 @@ def test_slots_follow_the_staging_buffer(staging_mb: int, slots: int, rows: int)
 
 
 def test_the_slots_of_every_staging_buffer_can_be_copied() -> None:
-    """There are 64 or more. Kernels address them in units of 16 bytes, by 32 bits."""
+    """Every buffer has 64 slots or more."""
     for staging_mb in range(1, 16385):
         count, size = slots_of(staging_mb)
         assert (count >= 64, size % HEADER, size // 16 < 1 << 29) == (True, 0, True)

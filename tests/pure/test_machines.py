@@ -384,7 +384,7 @@ def test_an_open_behind_a_use_that_was_given_up_is_the_next_ones(given_up: bool)
 
 
 def test_no_owner_has_more_than_its_share_however_long_it_holds() -> None:
-    """Owners that take turns, and hold what they have."""
+    """The owners take turns, and keep what they have."""
     for owners in range(1, 9):
         rank = Prefill()
         for number in range(1, 1 + owners):

@@ -158,7 +158,7 @@ def test_prefill_counts_what_it_refuses_and_misses() -> None:
 
 
 def test_the_page_says_how_many_series_a_rank_has() -> None:
-    """Of the labels that appear later, one prefill server with warm requests."""
+    """One prefill server with warm requests stands for the labels that appear later."""
 
     def of(side: str, later: bool) -> int:
         own = (one for one in SERIES if side in one.sides and ("prefill" in one.labels) == later)

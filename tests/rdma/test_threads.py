@@ -24,8 +24,8 @@ def rig() -> Any:
 
 @on_one_device
 def test_requests_of_two_ranks_are_warm(rig: Any, way: str) -> None:
-    """The requests have several segments, and more than there are slots, which the device has
-    read."""
+    """Each request has several segments, more than there are slots, and it is the device that reads
+    them."""
 
     def body(ranks: Any) -> None:
         device = devices()[0]

@@ -208,8 +208,8 @@ def test_readers_that_always_have_work_get_as_much(owners: int, freed: list[int]
     st.integers(1, 60),
 )
 def test_no_owner_that_can_have_a_slot_is_behind(work, slots, most):
-    """Each item wants some slots. Nobody gets a second more than another that still waits and has
-    not reached its quota, and nobody waits while as many as may be given were not."""
+    """Each item wants some slots. No owner gets a second slot more than another that still waits
+    below its quota, and nobody waits while a slot may be given."""
     pool, turns = SlotPool(slots, TIMES), RoundRobin()
     left = {(owner, n): wanted for owner, items in work.items() for n, wanted in enumerate(items)}
     for item in left:

@@ -184,7 +184,8 @@ def test_too_long_a_message_costs_its_sender_the_connection(
 
 
 def test_a_message_for_a_peer_that_is_gone_keeps_nothing() -> None:
-    """Neither its socket, nor the process at its end."""
+    """Closing the socket does not wait for such a message, and neither does the process at its
+    end."""
     context = new_context()
     with socket.socket() as nobody:
         nobody.bind((HOST, 0))

@@ -23,7 +23,7 @@ SIZES = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)]
 
 
 def row(name: str, facts: DraftFacts | None, tp: int, rank: int, **changed: Any) -> Row:
-    """Make the row of a rank, whose name is also its port."""
+    """Make the row of a rank, whose address is its name."""
     plain = Row(
         PROTOCOL, "0.4.0", "0.5.23", name.encode().ljust(8), HOST, 9000, f"tcp://{name}", tp,
         rank, 0, (8, 8), "mooncake", Target(0, 61, layer_ids=False, even=True), 1,

@@ -104,7 +104,7 @@ NUMBERS = {
 
 
 def test_numbers_are_those_of_cuda_h() -> None:
-    """A wrong one would ask for something else, and have an answer."""
+    """A wrong number would query something else, and still get an answer."""
     header = (Path(triton.__file__).parent / "backends/nvidia/include/cuda.h").read_text()
     number = dict(re.findall(r"\b(CU\w+)\s*=?\s+(0x\d+|\d+(?:<<\d+)?)", header))
     number = {name: eval(text) for name, text in number.items()}  # 12, 0x01 or 1<<3
@@ -129,7 +129,7 @@ def test_no_call_gives_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pool(width: int = 16, start: int = 0) -> torch.Tensor:
-    """4 rows of 2 heads."""
+    """Make a pool of 4 rows of 2 heads."""
     memory = torch.zeros(8 * width + 64, dtype=torch.uint8)
     start += -memory.data_ptr() % 16
     return memory[start : start + 8 * width].view(4, 2, width)

@@ -196,7 +196,7 @@ def test_where_a_server_does_not_say_them_no_rank_is_known(
 def test_all_ranks_are_asked_for_in_the_time_of_one_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a server that answers each question a little before that is over."""
+    """The server answers each question a little before that time is over."""
     monkeypatch.setattr(prefill_http, "ASK_S", 0.4)
     paths, answer = list[str](), a_server_of(4, 1, 4, 1)
 

@@ -130,7 +130,7 @@ def test_what_happens_between_two_looks() -> None:
 
 
 def test_a_page_of_several_servers() -> None:
-    """A router's, and Prometheus' own, which have other names."""
+    """The page is a router's or Prometheus' own, whose labels have other names."""
     where = ("http://decode-0:1", "decode-1:1")
     for label in ("worker_addr", "instance"):
         text = "".join(line("slots", 60, "sglang_mixkv_", **{label: at}) for at in where)
