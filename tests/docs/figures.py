@@ -125,7 +125,7 @@ def _panel(panel: Panel, end: float, event: tuple[float, str]) -> Iterator[str]:
     wide = {name: len(servers) > 1 and name.startswith(servers[0]) for name in panel.curves}
     for row, name in enumerate(sorted(panel.curves, key=lambda name: not wide[name])):
         shows = name.rpartition(": ")[2]
-        style = f'stroke="{COLORS["" if ":" in shows else shows]}" '
+        style = f'stroke="{COLORS.get("" if ":" in shows else shows, "#555555")}" '
         style += 'stroke-width="6" stroke-opacity="0.4"' if wide[name] else 'stroke-width="1.6"'
         points = "L".join(f"{x(seconds)} {y(value)}" for seconds, value in panel.curves[name])
         yield f'<path d="M{points}" fill="none" {style}/>'
