@@ -3,8 +3,9 @@ overrides or calls; ATTRIBUTES are what it reads or sets.
 
 In this package, only `plugin.py`, `engine/`, `guards/` and `tools/plan_*.py` use SGLang. `check`
 (releases.py) looks for each entry in every opted-in process, and tests/protocol/test_seams.py looks
-for uses that are not listed here. Each function has the parameters that are passed or read by name
-(SGLang may have more) and, after an arrow, the plugin's function that wraps it.
+for uses that are not listed here. What `plan` takes besides is read from its own source, for
+`doctor --against` (tools/against.py). Each function has the parameters that are passed or read by
+name (SGLang may have more) and, after an arrow, the plugin's function that wraps it.
 """
 
 from __future__ import annotations
