@@ -15,8 +15,8 @@ A read has ended only when its backend says so: no backend can cancel one, and a
 bytes land when it continues. Only then may the local slots be reused. Every read in flight is kept
 here, with its peer, even after its owner has gone.
 
-Reads outside either side's registered memory fail here. Mooncake's TCP would read into unregistered
-memory, and RDMA would end the connection with all other reads on it.
+Reads outside either side's registered memory fail here, before a backend sees them: what it does
+with them differs, and over RDMA it costs all other reads on the connection.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ arrive, and it takes up a core while it waits. Over TCP, a read fails once its s
 progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is then closed. Sockets are reused;
 with MC_TCP_ENABLE_CONNECTION_POOL=0, `start` would block to connect for each read.
 
-The first read from a name opens it: Mooncake asks the peer about its memory, waits up to a minute
-for each byte of the answer, and holds a lock that all reads take. So `connect` asks instead, by the
-protocol of Mooncake's releases (readString in its common.h), and has Mooncake open an address of
-this process, which passes on the answer. Mooncake caches that for good, so each process that a
-peer's address ever had gets its own name. Host names in an answer are refused.
+The first read from a name opens it: Mooncake asks the peer about its memory, while other reads
+wait. So `connect` asks instead, within a time limit, by the protocol of Mooncake's releases
+(readString in its common.h), and has Mooncake open an address of this process, which passes on the
+answer. Mooncake caches that for good, so each process that a peer's address ever had gets its own
+name. Host names in an answer are refused.
 
 Over RDMA, a read is split where the peer's registered memory ends, so its first bytes may land
 before it fails. After a failed part, Mooncake asks the peer's own address again, so a read from a
@@ -45,7 +45,7 @@ from sglang_mixkv.channel.data_plane import (
 
 METADATA = 1  # HandShakeRequestType
 LONGEST = 1 << 18  # bytes of an answer, which usually has a few thousand
-# Seconds. A peer answers connections one at a time, and waits 5 s for a silent one. Handing the
+# Seconds. A peer answers connections one at a time, so the one before may cost seconds. Handing the
 # answer to Mooncake takes a millisecond.
 ANSWER_S, HAND_S = 10.0, 1.0
 

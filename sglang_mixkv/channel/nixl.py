@@ -20,9 +20,8 @@ not come back until the peer is removed and added again.
 
 UCX reads the host memory of a process on the same host in `transfer` itself, whether or not that
 process is running. Over RDMA, the peer takes no part in a read. Otherwise (TCP, or shared memory
-alone) the peer answers with messages, and UCX then **aborts the peer** when it handles a read whose
-reader has died (ucp_request.inl: "Fatal: unexpected error: Endpoint timeout"). No write was seen to
-do that.
+alone) the peer answers with messages, and may not survive the loss of a reader, so planes.py then
+chooses Mooncake. Writes, such as SGLang's, were not seen to do that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Refuses a request whose room number is in use, as when samples (`n` > 1) share their request's,
 or that names none, or no prefill server.
 
-fault   SGLang's tables have one entry per number (CommonKVManager, in common/conn.py under
-        disaggregation/): requests that share one get each other's metadata and KV, or none
+fault   SGLang's tables (CommonKVManager, in common/conn.py under disaggregation/) cannot tell such
+        requests apart
 patch   none yet
 until   SGLang refuses such requests itself, or its tables tell apart those that share a number
 

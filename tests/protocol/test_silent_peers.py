@@ -130,20 +130,6 @@ def test_requests_to_others_are_decided_as_if_it_were_not_there(way: impostor.An
     ranks.decode.reach(ranks.row(endpoint), "a server that answers:1")
 
 
-@in_own_process
-def test_one_who_connects_to_a_rank_and_says_nothing() -> None:
-    """Mooncake answers one after the other, and gives such a one 5 s: connecting waits for that,
-    and nothing else does."""
-    ranks = Ranks()
-    endpoint = ranks.other.row.staging.endpoint
-    host, _, port = data_plane.decode(endpoint, "mooncake").session.decode().rpartition(":")
-    with impostor.socket.create_connection((host, int(port))):
-        time.sleep(0.1)
-        with ranks.dialing([ranks.row(endpoint)]) as ends:
-            ranks.check_requests(2 * HURRY_S)
-    assert [type(end) for end in ends] == [ConnectionError]
-
-
 def without(name: str) -> Callable[[int, dict[str, Any]], bytes]:
     def answer(kind: int, real: dict[str, Any]) -> bytes:
         del real[name]

@@ -240,8 +240,7 @@ def test_a_name_that_moves_is_followed_if_each_look_up_is_late(
 def test_servers_whose_routes_hang_hold_a_thread_each(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """SGLang's GET /route looks the name up again, and its answer may drip for ever. With as many
-    as there are threads, others wait."""
+    """With as many as there are threads, others wait."""
     monkeypatch.setattr(prefill_servers, "CONNECTED_AT_ONCE", MANY)
     go, resolving = threading.Event(), Counter[str]()
     with Site() as site, publishing(row_of(prefill), host="") as address:
