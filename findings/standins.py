@@ -106,6 +106,7 @@ class Router:
     ) -> None:
         (host, port), (_, metrics) = address().split(":"), address().split(":")
         self.url, self._ready = f"http://{host}:{port}", ready
+        self.metrics = f"http://{host}:{metrics}/metrics"
         self._command = [
             *COMMANDS[kind], "--pd-disaggregation", "--host", host, "--port", port,
             "--prometheus-host", host, "--prometheus-port", metrics, "--policy", "round_robin",
