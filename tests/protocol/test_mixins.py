@@ -355,6 +355,28 @@ def test_a_rooms_gate_is_closed_before_sglang_frees_its_pages() -> None:
     assert names == ["stock.clear", "decode_channel.close", "stock.clear"]
 
 
+@pytest.mark.parametrize(
+    ("state", "records", "reason"),
+    [
+        (None, {}, ""), (KVPoll.Success, {}, ""), (None, {0: "of an earlier one"}, ""),
+        (KVPoll.Failed, {0: "of its own"}, "of its own"),
+        (KVPoll.Failed, {1: "of another room"}, "failed on another rank"),
+    ],
+)  # fmt: skip
+def test_a_room_that_failed_is_closed_with_a_reason(
+    state: Any, records: dict[int, str], reason: str
+) -> None:
+    """Even if this rank has none: without one it would be counted by its drafter. `records`: by how
+    far the room's number is from this one's."""
+    one, manager = opening()
+    one.send_metadata([2, 3])
+    manager.failure_records = {one.bootstrap_room + by: text for by, text in records.items()}
+    one.conclude_state = state
+    one.clear()
+    found = calls(manager, "decode_channel.close")
+    assert found == [call.decode_channel.close(one.handle, reason)]
+
+
 # ---------------------------------------------------------------- numbers
 
 

@@ -186,3 +186,26 @@ def test_doctor_reads_another_wheel_alone(wheel: Wheel, capsys: pytest.CaptureFi
     assert not json.loads(capsys.readouterr().out)["ok"]
     with pytest.raises(SystemExit, match="2"):
         doctor.main(["--against", __file__])
+
+
+def test_arguments_are_checked_until_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was refused stays refused, and other arguments are checked anew."""
+    asked, passing = list[object](), set[object]()
+
+    def check(given: object) -> None:
+        asked.append(given)
+        if given not in passing:
+            raise SystemExit
+
+    monkeypatch.setattr(releases, "check", check)
+    monkeypatch.setattr(releases, "_checked", None)
+    first, second = object(), object()
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            releases.check_once(first)
+    passing.add(first)
+    for one in (first, first):
+        releases.check_once(one)
+    with pytest.raises(SystemExit):
+        releases.check_once(second)
+    assert asked == [first, first, first, second]
