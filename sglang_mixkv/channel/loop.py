@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVarTuple
 
 from sglang_mixkv.background import stoppable
 from sglang_mixkv.channel.actions import Note
-from sglang_mixkv.channel.messages import Message, Open, Ready, compare_weights, replace
+from sglang_mixkv.channel.messages import Open, Ready, compare_weights, replace
 from sglang_mixkv.channel.sockets import EventQueue, Poller
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
@@ -107,10 +107,9 @@ class Worker(ABC):
 
     # -- the channel thread
 
-    def _named(self, message: Message) -> Message:
-        """Add this rank's version of the weights to a message that carries one."""
-        has = isinstance(message, Open | Ready)
-        return replace(message, weights=self._reporter.weights()) if has else message
+    def _named(self, message: Open | Ready) -> Open | Ready:
+        """Add this rank's version of the weights to a message."""
+        return replace(message, weights=self._reporter.weights())
 
     def _compare(self, message: Open | Ready, peer: bytes = b"") -> None:
         found = compare_weights(message.weights, self._reporter.weights())

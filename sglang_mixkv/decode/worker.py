@@ -20,7 +20,7 @@ import numpy as np
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
 from sglang_mixkv.channel.loop import Call, Reporter, Worker
-from sglang_mixkv.channel.messages import PROTOCOL, Fail, Ready
+from sglang_mixkv.channel.messages import PROTOCOL, Fail, Open, Ready
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.cold import Cold, ColdReason
@@ -210,7 +210,8 @@ class DecodeWorker(Worker):
     def _do(self, action: act.Action) -> None:
         match action:
             case Send(peer, message):
-                if not self._links.send(peer, self._named(message)):
+                message = self._named(message) if isinstance(message, Open) else message
+                if not self._links.send(peer, message):
                     self._call(self._machine.peer_lost, peer, peer not in self._links)
                     self._check_peer(peer)
             case act.StartRead():
