@@ -28,7 +28,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "background.py": (set(), set()),
     "config.py": ({"msgspec"}, {"errors"}),
     "refusals.py": (set(), {"config"}),
-    "series.py": (set(), {"decode.cold", "errors"}),
+    "series.py": (set(), {"", "decode.cold", "errors"}),
     "draft/": ({"msgspec", "numpy"}, {"draft", "errors"}),
     # for the type of Store.plane alone
     "draft/copier.py": ({"msgspec"}, {"channel.data_plane", "draft"}),

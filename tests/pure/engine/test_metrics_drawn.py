@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from sglang_mixkv import series
+from sglang_mixkv import __version__, series
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine import metrics
@@ -314,6 +314,7 @@ def test_processes_of_a_server_have_one_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = {line for line in done.stdout.splitlines() if line.startswith(series.PREFIX)}
     rank = '{tp_rank="3"}'
-    assert {f"{series.PREFIX}slots{rank} 5.0", f"{series.PREFIX}slots_used{rank} 3.0"} <= lines
+    slots = f'{{release="{__version__}",tp_rank="3"}}'
+    assert {f"{series.PREFIX}slots{slots} 5.0", f"{series.PREFIX}slots_used{rank} 3.0"} <= lines
     assert f"{series.PREFIX}copy_seconds_total{rank} 1.0" in lines
     assert len([line for line in lines if line.startswith(f"{series.PREFIX}slots{{")]) == 1
