@@ -68,11 +68,12 @@ class Setting(NamedTuple):
             return self.read(text.strip())
         except (ValueError, KeyError):
             raise refuse(
-                "MIXKV-START-04", f"{name} to be {self.words}",
+                "MIXKV-START-04",
+                f"{name} to be {self.words}",
                 "another text, which may hold keys" if self.field == "nixl_params" else repr(text),
                 "the server would not run as configured",
                 f"Correct it, or leave it out{by_default}",
-            ) from None  # fmt: skip
+            ) from None
 
 
 def _between(kind: type[int] | type[float], least: float, most: float) -> tuple[str, Any]:
@@ -158,9 +159,12 @@ def variable(name: str, text: str) -> Any:
         return setting.value(name, text) if text.strip() else None
     if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):
         raise refuse(
-            "MIXKV-START-04", "a variable that the plugin reads", name,
-            "it would have no effect", f"Unset it{nearest(name, _KNOWN)}",
-        )  # fmt: skip
+            "MIXKV-START-04",
+            "a variable that the plugin reads",
+            name,
+            "it would have no effect",
+            f"Unset it{nearest(name, _KNOWN)}",
+        )
     return None
 
 
@@ -194,10 +198,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(setting.flag, action="store_true", default=None, help=text)
         elif setting.flag:
             group.add_argument(
-                setting.flag, type=partial(setting.value, setting.flag), metavar="VALUE",
+                setting.flag,
+                type=partial(setting.value, setting.flag),
+                metavar="VALUE",
                 help=f"{setting.help} Expected: {setting.words} [default: "
                 f"{setting.default}; env: {setting.environ}]",
-            )  # fmt: skip
+            )
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:

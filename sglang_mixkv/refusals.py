@@ -169,10 +169,13 @@ def broken(
     """Return a message for each rule that resolved server arguments break, and for a refused
     variable. `given`: the arguments before SGLang resolved them; it may have set some itself."""
     found = [
-        str(rule) if given is None or rule.applies(given) else f"{rule.name} is not supported, and "
+        str(rule)
+        if given is None or rule.applies(given)
+        else f"{rule.name} is not supported, and "
         "SGLang sets it itself here: start both sides without --enable-mixkv"
-        for rule in rules if rule.applies(args)
-    ]  # fmt: skip
+        for rule in rules
+        if rule.applies(args)
+    ]
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
     return found

@@ -70,9 +70,12 @@ def decode(endpoint: bytes, plane: str) -> Endpoint:
 def refused(expected: str, found: str) -> Exception:
     """Return the error for a backend that cannot start."""
     return refuse(
-        "MIXKV-START-06", f"{expected} beside SGLang's", found, "draft KV cannot be read",
+        "MIXKV-START-06",
+        f"{expected} beside SGLang's",
+        found,
+        "draft KV cannot be read",
         "See the transport's messages above",
-    )  # fmt: skip
+    )
 
 
 Extent = tuple[int, int, int]

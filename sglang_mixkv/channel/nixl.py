@@ -82,9 +82,11 @@ class Nixl(DataPlane):
         here = [(local, length, self._device) for local, _, length in extents]
         there = [(remote, length, device) for _, remote, length in extents]
         handle = agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(here, self._kind), agent.get_xfer_descs(there, kind),
+            "READ",
+            agent.get_xfer_descs(here, self._kind),
+            agent.get_xfer_descs(there, kind),
             read.peer.name,
-        )  # fmt: skip
+        )
         if agent.transfer(handle) == "ERR":
             raise ConnectionError("NIXL rejected the read")
         read.handle = handle  # NIXL releases it with its last reference

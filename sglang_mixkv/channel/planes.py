@@ -39,10 +39,12 @@ def make(name: str, host: str, devices: str, nixl_params: Mapping[str, str]) -> 
         return mooncake.Mooncake(host, devices)
     except ImportError as error:
         raise refuse(
-            "MIXKV-START-06", "Mooncake, to read draft KV without RDMA", str(error),
+            "MIXKV-START-06",
+            "Mooncake, to read draft KV without RDMA",
+            str(error),
             "with NIXL's UCX over TCP, a dying decode process can end the prefill process",
             "Install mooncake-transfer-engine, or accept that: SGLANG_MIXKV_DATA_PLANE=nixl",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def nixl_backend(devices: str, params: Mapping[str, str]) -> tuple[str, dict[str, str]]:

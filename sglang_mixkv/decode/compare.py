@@ -73,19 +73,24 @@ def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
     equal."""
     if prefill.backend != decode.backend:
         yield _refused(
-            "transfer backend", prefill.backend, decode.backend, "the target could not be sent",
+            "transfer backend",
+            prefill.backend,
+            decode.backend,
+            "the target could not be sent",
             "Set the same --disaggregation-transfer-backend on both sides",
-        )  # fmt: skip
+        )
     old, new = (re.sub(r"^(\d+(?:\.\d+)*).*", r"\1", row.engine) for row in (prefill, decode))
     mixes = MIXES.get(decode.backend, set())
     if old != new and (old, new) not in mixes:
         served = sorted(on_decode for on_prefill, on_decode in mixes if on_prefill == old)
         others = f", or {' or '.join(served)} on decode" if served else ""
         yield _refused(
-            f"SGLang's release over {decode.backend}", old, new,
+            f"SGLang's release over {decode.backend}",
+            old,
+            new,
             "requests would hang: SGLang itself is not known to work with this mix",
             f"Install {new} on prefill{others}",
-        )  # fmt: skip
+        )
 
 
 def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
@@ -99,19 +104,24 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
     relaid = source.dcp == 1 and source.is_mla  # by requires_dcp_relayout, from 1 to any size
     if (source.dcp != wanted.dcp and not relaid) or (unequal and source.dcp > 1):
         yield _refused(
-            "--dcp-size", f"{source.dcp} at {tps[0]}", f"{wanted.dcp} at {tps[1]}", thread_ends,
+            "--dcp-size",
+            f"{source.dcp} at {tps[0]}",
+            f"{wanted.dcp} at {tps[1]}",
+            thread_ends,
             f"{equal_tp} and --dcp-size, or --dcp-size 1 on prefill of an MLA target",
-        )  # fmt: skip
+        )
     stage = source.stages, prefill.pp_rank
     for what, there, here in _like(source, wanted, prefill.attn_tp, decode.attn_tp):
         if not there <= here and (wanted.stages == 1 or stage == (wanted.stages, decode.pp_rank)):
             texts = [", ".join(map(str, sorted(side))) or "none" for side in (there, here)]
             yield _refused(
-                what, texts[0], texts[1],
+                what,
+                texts[0],
+                texts[1],
                 "SGLang does not compare it: bytes would land elsewhere, or its threads would exit",
                 "Start both sides with the same model, drafter, KV and state dtypes "
                 "(--kv-cache-dtype, --mamba-ssm-dtype) and attention backends",
-            )  # fmt: skip
+            )
     if source.is_mla or wanted.is_mla:
         return
     # maybe_send_extra; from SGLang 0.5.23 on, try_ensure_parallel_info has the first rule too.
@@ -119,24 +129,33 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
     is_swa = "swa" in source.states and (source.stages > 1 or prefill.engine.startswith("0.5.21"))
     if unequal and (whole or is_swa):
         yield _refused(
-            f"target with {', '.join(sorted(whole or {'swa'}))} state at unequal TP", *tps,
-            "SGLang does not split it by heads, and no request would be served", equal_tp,
-        )  # fmt: skip
+            f"target with {', '.join(sorted(whole or {'swa'}))} state at unequal TP",
+            *tps,
+            "SGLang does not split it by heads, and no request would be served",
+            equal_tp,
+        )
     elif source.stages > 1 and any(name.startswith("minimax") for name in whole):
         yield _refused(
-            "pipeline stages of a MiniMax target", f"{source.stages} stages", f"{wanted.stages}",
-            "SGLang does not send its state then", "Set --pp-size 1 on prefill",
-        )  # fmt: skip
+            "pipeline stages of a MiniMax target",
+            f"{source.stages} stages",
+            f"{wanted.stages}",
+            "SGLang does not send its state then",
+            "Set --pp-size 1 on prefill",
+        )
     if unequal and not source.even:  # send_kvcache_slice, _init_hetero_tp_prep_handle
         yield _refused(
-            "target with K and V of different widths at unequal TP", *tps,
-            "V would be cut at K's width", equal_tp,
-        )  # fmt: skip
+            "target with K and V of different widths at unequal TP",
+            *tps,
+            "V would be cut at K's width",
+            equal_tp,
+        )
     if nixl and source.heads < prefill.attn_tp < decode.attn_tp:  # _init_hetero_tp_prep_handle
         yield _refused(
-            f"target with {source.heads} KV heads over NIXL", *tps, thread_ends,
+            f"target with {source.heads} KV heads over NIXL",
+            *tps,
+            thread_ends,
             f"{equal_tp}. Or: {mooncake}",
-        )  # fmt: skip
+        )
     if source.stages <= wanted.stages:
         return
     guesses = not source.layer_ids or (nixl and unequal)  # get_mha_kv_ptrs_with_pp
@@ -150,9 +169,12 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
         )
     elif nixl and not source.layer_ids and not unequal:  # build_transfer_entry_pairs
         yield _refused(
-            "pipeline stages of a target with KV heads over NIXL", f"{source.stages} stages",
-            f"{wanted.stages}", thread_ends, f"{mooncake}, or --pp-size 1",
-        )  # fmt: skip
+            "pipeline stages of a target with KV heads over NIXL",
+            f"{source.stages} stages",
+            f"{wanted.stages}",
+            thread_ends,
+            f"{mooncake}, or --pp-size 1",
+        )
 
 
 def _like(source: Target, wanted: Target, *tps: int) -> Iterator[tuple[str, set[Any], set[Any]]]:
@@ -178,12 +200,15 @@ def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
     longer = len(here) != len(there) or any(p > d for p, d in zip(there, here, strict=True))
     yield Difference(
         Severity.REFUSED if longer else Severity.COLD,
-        "bytes of the metadata rows", str(list(there)), str(list(here)),
-        "metadata of other requests would be overwritten" if longer
+        "bytes of the metadata rows",
+        str(list(there)),
+        str(list(here)),
+        "metadata of other requests would be overwritten"
+        if longer
         else "the drafter starts without its hidden state",
         "Enable speculation, --disaggregation-enable-kv-checksum and sampling masks on both sides "
         "or on neither",
-    )  # fmt: skip
+    )
 
 
 NO_DRAFTER = "drafter with KV heads"
@@ -210,9 +235,12 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
     planes = [row.staging.data_plane if row.staging else "none" for row in (prefill, decode)]
     if planes[0] != planes[1]:
         yield _refused(
-            "data plane", planes[0], planes[1], "draft KV could not be read",
+            "data plane",
+            planes[0],
+            planes[1],
+            "draft KV could not be read",
             "Set the same SGLANG_MIXKV_DATA_PLANE on both sides",
-        )  # fmt: skip
+        )
     for field, what, consequence in _COMPARED:
         left, right = getattr(there.facts, field), getattr(here.facts, field)
         if left != right:

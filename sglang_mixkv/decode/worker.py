@@ -166,8 +166,9 @@ class DecodeWorker(Worker):
             return
         logger.error(
             "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
-            "not decide it; its drafter is cold", opened.bootstrap_room,
-        )  # fmt: skip
+            "not decide it; its drafter is cold",
+            opened.bootstrap_room,
+        )
         try:
             handle.gate.close()
             if self._store is not None:

@@ -62,8 +62,9 @@ class Gate:
         if time.monotonic() - began > SLOW_S:
             logger.warning(
                 "[MIXKV-SELF-01] SGLang's scheduler waited %.1f s for copies of draft KV, since "
-                "they must end before pages are freed", time.monotonic() - began,
-            )  # fmt: skip
+                "they must end before pages are freed",
+                time.monotonic() - began,
+            )
 
     def try_close(self) -> bool:
         """Let no more copies begin. Return whether none is in flight, without waiting."""

@@ -14,9 +14,12 @@ from typing import Any
 
 LLAMA_EAGLE3 = "LlamaForCausalLMEagle3"
 BLOCKS = {
-    "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel",
+    "DFlashDraftModel",
+    "DFlash2DraftModel",
+    "DSparkDraftModel",
+    "Qwen3DSparkModel",
     "LingDSparkModel",
-}  # fmt: skip
+}
 WINDOWED = frozenset({"fa3", "fa4", "trtllm_mha", "intel_amx"})
 """Attention backends that keep to a layer's window in draft steps, draft extends and blocks.
 FlashInfer's draft steps read the whole prompt (flashinfer_backend.py, call_begin_forward), and

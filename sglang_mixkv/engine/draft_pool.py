@@ -83,10 +83,11 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
         raise refuse(
             "MIXKV-START-05",
             "a drafter with KV heads, which the plugin keeps out of SGLang's lists, or an MLA "
-            "drafter for an MLA target", f"{count} drafter entries after those of a target with "
-            "heads", "SGLang would pair these with the wrong entries, or fail requests",
+            "drafter for an MLA target",
+            f"{count} drafter entries after those of a target with heads",
+            "SGLang would pair these with the wrong entries, or fail requests",
             "Use a drafter with KV heads",
-        )  # fmt: skip
+        )
 
 
 def checked(manager: Any, hidden: Any) -> Any:
@@ -96,25 +97,30 @@ def checked(manager: Any, hidden: Any) -> Any:
     moved &= {one.data_ptr() for one in buffers}
     if moved or (hidden and not hasattr(manager, "local")):
         raise refuse(
-            "MIXKV-START-05", "the plugin's manager, without draft KV among SGLang's",
+            "MIXKV-START-05",
+            "the plugin's manager, without draft KV among SGLang's",
             f"{type(manager).__qualname__} with {len(moved)} of the drafter's buffers",
             "draft KV would be moved twice, or not at all",
             "Switch off what replaces or moves it, or start both sides without --enable-mixkv",
-        )  # fmt: skip
+        )
     return manager
 
 
 def not_whole(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-START-05", "a drafter whose K and V rows are its whole cache", got,
+        "MIXKV-START-05",
+        "a drafter whose K and V rows are its whole cache",
+        got,
         "part of the cache would stay on prefill",
         "Use a drafter without these, or --speculative-draft-kv-cache-dtype bfloat16",
-    )  # fmt: skip
+    )
 
 
 def _not_cut(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-START-05", "a draft KV pool with rows of [tokens, heads, head size] (NHD)", got,
+        "MIXKV-START-05",
+        "a draft KV pool with rows of [tokens, heads, head size] (NHD)",
+        got,
         "heads would be cut at wrong offsets",
         "Unset SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT",
-    )  # fmt: skip
+    )

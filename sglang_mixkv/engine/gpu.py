@@ -27,9 +27,12 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
         found, asked = str(wrong), "kernels"
     if isinstance(found, str):
         error = refuse(
-            "MIXKV-START-07", "the plugin's kernels to copy draft KV", found,
-            "torch copies it, by estimate 13 to 30 times slower", "Fix that, or report it",
-        )  # fmt: skip
+            "MIXKV-START-07",
+            "the plugin's kernels to copy draft KV",
+            found,
+            "torch copies it, by estimate 13 to 30 times slower",
+            "Fix that, or report it",
+        )
         if asked == "kernels":
             raise error
         if asked == "auto":

@@ -101,10 +101,13 @@ class DraftManager:
         local, store = self.local, self.local.store(self.local_ip)
         machine = decode_machine.Machine(local.instance, local.slots, local.slot_bytes, local.times)
         self.decode_channel = DecodeWorker(
-            machine, store, local.times, local.reporter,
+            machine,
+            store,
+            local.times,
+            local.reporter,
             forget_peer=lambda peer: servers.forget(server_of(peer)),
             check_peer=lambda peer: servers.check(server_of(peer)),
-        )  # fmt: skip
+        )
         self.servers = servers = PrefillServers(self, local.row(self, "", store))
         local.reporter.breaker, local.reporter.name_of = machine.breaker, server_of
 

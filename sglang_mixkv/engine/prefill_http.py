@@ -90,9 +90,12 @@ def check_sizes(counts: Sequence[int]) -> int:
     """Return how many ranks a server of these SIZES has; MixKVError if none, or too many."""
     if min(counts) < 1 or (ranks := math.prod(counts)) > MAX_RANKS:
         raise refuse(
-            "MIXKV-PAIR-04", f"a prefill server of 1 to {MAX_RANKS} ranks", f"sizes {counts}",
-            "decode would list and connect to them all", "Use a smaller server",
-        )  # fmt: skip
+            "MIXKV-PAIR-04",
+            f"a prefill server of 1 to {MAX_RANKS} ranks",
+            f"sizes {counts}",
+            "decode would list and connect to them all",
+            "Use a smaller server",
+        )
     return ranks
 
 
@@ -112,8 +115,10 @@ async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
     except Exception as error:
         logger.warning(
             "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, but its ranks are unknown "
-            "(%r): it may hold requests until its bootstrap timeout", address, error,
-        )  # fmt: skip
+            "(%r): it may hold requests until its bootstrap timeout",
+            address,
+            error,
+        )
         return []
 
 

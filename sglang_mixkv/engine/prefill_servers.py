@@ -243,17 +243,20 @@ class PrefillServers:
         rows = server.rows.values()
         stage = max((row.pp_rank for row in rows if row.draft), default=None)
         contacted = [
-            row for row in rows
+            row
+            for row in rows
             if row.pp_rank == stage and row.attn_tp_rank in info.target_tp_ranks and row.address
-        ]  # fmt: skip
+        ]
         ranks = check_sizes([getattr(info, name) for name in SIZES])
         most = len(info.target_tp_ranks) * info.dp_size * info.attn_cp_size
         if len(rows) > ranks or len(contacted) > most:
             raise refuse(
-                "MIXKV-PAIR-04", f"facts of {ranks} ranks, {most} of them for this rank",
-                f"{len(rows)} and {len(contacted)}", "some could not be told from others",
+                "MIXKV-PAIR-04",
+                f"facts of {ranks} ranks, {most} of them for this rank",
+                f"{len(rows)} and {len(contacted)}",
+                "some could not be told from others",
                 "Restart the prefill server",
-            )  # fmt: skip
+            )
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         places = min(MAX_LINKS, files // 6) if files > 0 else MAX_LINKS
         with self._lock:

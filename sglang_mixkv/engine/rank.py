@@ -123,8 +123,9 @@ def check_slots(layout: DraftLayout, size: int) -> None:
             "MIXKV-START-04",
             f"--mixkv-staging-mb to be {fits[0]} or more" if fits else "a token of 4 MiB at most",
             f"slots of {size} bytes for tokens of {layout.facts.bytes_per_token(heads)}",
-            "every request would start with a cold drafter", "Raise it on both sides",
-        )  # fmt: skip
+            "every request would start with a cold drafter",
+            "Raise it on both sides",
+        )
 
 
 def _target(manager: Any) -> Target:

@@ -99,8 +99,9 @@ class PrefillWorker(Worker):
                 return False
             logger.error(
                 "[MIXKV-SELF-01] the draft KV of room %s was neither packed nor given up; its "
-                "request goes on", handle.room,
-            )  # fmt: skip
+                "request goes on",
+                handle.room,
+            )
             handle.pages_released = True
         return handle.gate.try_close()
 

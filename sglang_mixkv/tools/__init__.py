@@ -15,9 +15,10 @@ WIDTH = 100
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog=f"python -m sglang_mixkv {command}", description=description,
+        prog=f"python -m sglang_mixkv {command}",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
 
 
 def as_json(value: Any) -> str:

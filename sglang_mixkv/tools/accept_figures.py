@@ -125,8 +125,9 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
     # More ranks are more chances of a false alarm, so each gets a smaller tail.
     by_dp_rank = {
         rank: compare([a for a in asked if a.pair.dp_rank == rank], gate, tail / len(ranks))
-        for rank in ranks if len(ranks) > 1
-    }  # fmt: skip
+        for rank in ranks
+        if len(ranks) > 1
+    }
     return Comparison(
         len(asked), same, single, pair,
         two / one if one and two else None, _interval(tables, tail),

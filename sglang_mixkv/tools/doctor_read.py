@@ -226,9 +226,12 @@ def apart(seconds: int, *calls: Sequence[Any]) -> Any:
     """Run each function with its arguments in a process of its own, which an import or a transport
     may end, and return the last one's result. Raises ReadFailed if one fails, dies or is too slow.
     """
-    with NamedTemporaryFile() as log, ProcessPoolExecutor(
-        len(calls), multiprocessing.get_context("spawn"), _confine, (log.name, seconds)
-    ) as pool:  # fmt: skip
+    with (
+        NamedTemporaryFile() as log,
+        ProcessPoolExecutor(
+            len(calls), multiprocessing.get_context("spawn"), _confine, (log.name, seconds)
+        ) as pool,
+    ):
         try:
             running = [pool.submit(_run, *call) for call in calls]
             futures.wait(running, return_when=futures.FIRST_EXCEPTION)

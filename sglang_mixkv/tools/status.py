@@ -217,8 +217,11 @@ def status(now: MetricPages, unread: dict[str, str], first: MetricPages | None =
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
     found, rows = [_server(*one) for one in since.items()], [*_pairs(since)]
     wrong = [Wrong(one.name, *what) for one in found for what in _of_server(one, since[one.name])]
-    wrong += [Wrong(f"{one.decode}, prefill {one.prefill}", *what)
-              for one in rows for what in _of_pair(one)]  # fmt: skip
+    wrong += [
+        Wrong(f"{one.decode}, prefill {one.prefill}", *what)
+        for one in rows
+        for what in _of_pair(one)
+    ]
     return Status(found, rows, wrong, unread)
 
 
@@ -235,8 +238,9 @@ def _pairs(since: MetricPages) -> Iterator[Pair]:
     for name, page in sorted(since.items()):
         for prefill in sorted({one.labels.get("prefill", "") for one in page} - {""}):
             # A request is warm only if no rank says cold: the rank with the most cold ones counts.
-            rooms = page.counts("prefill_rooms_total", "reason", "", prefill=[prefill],
-                                state=["warm", "cold"])  # fmt: skip
+            rooms = page.counts(
+                "prefill_rooms_total", "reason", "", prefill=[prefill], state=["warm", "cold"]
+            )
             rooms = Counter({reason or "warm": number for reason, number in rooms.items()})
             tokens, rounds = (
                 sum(page.ranks(f"{what}_total", "state", prefill=[prefill]), Counter())
