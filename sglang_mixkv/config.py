@@ -62,7 +62,7 @@ class Setting(NamedTuple):
         return getattr(Config(), self.field, None)
 
     def value(self, name: str, text: str) -> Any:
-        """Parse `text`, given as the flag or variable `name`. MixKVError if it is out of bounds."""
+        """Parse the text of the flag or variable `name`. Raises MixKVError if it is invalid."""
         by_default = f": the default is {self.default}" if self.default else ""
         try:
             return self.read(text.strip())

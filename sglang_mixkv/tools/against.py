@@ -95,7 +95,7 @@ def taken(source: str) -> Iterator[str]:
 
 
 def changes(wheel: Wheel) -> list[str]:
-    """List what a wheel lacks of what the plugin and `plan` use of the newest supported SGLang."""
+    """List what the plugin and `plan` use of the newest supported SGLang and this wheel lacks."""
     found = lacking(
         SUPPORTED_SGLANG[-1], lambda path, due: [n for n in wheel.names(path) if n in due]
     )

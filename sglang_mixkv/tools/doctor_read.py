@@ -223,8 +223,8 @@ def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None =
 
 
 def apart(seconds: int, *calls: Sequence[Any]) -> Any:
-    """Run each function with its arguments in a process of its own, which an import or a transport
-    may end, and return the last one's result. Raises ReadFailed if one fails, dies or is too slow.
+    """Run each function with its arguments in its own process, since an import or a transport may
+    end it, and return the last one's result. Raises ReadFailed if one fails, dies or is too slow.
     """
     with (
         NamedTemporaryFile() as log,

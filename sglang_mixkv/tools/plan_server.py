@@ -41,9 +41,9 @@ GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """FLAGS are SGLang's, resolved. `enabled`: opted in. `gpu`: the one it was resolved for.
     `mode`: its own, where `role` is the one asked for. `sglang`: the release that resolved it;
-    `resolved`: to the end. `attention_tp`: 0 if TP does not divide. `stage`: the target's part in
-    the first pipeline stage. `tcp`: Mooncake is told to use TCP. `stock`: why SGLang does not start
-    it; `refused`: why the plugin does not."""
+    `resolved`: whether to the end. `attention_tp`: 0 if TP does not divide. `stage`: the target's
+    part in the first pipeline stage. `tcp`: Mooncake is told to use TCP. `stock`: why SGLang does
+    not start it; `refused`: why the plugin does not."""
 
     attn_cp_size: int = 1
     enable_kv_cache_sharding: bool | None = False

@@ -104,7 +104,7 @@ def test_a_missing_variable_is_named() -> None:
 
 
 def test_what_would_start_another_server_stops_the_script() -> None:
-    """bash takes DP=eight for a comparison that fails. A plugin that is not installed cannot
+    """In bash, DP=eight only makes a comparison fail. A plugin that is not installed cannot
     object: with the variable alone SGLang would start as stock."""
     for name, text in {"DP": "eight", "TP": "8 ", "NNODES": "-1"}.items():
         words = f"{name}: expected a whole number, got '{text}'"

@@ -214,7 +214,7 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
     page = generate_latest(one.registry).decode()
     for known in (s for s in SERIES if side in s.sides for _ in s.initial_labels):
         name = series.PREFIX + known.name + "_bucket" * known.name.endswith("_seconds")
-        assert f"{name}{{" in page, "it is there before it is counted"
+        assert f"{name}{{" in page, "a series is there before anything is counted"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def _link(source: Path, place: Path) -> None:
 
 
 def _own(site: Path, file: Path) -> None:
-    """Replace the links on the way to a file by folders, and the file's by a copy."""
+    """Make the folders on the way to a file, and the file, copies instead of symbolic links."""
     for folder in [*reversed(file.parents)][2:]:
         if (site / folder).is_symlink():
             source = (site / folder).resolve()
@@ -75,7 +75,7 @@ def _apply(site: Path, name: str, *options: str) -> None:
 
 
 def python(site: Path, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    """Run Python where `sglang` is that of the folder."""
+    """Run Python with the `sglang` in this folder."""
     path = [site, ROOT, ROOT / "tests"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, path))}

@@ -280,7 +280,7 @@ def canary(seed: list[int], shape: tuple[int, ...]) -> np.ndarray:
 def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:
     """Return each request's pages on that side (all ranks of a side agree).
 
-    `pool` 1: in the pool of the target's layers with a window, which has its own numbering."""
+    `pool` 1: those in the pool of the target's sliding-window layers, which are numbered apart."""
     sizes = [case.pages(r, case.dcp_of(side)) for r in case.requests]
     order, ends = _page_order(case, side, pool), np.cumsum(sizes)
     return [order[end - size : end] for size, end in zip(sizes, ends, strict=True)]
