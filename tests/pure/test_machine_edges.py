@@ -156,6 +156,35 @@ def test_copies_that_outlive_their_request_say_nothing_of_it(cold: bool, outcome
     assert rank.machine._recent.is_ambiguous(9, rank.now)
 
 
+def test_a_copy_that_a_closed_gate_stops_leaves_the_reason_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its outcome may come first: the scheduler closes the gate before it queues the end."""
+    rank, held = Prefill(), list[Any]()
+    monkeypatch.setattr(rank, "pack", held.extend)
+    rank.open(5, generation=77)
+    rank.begin("use", 5, 2 * TOKENS)
+    assert len(held) == 2
+    rank.do(rank.machine.copied, held, None)
+    assert (rank.failed, rank.notes, rank.slots.free_slots) == ([], [], SLOTS)
+    rank.do(rank.machine.end, "use", "gone")
+    assert rank.failed == [(READER, Fail(5, 77, "aborted", "gone"))]
+    for cold in (False, True):
+        other = Decode()
+        other.held_copies = held = []
+        other.open(77, number=5)
+        if cold:
+            other.fail(77, "slow")
+        else:
+            other.ready(77, 4)
+        sent, notes = len(other.sends), len(other.notes)
+        other.do(other.machine.copied, tuple(held), None)
+        assert (other.verdicts, other.sends[sent:], other.notes[notes:]) == ({}, [], [])
+        other.close(77, reason="aborted")
+        assert other.sends[-1] == (PREFILL, Fail(5, 77, "closed", "aborted"))
+        assert (other.verdicts, other.slots.free_slots) == ({}, SLOTS)
+
+
 def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
     """All slots were another peer's; then one room's segments took them, and another's wait."""
     rank, other = Decode(slots=2), b"other___"
