@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVarTuple
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 from sglang_mixkv.background import stoppable
 from sglang_mixkv.channel.actions import Note
@@ -62,19 +62,18 @@ class Reporter(Protocol):
     weights: Callable[[], int]  # the CRC-32 of their current version; 0 if that is not known
 
 
+M = TypeVar("M", bound=StateMachine)
 Ts = TypeVarTuple("Ts")
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 """A function for the channel thread to call, usually a method of its machine, and its arguments."""
 
 
-class Worker(ABC):
+class Worker(ABC, Generic[M]):
     """`names`: of the channel thread, and of the one that copies."""
 
     names: tuple[str, str]
 
-    def __init__(
-        self, machine: StateMachine, reporter: Reporter, times: Times, store: Store | None
-    ) -> None:
+    def __init__(self, machine: M, reporter: Reporter, times: Times, store: Store | None) -> None:
         """`store`: None on a rank without a drafter, which copies nothing."""
         self._machine, self._reporter, self._store = machine, reporter, store
         self._slowest = times.last_resort

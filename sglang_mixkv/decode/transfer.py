@@ -166,8 +166,8 @@ class Request:
         patience = min([times.patience, *(source.patience for source in opened.sources)])
         self.limits = times if patience == times.patience else Times(patience)
         self.generation = opened.generation
-        sources = [one for one in opened.sources if one.heads] if heads else []
-        self.transfers = {one.peer: SourceTransfer(one, opened.first_token) for one in sources}
+        made = [SourceTransfer(s, opened.first_token) for s in opened.sources if heads and s.heads]
+        self.transfers: dict[Peer, SourceTransfer] = {one.source.peer: one for one in made}
         self.segments: dict[Segment, None] = {}
         self.progress = now
         self.first_ready: float | None = None

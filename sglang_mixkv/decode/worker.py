@@ -68,7 +68,7 @@ class ReceiveHandle:
         return self.pages.rows(first - self.opened.first_token, end - first)
 
 
-class DecodeWorker(Worker):
+class DecodeWorker(Worker[Machine]):
     """`store`: None on a rank without a drafter, which opens requests but reads nothing.
 
     `forget_peer` is called with a restarted peer, and must `drop` it with all others of its server;
@@ -77,7 +77,6 @@ class DecodeWorker(Worker):
     """
 
     names = "mixkv-decode", "mixkv-unpack"
-    _machine: Machine
 
     def __init__(
         self, machine: Machine, store: Store | None, times: Times, reporter: Reporter,

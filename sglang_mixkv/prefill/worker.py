@@ -47,12 +47,11 @@ class SendHandle:
         self.ended = self.waits = False
 
 
-class PrefillWorker(Worker):
+class PrefillWorker(Worker[Machine]):
     """A prefill rank's channel. Its socket is bound to `host` and `port` (0: any free one); peers
     read the slots of `store` over its data plane."""
 
     names = "mixkv-prefill", "mixkv-pack"
-    _machine: Machine
 
     def __init__(
         self, machine: Machine, store: Store, times: Times, reporter: Reporter, host: str, port: int
