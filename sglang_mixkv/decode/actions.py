@@ -38,7 +38,7 @@ class State(StrEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A request's outcome, given once. Only with FAILED does the drafter end a request."""
+    """A request's outcome, given once. Only FAILED ends the request."""
 
     handle: Hashable
     state: State

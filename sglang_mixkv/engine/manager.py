@@ -1,7 +1,7 @@
 """SGLang's manager, for any backend, with this rank's side of the draft channel.
 
-prefill: `prefill_channel` is made while SGLang registers the rank, since the rank's row goes with
-         that; it is None without draft KV. `aborted` notifies decode of aborts.
+prefill: `prefill_channel` is made while SGLang registers the rank, since the registration carries
+         the rank's row; it is None without draft KV. `aborted` notifies decode of aborts.
 decode:  `decode_channel` and `servers` are made once SGLang knows this rank's address.
 """
 

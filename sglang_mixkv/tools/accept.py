@@ -13,7 +13,7 @@ Exit status: 0 within `--gate`; 1 the accept length is lower, or the outputs dif
 often; 2 no verdict: too few prompts, a failed request, or a server that does not answer or does not
 speculate.
 
-If the servers ask for an API key, put it into SGLANG_MIXKV_API_KEY.
+If the servers require an API key, set SGLANG_MIXKV_API_KEY to it.
 """
 
 from __future__ import annotations
@@ -206,11 +206,11 @@ def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:
             text = f"for {len(silent)} of {len(answers)} answers: turn it on"
             yield f"the {name} reports no speculative decoding {text}"
     if 0 < (length := compared.single.accept_length) < LEAST:
-        text = f"is of no use ({length:.3f} tokens a round). Give it the right one"
+        text = f"is of no use (accept length {length:.3f}). Give it the right one"
         yield f"the single server's own drafter {text}"
     drafted = [{a.drafted for a in answers} - {0} for answers in sides]
     if all(drafted) and drafted[0] != drafted[1]:
-        text = "tokens a round: give both the same flags"
+        text = "tokens per round: give both the same flags"
         yield f"the single server and the pair draft {drafted[0]} and {drafted[1]} {text}"
 
 

@@ -60,8 +60,8 @@ def taken(name: str, default: str) -> str:
 
 class Line(NamedTuple):
     """A server's flags. `launcher`: the command that takes them, "" if unknown. `stop`: why only a
-    shell could read it, if so. `config`: flags as a mapping. `file`: what a ConfigMap has for
-    --config."""
+    shell could read it, if so. `config`: flags that a recipe lists as a mapping. `file`: what
+    a ConfigMap has for --config."""
 
     environ: Mapping[str, str]
     flags: list[str]

@@ -7,7 +7,7 @@ server's start; with --seconds N, those that end in the next N seconds.
 
 Exit status: 0 nothing is wrong; 1 something is; 2 a page could not be read.
 
-Servers need --enable-metrics. If they ask for an API key, put it into SGLANG_MIXKV_API_KEY.
+Servers need --enable-metrics. If they require an API key, set SGLANG_MIXKV_API_KEY to it.
 """
 
 from __future__ import annotations

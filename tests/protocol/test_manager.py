@@ -472,7 +472,7 @@ def test_one_rank_of_a_server_has_its_banner_in_the_log(
     mode: str, rank: dict[str, Any], is_said: bool, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """The first one of the stage that drafts. Others' are there for who looks closer."""
+    """The first rank of the stage that drafts logs its banner at INFO, the others at DEBUG."""
     with caplog.at_level(logging.DEBUG, "sglang.sglang_mixkv.engine.manager"):
         built(monkeypatch, mode, **rank)
     ((level, text),) = [(one.levelno, one.getMessage()) for one in caplog.records]

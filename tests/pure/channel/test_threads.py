@@ -149,7 +149,7 @@ def test_a_peer_that_comes_back_is_asked_at_once(channel: Channel) -> None:
 def test_a_rank_that_was_restarted_is_dropped_and_forgotten(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another instance listens at its address. Others are asked as before."""
+    """By now another instance listens at the rank's address. That one is served as before."""
     decode, forgotten = channel.decode, list[bytes]()
 
     def forget(peer: bytes) -> None:

@@ -180,7 +180,7 @@ def test_the_verdict_on_a_pair(
     ("single", "pair", "why"),
     [
         ({"histogram": [30, 1]}, {"histogram": [30, 1]}, "own drafter is of no use"),
-        ({"drafted": 3}, {"drafted": 5}, "draft {3} and {5} tokens a round"),
+        ({"drafted": 3}, {"drafted": 5}, "draft {3} and {5} tokens per round"),
         ({}, {"histogram": []}, "reports no speculative decoding"),
         ({}, {"broken_rank": 1, "broken": []}, "reports no speculative decoding"),
         ({"key": "other"}, {}, "HTTP 401"),

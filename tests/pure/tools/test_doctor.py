@@ -105,7 +105,7 @@ def ending() -> list[str]:
     ],
 )
 def test_seams_that_differ(compare: Any, names: list[str], words: str) -> None:
-    """Compared in a process of its own, which SGLang's import may end."""
+    """Importing SGLang may end the process, so the comparison runs in one of its own."""
     found = [*doctor.seams(compare)]
     assert [finding.name for finding in found] == names
     assert re.search(words, found[-1].problem)

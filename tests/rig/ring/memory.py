@@ -268,7 +268,7 @@ class Memory:
         return self._rows(name, number)
 
     def _first_page(self, name: str, number: int) -> int:
-        """Return the first page of the request that is sent: with a window, the first in reach."""
+        """Return the first page that is sent for the request; with a window, the first in reach."""
         if name == "window":
             return model.window_start(self.case, number)
         return model.draft_start(self.case, number) if name == "draft" else 0
