@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
 from sglang_mixkv.channel.times import Times
@@ -50,6 +51,7 @@ class Checks:
         self._reader: dict[int, bytes] = {}  # by generation
         self._lied: set[int] = set()  # stamps of READYs that may be lies
         self._lost: set[int] = set()  # stamps of ACKs that were not sent
+        self._unpacked: set[tuple[PrefillRank, int]] = set()  # generations with a failed copy
 
     # -- invariants
 
@@ -95,6 +97,8 @@ class Checks:
             case "unsent", (message,):
                 self._ends[process] = self._ran(process)
                 self.part_over(process, message.generation)
+            case "copied", (jobs, outcome) if outcome not in (SlotCheck.OK, None):
+                self._not_copied(process, jobs)
             case "begin", (handle, number):
                 self._cause[process, number] = self._ran(process)
                 former = self._current.get((process, number))
@@ -191,6 +195,13 @@ class Checks:
             self._closed.add((process, action.peer, action.message.generation))
         elif type(action) is dact.Send and type(action.message) is Ack:
             self._lost.update(stamp for _, stamp in action.message.slots)
+        elif type(action) is dact.StartCopies:
+            self._not_copied(process, action.jobs)
+
+    def _not_copied(self, process: Process, jobs: Iterable[Any]) -> None:
+        if process.place.server.side == "prefill":
+            generations = {one.transfer.opened.generation for one in jobs}
+            self._unpacked.update((process, generation) for generation in generations)
 
     def noted(self, process: Process, note: object) -> None:
         if note.what not in NOTES:
@@ -250,7 +261,10 @@ class Checks:
         """Note a message. `link`: None if it goes nowhere, and nobody knows that."""
 
     def fail_sent(self, rank: PrefillRank, message: Fail) -> None:
+        """A copy that a closed gate stops has not failed: the request is over for a reason."""
         self.part_over(rank, message.generation)
+        if message.code == "pack" and (rank, message.generation) not in self._unpacked:
+            raise Finding("pack", f"{rank.name}: no copy for {message.generation} has failed")
 
     # -- the pool
 
