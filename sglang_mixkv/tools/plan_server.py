@@ -23,7 +23,7 @@ import msgspec
 from sglang_mixkv import refusals
 from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.channel.mooncake import forces_tcp
-from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve, truth
+from sglang_mixkv.config import ATTRIBUTE, SETTINGS, Config, add_flags, nearest, resolve
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
@@ -142,7 +142,6 @@ def server_of(
     view, notes, refused = resolving_view(made), [*notes], [*refused]
     if view.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for it here
         stock, notes = [], [*notes, f"SGLang's checks for {view.device} were not run"]
-    notes += _amd(view)
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
     if values["attn_dp_size"] is None:  # SGLang up to 0.5.21 has no such flag
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
@@ -205,16 +204,6 @@ def _of_host(args: argparse.Namespace) -> Iterator[str]:
             yield f"{flag} {value} depends on the server's host, and was not checked"
 
 
-def _amd(view: Any) -> Iterator[str]:
-    """Note an AMD GPU, which shows only in these backends, or in this image's torch."""
-    import torch
-
-    flags = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
-    named = {"aiter", "wave"} & {getattr(view, flag) for flag in flags}
-    if named or truth("SGLANG_USE_AITER", os.environ) or torch.version.hip:
-        yield "no AMD GPU has run the plugin; torch would make its copies there, slowly"
-
-
 def _check_models(args: argparse.Namespace) -> None:
     """Raise MixKVError if a model is not here: SGLang would ask the Hub again and again."""
     from huggingface_hub import try_to_load_from_cache
@@ -271,7 +260,7 @@ def _words(error: Exception, made: Any) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise unreadable(message)
+        raise unreadable(re.sub(r"=.* could match", " could match", message))  # no value is shown
 
 
 def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
@@ -279,13 +268,15 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
     start it. Raises MixKVError with all flags that SGLang does not know."""
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
-    parser, words = _parser(), [*_flags(line.config), *line.flags]
+    parser, words = _parser(), line.flags
     refused, ends = list[str](), list[str]()
     merger = ConfigArgumentMerger(parser)
     if any(word.startswith("--config=") for word in words):
         raise unreadable("SGLang takes --config FILE only, and ignores --config=FILE")
     try:
-        if settings := line.file or _section(words) if line.is_dynamos else line.file:
+        if line.config and not line.flags:
+            words = [*_flags(line.config)]
+        elif settings := line.config or (_section(words) if line.is_dynamos else {}):
             words = [*merger._convert_config_to_args(settings), *_without(words, *_FILES)]
         elif "--config" in words:
             words = list(merger.merge_config_with_args(words))
@@ -297,9 +288,10 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
                     for one in SETTINGS if one.flag in given)  # fmt: skip
         words = _after_dynamo(words)
     args, unknown = parser.parse_known_args(words)
-    # A value may be a key: only flags are printed, and words without one.
-    names = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown
+    # A word may be a key: only flags are printed.
+    names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     hint = nearest(names[0], parser._option_string_actions) if names else ""
+    names = names or ["a word that follows no flag"] * bool(unknown)
     if names and not line.is_dynamos:
         raise unreadable(f"SGLang does not know {' '.join(names)}{hint}")
     if names:
@@ -310,8 +302,8 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
 def _flags(settings: Mapping[Any, Any]) -> Iterator[str]:
     """Write a mapping as flags: true is a flag alone, and false none."""
     for key, value in settings.items():
-        if value is not None and value is not False:
-            yield f"--{str(key).replace('_', '-')}"
+        if value is not False:
+            yield f"--{key}"
             values = value if isinstance(value, list) else [value] * (value is not True)
             yield from (json.dumps(v) if isinstance(v, dict) else str(v) for v in values)
 

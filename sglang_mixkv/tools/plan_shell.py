@@ -1,11 +1,12 @@
 """Read launch lines out of shell commands, without a shell: words, quotes, continuations and plain
-assignments. What only a shell can know (branches, loops, `$(...)`, arguments, files that are
-sourced) stops a line if it can reach a flag or a variable that plan needs."""
+assignments. A variable that decides anything has to be set once, on a line of its own, with no
+branch, loop or function before it; what only a shell can know stops the line."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sglang_mixkv.errors import MixKVError
@@ -13,55 +14,42 @@ from sglang_mixkv.errors import MixKVError
 LAUNCHER = re.compile(
     r"(?:\S*/)?sglang serve|\S*\bsglang[./]launch_server(?:\.py)?|dynamo\.sglang(?:\.\w+)*"
 )
-_BRACKETS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
-_PART = (
-    rf"""'[^']*'|"(?:\\.|\${_BRACKETS}|[^"\\])*"|\\.|\$\{{[^}}]*\}}|\${_BRACKETS}|`[^`]*`"""
-    r"""|(?<==)\([^()]*\)|[^\s;&|<>()'"\\`]"""
+_QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
+_LINE = re.compile(rf"(?:{_QUOTED}|(?<![^\s;&|()])#[^\n]*|[^\n'\"\\])*", re.DOTALL)
+_COMPUTED = r"\$\{[^}]*\}|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$`]*))?\})")
+_PIECE = re.compile(
+    rf"{_QUOTED}|(?<![^\s;&|()])(?:#[^\n]*|\d+(?=[<>]))|{_VARIABLE.pattern}|{_COMPUTED}", re.DOTALL
 )
-_TOKEN = re.compile(
-    r"(?P<skip>(?:[ \t\r]|\\\r?\n)+|(?<![^\s;&|()])#[^\n]*)|(?P<here><<(?!<))"
-    rf"|(?P<into>(?:\d+|&)?(?:>>|>\||<<<|[<>])(?:&[\d-]|[ \t]*(?:{_PART}|{_BRACKETS})+))"
-    rf"|(?P<end>&&|\|\||;;|[;&|()\n])|(?P<word>(?:{_PART})+)",
-    re.DOTALL,
-)
-_PIECE = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(.)|([^'"\\]+)""", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?-)([^{}$`]*))?\})")
-_COMPUTED = re.compile(rf"\${_BRACKETS}|`[^`]*`|\$[\d@*#?!$-]|\$\{{[^}}]*\}}|\$'")
-_ASSIGNMENT = re.compile(r"(?:--env=|-e)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_GLUE = {code: 0xE000 + code for code in b" \t\n\r"}  # blanks at which a word is not split
-_UNGLUE = {glued: code for code, glued in _GLUE.items()}
-_DEPTH = dict.fromkeys(("if", "for", "while", "until", "case", "select", "{"), 1)
-_DEPTH |= dict.fromkeys(("fi", "done", "esac", "}"), -1)
-_DEPTH |= dict.fromkeys(("then", "else", "elif", "do", "in", "!", "time", "function"), 0)
-_SURE = {"cd", "export", "mkdir", "set", "ulimit"}
-_LOOPS, _BLANKET = {"for", "select"}, {".", "source", "eval"}
-_SETTERS = _LOOPS | {"unset", "read", "mapfile", "readarray", "getopts", "let", "printf",
-                     "declare", "typeset", "readonly", "local"}  # fmt: skip
+_HIDDEN = {ord(one): 0xE000 + ord(one) for one in "$`;&|<>()"}  # quoted, so not the shell's
+_OPERATORS = {one: hidden for one, hidden in _HIDDEN.items() if chr(one) not in "$`"}
+_SHOWN = {hidden: one for one, hidden in _HIDDEN.items()}
+_SET = re.compile(r"(?:--env=|-e|\$\{)?([A-Za-z_]\w*)(?:\[\S*\])?[+:]?=(.*)", re.DOTALL)
+_ANYTHING = re.compile(r"(?:source|\.|eval|set -a|set -o allexport|\[\w+\])(?= |$)|.*(<<)")
+_BRANCHES = {"if", "for", "while", "until", "case", "select", "function", "{", "unset", "read",
+             "mapfile", "readarray", "getopts", "let", "printf"}  # fmt: skip
+_KEYWORDS = {"then", "else", "elif", "do", "!", "time"}
 _NEEDED = re.compile(r"(?:SGLANG|MC|MOONCAKE)_(?!\w*(?:HOST|IP|PORT|DIR|PATH|LOG|URL|TIMEOUT))")
-_SECRET = re.compile(r"--(?:[\w-]+-)?(?:key|token|password|secret)s?")
-_NUMBER = re.compile(r"--(?:nnodes|node-rank|base-gpu-id|gpu-id-step|(?:[\w-]+-)?port)")
+_DROPPED = r"--(?:(?:[\w-]+-)?(?:key|token|password|secret)s?|nnodes|node-rank|base-gpu-id|"
+_DROPPED += r"gpu-id-step|(?:[\w-]+-)?port)"  # not kept, if unknown: a secret, or a number
 HOST = re.compile(
-    rf"{_SECRET.pattern}|{_NUMBER.pattern}|--(?:host|dist-init-addr|served-model-name|"
-    r"(?:disaggregation|mooncake)-ib-device|log-[\w-]+|ssl-[\w-]+|[\w-]+-(?:url|dir|log))"
+    rf"{_DROPPED}|--(?:host|dist-init-addr|served-model-name|log-level[\w-]*|ssl-[\w-]+|"
+    r"(?:disaggregation|mooncake)-ib-device|[\w-]+-(?:url|dir|log))"
 )
 """Flags that plan does not need: a value that only the host knows is a note."""
 _ELSEWHERE = {"docker", "podman", "nerdctl", "kubectl", "ssh"}
+Word = tuple[str, str]
+"""A word, and why it is not known; "" if it is."""
 
 
 def unreadable(text: str) -> MixKVError:
     return MixKVError("MIXKV-START-04", f"{text}.")
 
 
-def taken(name: str, default: str) -> str:
-    """Note a variable's default; of a key, not its value."""
-    is_secret = re.search(r"(?i)key|token|passw|secret", name)
-    return f"{name} is taken as {'***' if is_secret else repr(default)}, its default"
-
-
 class Line(NamedTuple):
     """A server's flags. `launcher`: the command that takes them, "" if unknown. `stop`: why only a
-    shell could read it, if so. `config`: flags that a recipe lists as a mapping. `file`: what
-    a ConfigMap has for --config."""
+    shell could read it, if so. `config`: flags that a recipe lists as a mapping, or those of
+    --config's file if a ConfigMap has it."""
 
     environ: Mapping[str, str]
     flags: list[str]
@@ -70,7 +58,6 @@ class Line(NamedTuple):
     stop: str = ""
     number: int = 1
     config: Mapping[Any, Any] = {}
-    file: Mapping[Any, Any] = {}
 
     @property
     def is_dynamos(self) -> bool:
@@ -78,16 +65,15 @@ class Line(NamedTuple):
 
     @property
     def mode(self) -> str:
-        mine = {str(name).replace("_", "-"): v for name, v in (self.file or self.config).items()}
         given = value_of(self.flags, "--disaggregation-mode")
-        return given or str(mine.get("disaggregation-mode", ""))
+        return given or str(self.config.get("disaggregation-mode", ""))
 
     @property
     def key(self) -> str:
         """What two lines of one server have in common."""
         flags = re.sub(rf"(?:{HOST.pattern})[ =]\S+(?: |$)", "", " ".join([*self.flags, ""]))
         needed = {name: value for name, value in self.environ.items() if _NEEDED.match(name)}
-        return f"{self.launcher} {flags} {self.config} {self.file} {needed} {self.stop}"
+        return f"{self.launcher} {flags} {self.config} {needed} {self.stop}"
 
 
 def value_of(flags: list[str], name: str) -> str:
@@ -96,116 +82,128 @@ def value_of(flags: list[str], name: str) -> str:
     return str(found[-1]) if found else ""
 
 
-Word = tuple[str, str]
-"""A word, and why it is not known; "" if it is."""
+def lines_of(
+    text: str, environ: Mapping[str, str], unknown: Mapping[str, str], branch: str = ""
+) -> Iterator[Line]:
+    """Yield the launch lines of a script. `unknown`: why variables are not known; `branch`: why
+    none is that is set or has a default."""
+    known, exported, whys, notes = dict(environ), {*environ}, dict(unknown), dict[str, None]()
+    stop, last = "", -1
 
+    def look(name: str, default: str | None) -> Word:
+        value = known.get(name)
+        why = whys.get(name, branch if value is not None or default is not None else "")
+        if not value and default is not None and not why:
+            notes[f"{name} is taken as its default"] = None
+            value = default
+        unset = "is an argument of the script" if name.isdigit() else "is not set in it"
+        return value or "", why or unset * (value is None)
 
-def lines_of(text: str, environ: Mapping[str, str], unknown: Mapping[str, str]) -> Iterator[Line]:
-    """Yield the launch lines of a script. `unknown`: why variables are not known."""
-    known, exported, unsure = dict(environ), {*environ}, dict(unknown)
-    stop, notes, has_begun = "", list[str](), False
-    for number, raw, is_sure in _commands(text):
-        first = raw[0]
-        if has_begun and first.startswith("--"):
+    for number, line in _lines(text.replace("\r\n", "\n")):
+        commands = [*_commands(_split(line, look))]
+        if last == number and line.lstrip().startswith("--"):
             why = "is cut off from its command by a comment or a missing backslash"
-            raise unreadable(f"{first} {why}: a shell starts the server without it")
-        has_begun = False
-        if first in _BLANKET or "<<" in raw or raw[:2] == ["set", "-a"] or re.match(r"\[\w", first):
-            stop = stop or f"line {number} ({first}) can set anything"
-        elif first in _SETTERS:
-            names = (word.partition("=")[0] for word in raw[1:])
-            unsure |= dict.fromkeys(names, f"is changed by {first} in line {number}")
-        elif first == "export" or all(map(_ASSIGNMENT.fullmatch, raw)):
-            for one in raw[first == "export" :]:
-                name, _, value = one.partition("=")
-                more, name = name.endswith("+"), name.rstrip("+")
-                exported |= {name} if first == "export" else set()
-                if "=" not in one:
-                    continue
-                words = filled(value, known, unsure, notes)
-                whole = known.get(name, "") * more + " ".join(word for word, _ in words)
-                is_again = known.get(name, whole) != whole and not more
-                is_computed = any(why for _, why in words)
-                whys = (
-                    "is computed" * is_computed, "is an array" * (value[:1] == "("),
-                    "is set in a branch, a loop, a function or under a condition" * (not is_sure),
-                    "is set again" * is_again,
-                )  # fmt: skip
-                if any(whys):
-                    unsure[name] = f"{next(filter(None, whys))} in line {number}"
-                known[name] = whole
-        else:
-            words = [word for one in raw for word in filled(one, known, unsure, notes)]
-            seen = {name: known[name] for name in exported if name in known}
-            for line in line_of(words, seen, unsure, number, stop):
-                has_begun = True
-                local = {n for n in known if n.startswith("SGLANG_")} - exported - {*line.environ}
-                said = (f"{name} is set but not exported, so the server does not see it"
-                        for name in sorted(local))  # fmt: skip
-                yield line._replace(notes=(*notes, *line.notes, *said))
+            raise unreadable(f"{line.split()[0].split('=')[0]} {why}: a shell does not pass it on")
+        for words in commands:
+            texts = [word for word, _ in words]
+            first = next((text for text in texts if text not in _KEYWORDS), texts[0])
+            if _is_launch(texts):
+                last = number + line.count("\n") + 1
+                own = {name: value for name, value in known.items() if name in exported}
+                at_risk = whys | dict.fromkeys(own.keys() - environ, branch) if branch else whys
+                for one in line_of(words, own, at_risk, number, stop, branch):
+                    yield one._replace(notes=(*notes, *one.notes))
+            elif found := _ANYTHING.match(" ".join(texts[texts.index(first) :])):
+                stop = stop or f"line {number} ({found[1] or found[0]}) can set anything"
+            else:
+                if first in _BRANCHES:
+                    branch = branch or f"may be changed in line {number} ({first})"
+                is_export, sets = first == "export", [_SET.match(text) for text in texts]
+                is_plain = len(commands) == 1 and line[:1] not in " \t" and all(sets[is_export:])
+                for given, (word, why) in zip(sets, words, strict=True):
+                    name = given[1] if given else word * is_export
+                    if name in known:
+                        why = f"is set again in line {number}"
+                    elif not word.startswith(f"{name}=") or why or not is_plain:
+                        why = f"is computed in line {number}, or set under a condition"
+                    elif _NEEDED.match(name) and not is_export:
+                        why = f"is not exported in line {number}"
+                    if name:
+                        known[name] = given[2] if given else ""
+                        exported |= {name} if is_export or why else set()
+                        whys |= {name: why} if why else {}
 
 
-def _commands(text: str) -> Iterator[tuple[int, list[str], bool]]:
-    """Yield each command's line and words as written, and whether it runs in any case: outside of
-    branches, loops, functions and subshells, and after `&&` only where nothing is asked."""
-    at, raw, depth, brackets, before, number, last = 0, list[str](), 0, 0, "", 1, ""
-    text = f"{text}\n"
+def _split(line: str, look: Callable[[str, str | None], Word]) -> list[Word]:
+    """Split a line into words and operators, with the variables that are known."""
+    whys = dict[str, str]()
+
+    def fill(found: re.Match[str]) -> str:
+        value, why = look(found[1] or found[2], found[3])
+        whys[found[0]] = f"{found[1] or found[2]} {why}"
+        return found[0] if why else re.sub(r"([\"\\])", r"\\\1", value.translate(_HIDDEN))
+
+    def piece(found: re.Match[str]) -> str:
+        text = found[0]
+        if text[0] in "'\\":
+            return "" if text == "\\\n" else text.translate(_HIDDEN)
+        if text[0] == '"':
+            text = re.sub(r"\\\\|\\[$`\n]", lambda m: m[0] if m[0] == "\\\\" else
+                          m[0][1:].strip().translate(_HIDDEN), text)  # fmt: skip
+            return _VARIABLE.sub(fill, text).translate(_OPERATORS)
+        if text[0] not in "$`":
+            return ""  # a comment, or the number of a redirection
+        value = fill(found) if _VARIABLE.fullmatch(text) else text.replace('"', "'")
+        is_known = "$" not in value and "`" not in value
+        return value.replace("'", r"\'") if is_known else f'"{value.translate(_OPERATORS)}"'
+
+    lexer = shlex.shlex(_PIECE.sub(piece, line), posix=True, punctuation_chars="();<>|&")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    found, unknown = [*lexer], "only a shell computes it"
+    return [(word.translate(_SHOWN), "" if not re.search(r"[$`]", word) else
+             next((why for text, why in whys.items() if text in word), unknown))
+            for word in found]  # fmt: skip
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each line with its number; one that ends in a backslash or in quotes goes on."""
+    at, number = 0, 1
     while at < len(text):
-        found = _TOKEN.match(text, at)
-        if found is None:
-            line = text.count("\n", 0, at) + 1
-            raise unreadable(f"line {line}: No closing quotation, or brackets that do not match")
-        number = number if raw else text.count("\n", 0, at) + 1
-        at, kind, token = found.end(), found.lastgroup, found[0]
-        raw += [token] * (kind in ("word", "here"))
-        if kind == "end":
-            while raw and raw[0] in _DEPTH:
-                depth = max(0, depth + _DEPTH[raw[0]])
-                if raw[0] in _LOOPS:
-                    break
-                raw.pop(0)
-            if raw:
-                is_sure = before not in ("&&", "||") or (before == "&&" and last in _SURE)
-                yield number, raw, is_sure and not (depth or brackets)
-                last = raw[0]
-            brackets = max(0, brackets + (token == "(") - (token == ")"))
-            raw, before = [], token
+        found = _LINE.match(text, at)
+        line = found[0] if found else ""
+        at += len(line) + 1
+        if text[at - 1 : at] not in ("", "\n"):
+            raise unreadable(f"line {number}: No closing quotation")
+        yield number, line
+        number += 1 + line.count("\n")
 
 
-def filled(raw: str, known: Mapping[str, str], unsure: Mapping[str, str], notes: list[str]
-           ) -> list[Word]:  # fmt: skip
-    """Expand a word as written into words, as a shell would; each with why it is not known."""
-    whys, parts, is_quoted = list[str](), list[str](), False
+def _commands(words: list[Word]) -> Iterator[list[Word]]:
+    """Yield the commands of a line. What follows a redirection is its file, then flags again."""
+    command, is_file = list[Word](), False
+    for word, why in [*words, (";", "")]:
+        if not set(word) - set("();<>|&") and word:
+            is_file = bool(set(word) & set("<>"))
+            if "<<" in word:
+                command.append((word, ""))
+            if not is_file and command:
+                yield command
+                command = []
+        elif is_file:
+            is_file = False
+        else:
+            command.append((word, why))
 
-    def value(found: re.Match[str]) -> str:
-        name, default = found[1] or found[2], found[4]
-        if name not in unsure and name in known and (known[name] or found[3] != ":-"):
-            return known[name]
-        if name not in unsure and default is not None:
-            notes.append(taken(name, default))
-            return default
-        why = "is an argument of the script" if name.isdigit() else "is not set in it"
-        whys.append(f"{name} {unsure.get(name, why)}")
-        return found[0]
 
-    for single, double, escaped, bare in _PIECE.findall(raw):
-        text = double or bare
-        if _COMPUTED.search(_VARIABLE.sub("", re.sub(r"\\.", "", text))):
-            whys.append("only a shell computes it")
-            text = _COMPUTED.sub(lambda one: one[0].translate(_GLUE), text)
-        text = _VARIABLE.sub(value, text)
-        if not bare:
-            is_quoted = True
-            text = single or escaped.strip("\n") or re.sub(r"\\([$`\"\\\n])", r"\1", text)
-            text = text.translate(_GLUE)
-        parts.append(text)
-    words = [word.translate(_UNGLUE) for word in "".join(parts).split()] or [""] * is_quoted
-    return [(word, whys[0] if whys else "") for word in words]
+def _is_launch(texts: list[str]) -> bool:
+    named = {text.partition("=")[0] for text in texts}
+    return bool(LAUNCHER.search(" ".join(texts)) or texts[0].startswith("--")
+                or named & {"--model-path", "--model", "--config"})  # fmt: skip
 
 
 def line_of(
-    words: list[Word], environ: Mapping[str, str], unsure: Mapping[str, str], number: int = 0,
-    stop: str = "",
+    words: list[Word], environ: Mapping[str, str], unknown: Mapping[str, str], number: int = 0,
+    stop: str = "", branch: str = "",
 ) -> Iterator[Line]:  # fmt: skip
     """Find a command's launch line, or those of a script in one of its words."""
     texts = [text for text, _ in words]
@@ -218,29 +216,28 @@ def line_of(
         flags = (n for n, word in enumerate(texts) if word.startswith("--"))
         begin = max(inner, 0) or next(flags, len(texts))
     is_elsewhere = bool(_ELSEWHERE & {*texts[:begin]})
-    own, changed = ({}, {}) if is_elsewhere else (dict(environ), dict(unsure))
+    own, changed = ({}, {}) if is_elsewhere else (dict(environ), dict(unknown))
     notes = list[str]()
     for before, (text, why) in zip(["", *texts], words[:begin], strict=False):
         for one in text.removeprefix("--export=").split(",") if "--export=" in text else [text]:
-            if found := _ASSIGNMENT.fullmatch(one):
-                own[found[1]] = own.get(found[1], "") * bool(found[2]) + found[3]
+            if found := _SET.fullmatch(one):
+                own[found[1]] = found[2]
+                changed.pop(found[1], None)
                 changed |= {found[1]: why} if why else {}
         if (before in ("-e", "--env") and text.isidentifier()) or text.startswith("--env-file"):
             notes.append(f"{text} comes from outside, and was not read")
         elif before == "env" and text in ("-i", "-u"):
             stop = stop or f"env {text} drops variables"
     for name, why in changed.items():
-        if _NEEDED.match(name) and (name in own or "changed" in why):
+        if _NEEDED.match(name) and name in own:
             stop = stop or f"{name} {why}"
-        elif own.pop(name, None) is not None:
-            notes.append(f"{name}: {why}, and plan does not need it")
+        elif inner < 0:
+            own.pop(name, None)
     if inner >= 0:
-        for line in lines_of(texts[inner], own, changed):
+        for line in lines_of(texts[inner], own, changed, branch):
             yield line._replace(notes=(*notes, *line.notes), stop=stop or line.stop)
-        return
-    rest = words[begin:]
-    named = {text.partition("=")[0] for text, _ in rest}
-    if rest and (launcher or begin == 0 or named & {"--model-path", "--model", "--config"}):
+    elif words[begin:] and (launcher or begin == 0 or _is_launch(texts)):
+        rest = words[begin:]
         kept, more, why = _kept(rest, number)
         model = ["--model-path"] * (launcher == "serve" and rest[0][0][:1] != "-")
         yield Line(own, [*model, *kept], launcher, (*notes, *more), stop or why, number)
@@ -248,16 +245,16 @@ def line_of(
 
 def _kept(words: list[Word], number: int) -> tuple[list[str], list[str], str]:
     """Return the flags that are known or that plan does not need, notes on those it leaves, and
-    why others stop it. No value of a key is shown."""
+    why others stop it. No word's text is shown: it may hold a key."""
     kept, notes = list[str](), list[str]()
     for before, (text, why) in zip(["", *(text for text, _ in words)], words, strict=False):
         name = text.partition("=")[0] if text.startswith("--") else before
         if why and not HOST.fullmatch(name):
-            return kept, notes, f"line {number} has {text}: {why}" if number else f"{text}: {why}"
+            return kept, notes, f"line {number}: {why}" if number else why
         if why:
             notes.append(f"{name}: {why}, and plan does not need it")
-        if why and (_NUMBER.fullmatch(name) or _SECRET.fullmatch(name)):
-            kept += [] if name != before else [kept.pop()][:0]
-        else:
+        if not (why and re.fullmatch(_DROPPED, name)):
             kept.append(text)
+        elif name == before:
+            kept.pop()
     return kept, notes, ""

@@ -20,7 +20,6 @@ from sglang_mixkv.tools.plan_shell import (
     Line,
     line_of,
     lines_of,
-    taken,
     unreadable,
     value_of,
 )
@@ -65,11 +64,9 @@ def split(given: Given | str, role: str) -> Line:
     found, is_script = _found(given), not re.search(r"^-?$|\.(?:ya?ml|json)$", given.file)
     command = f"bash {shlex.quote(given.file)}" if is_script else "COMMAND"
     ask = ASK.format(role=role, command=command)
-    fits = (lambda line: line.mode == role, lambda line: line.mode not in ("prefill", "decode"),
-            lambda line: True)  # fmt: skip
-    each = ([(where, line) for where, line in found if is_fit(line)] for is_fit in fits)
-    fitting = next(filter(None, each), [])
-    fitting = [one for one in fitting if one[1].launcher] or fitting
+    own = [one for one in found if one[1].mode == role]
+    own = own or [one for one in found if one[1].mode not in ("prefill", "decode")] or found
+    fitting = [one for one in own if one[1].launcher] or own
     # Nodes of a server, and equal servers, have one line each: the first stands for all.
     lines = [*{line.key: line for _, line in fitting[::-1]}.values()]
     if not lines and "{{" in given.text:
@@ -163,9 +160,11 @@ def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[
     elif isinstance(inner, dict):
         recipe = node.above[-2] if len(node.above) > 1 else {}  # srt-slurm's
         is_recipe = node.above[-1:] == (recipe.get("sglang_config", ""),)
-        if is_named or is_recipe or Line({}, [], config=inner).mode:
-            own = recipe.get(f"{node.key}_environment") or {}
-            yield Line({str(k): str(v) for k, v in own.items()}, [], config=inner)
+        own = recipe.get(f"{node.key}_environment") or {}
+        config = {str(k).replace("_", "-"): v for k, v in inner.items() if v is not None}
+        line = Line({str(k): str(v) for k, v in own.items()}, [], config=config)
+        if is_named or is_recipe or line.mode:
+            yield line
     elif isinstance(inner, list) and is_whole and all(isinstance(v, str | int) for v in inner):
         yield from _container({"args": inner}, node, maps)
 
@@ -208,24 +207,13 @@ def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Ite
         path = value_of(line.flags, "--config") or value_of(line.flags, "--disagg-config")
         file = next(iter(_documents(_mounted(path, own, node, maps))), None) or {}
         file = file.get(value_of(line.flags, "--disagg-config-key"), file)
-        yield line._replace(notes=(*notes, *line.notes), file=file)
+        yield line._replace(notes=(*notes, *line.notes), config=file)
 
 
-def _compose(text: str, _: Any, outside: Mapping[str, str], notes: list[str]) -> tuple[str, str]:
-    """Expand $NAME and ${NAME:-default} as compose does; $$ stands for $."""
-    missing = list[str]()
-
-    def value(found: re.Match[str]) -> str:
-        if found[1]:
-            return "$"
-        if found[4] is None:
-            missing.append(found[2] or found[3])
-            return found[0]
-        notes.append(taken(found[3], found[4]))
-        return found[4]
-
-    word = re.sub(r"\$(?:(\$)|(\w+)|\{(\w+)(?::?-([^{}]*)|[^{}]*)\})", value, text)
-    return word, f"{missing[0]} is of the shell that runs compose" if missing else ""
+def _compose(text: str, *_: Any) -> tuple[str, str]:
+    """Take $$ for $. Compose fills in all else from its own shell."""
+    found = re.search(r"(?<!\$)(?:\$\$)*\$\{?(\w+)", text)
+    return text.replace("$$", "$"), f"{found[1]} is of the shell that runs compose" if found else ""
 
 
 def _kubernetes(
@@ -247,10 +235,8 @@ def _mounted(path: str, own: dict[Any, Any], node: _Node, maps: Mapping[str, Any
     for mount in own.get("volumeMounts") or ():
         source = sources.get(mount.get("name")) or {}
         items = {one.get("path", one["key"]): one["key"] for one in source.get("items") or ()}
-        data, at = (
-            maps.get(str(source.get("name")), {}),
-            str(mount.get("mountPath", "")).rstrip("/"),
-        )
+        data = maps.get(str(source.get("name")), {})
+        at = str(mount.get("mountPath", "")).rstrip("/")
         entry = mount.get("subPath") if path == at else path.removeprefix(f"{at}/")
         if path.startswith(at) and items.get(entry, str(entry)) in data:
             return str(data[items.get(entry, str(entry))])

@@ -376,24 +376,6 @@ def test_a_line_is_resolved_for_a_gpu_on_which_it_starts(
     assert get_platform().device_sm not in (90, 100)
 
 
-@pytest.mark.parametrize(
-    ("line", "is_amd"),
-    [(f"SGLANG_USE_AITER=1 x {flags()}", True), (f"SGLANG_USE_AITER=0 x {flags()}", False),
-     (flags("--attention-backend aiter"), True), (flags("--decode-attention-backend wave"), True)],
-)  # fmt: skip
-def test_a_line_for_amd_gpus(monkeypatch: pytest.MonkeyPatch, line: str, is_amd: bool) -> None:
-    """Or any line in an image for them."""
-    monkeypatch.setenv("SGLANG_USE_AITER", "1")  # of this shell: it does not count
-    found = read("decode", line)
-    assert sum(note.startswith("decode: no AMD GPU") for note in found.notes) == is_amd
-    with monkeypatch.context() as image:
-        image.setattr("torch.version.hip", "6.4")
-        view = SimpleNamespace(
-            attention_backend=None, prefill_attention_backend=None, decode_attention_backend=None
-        )
-        assert [*plan_server._amd(view)]
-
-
 @of_the_newest
 @pytest.mark.parametrize(
     ("line", "shape"),
@@ -451,6 +433,8 @@ def test_what_does_not_start_is_found(
     [
         (flags("--page-sze 8"), "not know --page-sze; the closest match is --page-size"),
         (flags("--mixkv-stging 8 x --no-such"), "--mixkv-stging --no-such.*--mixkv-staging-mb"),
+        (flags("--api-key= sk-1"), "SGLang does not know a word that follows no flag\\.$"),
+        (flags("--enable=sk-1"), "ambiguous option: --enable could match"),
         (flags("--tp two"), "argument --tp-size.*invalid int value"),
         ("--model-path 'x", "No closing quotation"),
         (f"SGLANG_ENABLE_MIXKV=maybe x --model-path {TARGET}", "SGLANG_ENABLE_MIXKV .*'maybe'"),

@@ -63,7 +63,7 @@ services:
     <<: *server
     entrypoint: python3 -m sglang.launch_server
     command: >-
-      --model-path ${MODEL:-m} --disaggregation-mode prefill --tp 2
+      --model-path m --disaggregation-mode prefill --tp 2
     environment: [SGLANG_ENABLE_MIXKV=1, OTHER]
   decode:
     <<: *server
@@ -75,20 +75,12 @@ SCRIPT = f"""\
 #!/usr/bin/env bash\r
 set -euo pipefail  # don't go on\r
 export SGLANG_ENABLE_MIXKV=1 MODEL="${{MODEL:-m}}"\r
-SGLANG_LOCAL=1\r
+LOCAL=1\r
 curl --fail http://registry/health; mkdir --parents /log\r
-for rank in 0 1; do\r
-  CUDA_VISIBLE_DEVICES=$rank python3 -m sglang.launch_server --model-path $MODEL \\\r
+CUDA_VISIBLE_DEVICES=$rank python3 -m sglang.launch_server --model-path $MODEL \\\r
     {PREFILL} --tp 2 --port 3000$rank \\\r
     --host "$(hostname -i | head --lines 1)" 2>&1 | tee --append /log/prefill &\r
-done\r
 python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://127.0.0.1:30000\r
-"""
-OPTIONS = f"""\
-option="--page-size 64 "
-option+=" --dtype bfloat16"
-EXTRA=""
-{RUN} ${{option}} $EXTRA --tp 8
 """
 TWO = f"{RUN} {PREFILL} --tp 2\n{RUN} --disaggregation-mode=decode --tp 4"
 HOST = "--host $(hostname -i | head --lines 1)"
@@ -115,30 +107,31 @@ READ = {  # text; variables; flags; what the notes say, in order
     f"bash -c '\n  {RUN} \\\n   --tp 8\n'": ({}, "--model-path m --tp 8"),
     "sglang serve --tp 8 m": ({}, "--tp 8 m"),  # SGLang refuses it, too
     f"{RUN} --api-key 'pa$$word'": ({}, "--model-path m --api-key pa$$word"),
+    f"A='x \"y\" $z'\n{RUN} --a $A --b \"$A\" --c 'it'\"'s\"": (
+        {}, """--model-path m --a x "y" $z --b x "y" $z --c it's"""),
+    f"{RUN} --a \"\\$z\" --b a\\ b 2>'a b' --tp 8 | tee x":
+        ({}, "--model-path m --a $z --b a b --tp 8"),
+    f"{RUN} --port ${{PORT:?set it}} --host \"`hostname -i | head`\" --tp 8":
+        ({}, "--model-path m --host `hostname -i | head` --tp 8", "--port: only", "--host: only"),
     f"{RUN} --api-key $KEY --tp 8":
         ({}, "--model-path m --tp 8", "--api-key: KEY is not set in it, and plan does not need"),
     f"{RUN} --api-key ${{API_KEY:-sk}}":
-        ({}, "--model-path m --api-key sk", "API_KEY is taken as ***, its default"),
+        ({}, "--model-path m --api-key sk", "API_KEY is taken as its default"),
     # scripts
     SCRIPT: ({ON: "1", "MODEL": "m"},
-             f"--model-path m {PREFILL} --tp 2 {HOST}", "MODEL is taken as 'm', its default",
-             "CUDA_VISIBLE_DEVICES: rank is changed", "--port: rank is changed by for in line 6",
-             "--host: only a shell computes it",
-             "SGLANG_LOCAL is set but not exported, so"),
-    OPTIONS: ({}, "--model-path m --page-size 64 --dtype bfloat16 --tp 8"),
-    f"A=1\nexport A\n{RUN} ${{X:-}}": (A, "--model-path m", "X is taken as '', its default"),
+             f"--model-path m {PREFILL} --tp 2 {HOST}", "MODEL is taken as its default",
+             "--port: rank is not set in it", "--host: only a shell computes it"),
+    f"export A=1\n{RUN} ${{X:-}}": (A, "--model-path m", "X is taken as its default"),
     f"# {RUN} --tp 4\n{RUN} --tp 8": ({}, "--model-path m --tp 8"),
     f"start() {{\n {RUN} --tp 8\n}}\nstart": ({}, "--model-path m --tp 8"),
     f"for i in 0 1; do\n{RUN} --port 3000$i &\ndone":
-        ({}, "--model-path m", "--port: i is changed by for in line 1"),
-    f"cd /opt && export A=1 && {RUN}": (A, "--model-path m"),
+        ({}, "--model-path m", "--port: i is not set in it"),
     f"docker rm -f a || true\n{RUN}": ({}, "--model-path m"),
     TWO: ({}, f"--model-path m {PREFILL} --tp 2"),
     # manifests
     LWS: ({}, "--model-path m --host 0.0.0.0", "--nnodes: LWS_GROUP_SIZE is filled in",
           "--node-rank: LWS_WORKER_INDEX is filled in"),
-    COMPOSE: ({ON: "1"}, f"--model-path m {PREFILL} --tp 2", "OTHER: set outside the file",
-              "MODEL is taken as 'm', its default"),
+    COMPOSE: ({ON: "1"}, f"--model-path m {PREFILL} --tp 2", "OTHER: set outside the file"),
     'args: ["--model-path", "m", "--tp", "8"]': ({}, "--model-path m --tp 8"),
     "- --model-path\n- m\n- --tp\n- 8\n": ({}, "--model-path m --tp 8"),
     f"data:\n  run.sh: |\n    export A=1\n    {RUN} \\\n      --tp 8\n":
@@ -177,31 +170,40 @@ def test_a_line_is_read(text: str) -> None:
 
 
 STOPPED = {  # what only a shell knows; which line stops plan, and why
-    f"{RUN} $EXTRA --tp 8": "line 1 has $EXTRA: EXTRA is not set in it",
-    f'{RUN} --tp "$1" "$@"': "line 1 has $1: 1 is an argument of the script",
-    f'{RUN} --tp 8 "$@"': "line 1 has $@: only a shell computes it",
-    f"docker run image sh -c 'exec {RUN} --tp $TP'": "line 1 has $TP: TP is not set in it",
+    f"{RUN} $EXTRA --tp 8": "line 1: EXTRA is not set in it",
+    f'{RUN} --tp "$1" "$@"': "line 1: 1 is an argument of the script",
+    f'{RUN} --tp 8 "$@"': "line 1: only a shell computes it",
+    f"docker run image sh -c 'exec {RUN} --tp $TP'": "line 1: TP is not set in it",
+    f"TP=8\nread TP\nbash -c '{RUN} --tp ${{TP:-4}}'": "TP may be changed in line 2 (read)",
+    f'{RUN} --x "$(a "b c" d)"': "line 1: only a shell computes it",
+    f'A=8\nread A\n{RUN} --x "\\\\$A"': "line 3: A may be changed in line 2 (read)",
+    f"TOKEN=sk cat <<EOF\na\nEOF\n{RUN}": "line 1 (<<) can set anything",
     f"ARGS=$(flags)\n{RUN} $ARGS": "ARGS is computed in line 1",
-    f"ARGS=(--tp 2)\n{RUN} ${{ARGS[@]}}": "${ARGS[@]}: only a shell computes it",
-    f'F="--tp 8"\n[ "$ON" = 1 ] && F+=" {ON}"\n{RUN} $F': "F is set in a branch, a loop",
-    f'if [ "$R" = prefill ]; then TP=8; else TP=1; fi\n{RUN} --tp $TP':
-        "or under a condition in line 1",
-    f'if [ "$R" = prefill ]; then\n  TP=8\nelse\n  TP=1\nfi\n{RUN} --tp $TP': "line 4",
-    f'case "$1" in\n  prefill) TP=8 ;;\nesac\n{RUN} --tp $TP': "under a condition in line 2",
-    f"set_tp() {{ TP=8; }}\nset_tp\n{RUN} --tp $TP": "under a condition in line 1",
+    f"ARGS=(--tp 2)\n{RUN} ${{ARGS[@]}}": "line 2: only a shell computes it",
+    f'F="--tp 8"\nF+=" {ON}"\n{RUN} $F': "F is set again in line 2",
+    f'F="--tp 8"\n[ "$ON" = 1 ] && F+=" {ON}"\n{RUN} $F': "F is set again in line 2",
+    f'if [ "$R" = prefill ]; then TP=8; else TP=1; fi\n{RUN} --tp $TP': "line 1",
+    f'if [ "$R" = prefill ]; then\n  TP=8\nelse\n  TP=1\nfi\n{RUN} --tp $TP': "in line 4",
+    f'case "$1" in\n  prefill) TP=8 ;;\nesac\n{RUN} --tp $TP': "TP is computed in line 2",
+    f"set_tp() {{ TP=8; }}\nset_tp\n{RUN} --tp $TP": "TP is computed in line 1",
+    f"set_on() {{ export {ON}=1; }}\nset_on\n{RUN}": f"{ON} may be changed in line 1",
     f"TP=4\nTP=8\n{RUN} --tp $TP": "TP is set again in line 2",
-    f"read TP\n{RUN} --tp $TP": "TP is changed by read in line 1",
+    f"read TP\n{RUN} --tp ${{TP:-8}}": "TP may be changed in line 1 (read)",
+    f"export {ON}=1\nfor i in 0 1; do\n{RUN}\ndone": f"{ON} may be changed in line 2 (for)",
     f"source /etc/mixkv.env\n{RUN} --tp 8": "line 1 (source) can set anything",
-    f"set -a; . ./mixkv.env; set +a\n{RUN}": "line 1 (set) can set anything",
+    f"set -a; . ./mixkv.env; set +a\n{RUN}": "line 1 (set -a) can set anything",
+    f"if true; then . ./mixkv.env; fi\n{RUN}": "line 1 (.) can set anything",
     f"[Service]\nEnvironment={ON}=1\nExecStart=/usr/bin/{RUN}": "line 1 ([Service])",
-    f"cat > run.sh <<EOF\n{RUN}\nEOF": "line 1 (cat) can set anything",
-    f"declare -x {ON}=1\n{RUN}": f"{ON} is changed by declare in line 1",
-    f"export {ON}=1\nunset {ON}\n{RUN}": f"{ON} is changed by unset in line 2",
+    f"cat > run.sh <<EOF\n{RUN}\nEOF": "line 1 (<<) can set anything",
+    f"declare -x {ON}=1\n{RUN}": f"{ON} is computed in line 1",
+    f": ${{{ON}:=1}}; export {ON}\n{RUN}": f"{ON} is set again in line 1",
+    f"{ON}=1\n{RUN}": f"{ON} is not exported in line 1",
+    f"cd /opt && export {ON}=1 && {RUN}": f"{ON} is computed in line 1, or set under a cond",
+    f"export {ON}=1\nunset {ON}\n{RUN}": f"{ON} may be changed in line 2 (unset)",
     f"export {ON}=1\nenv -u {ON} {RUN}": "env -u drops variables",
-    f"[ -n $1 ] && export {ON}=1\n{RUN}": f"{ON} is set in a branch, a loop",
     f"{ON}=$1 {RUN}": f"{ON} 1 is an argument",
-    "containers: [{command: [sglang, serve, m, --tp, $(TP)]}]": "$(TP): TP is filled in by",
-    "services: {a: {command: sglang serve m --tp $TP}}": "TP is of the shell that runs compose",
+    "containers: [{command: [sglang, serve, m, --tp, $(TP)]}]": "TP is filled in by",
+    "services: {a: {command: 'sglang serve m --tp ${TP:-8}'}}": "TP is of the shell that runs",
 }  # fmt: skip
 
 
@@ -255,7 +257,7 @@ def test_data_is_pointed_at(
     file.write_text(CONFIG)
     found = split(load(f"{file}{pointer}"), role)
     given = dict(zip(found.flags, found.flags[1:], strict=False))
-    assert (found.mode, {**found.config, **found.file}.get("tp-size", given.get("--tp"))) == (
+    assert (found.mode, {**found.config}.get("tp-size", given.get("--tp"))) == (
         mode,
         size,
     )

@@ -306,7 +306,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "a comment and arithmetic of the shell (sglang#17212)": (
         f"# GLM-4.5 Air\n{SERVER} \\\n  --model-path zai-org/GLM-4.5-Air --tp-size 4 \\\n",
         "  --chunked-prefill-size $((16384 * 4)) \\\n    # --speculative-algo EAGLE", MTP,
-        None, r"line 2 has \$\(\(16384 \* 4\)\).*SGLANG_MIXKV_PLAN=prefill.json", {}),
+        None, r"line 2: only a shell computes it.*SGLANG_MIXKV_PLAN=prefill.json", {}),
     "one prefill server for twelve of decode": (
         "export MC_TE_METRIC=true\nexport SGLANG_ENABLE_MIXKV=1\n# export SGLANG_RUST_SERVER=1\n"
         f"{SERVER} {V31} --attention-backend trtllm_mla --kv-cache-dtype fp8_e4m3 "
@@ -381,7 +381,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         "--tp 8 > d.log 2>&1 &", False, "the drafter is MLA", {}),
     "Kimi-K2.6 on MI355X, Mooncake (ROCm's Infera)": (
         f"{K26} {HEAD3} eagle3 --attention-backend aiter", "", "--dp 8 --enable-dp-attention",
-        True, FROM_ONE, {"share": 1.0, "noted": "prefill: no AMD GPU has run the plugin"}),
+        True, FROM_ONE, {"share": 1.0}),
     "one side for Blackwell, the other for either": (
         f"{K26} {HEAD3} eagle3 {ON}", "", "--tp-size 4 --attention-backend trtllm_mla",
         True, FROM_ONE, {"share": 1.0, "gpu": "blackwell", "noted": "prefill and decode: resolved "
@@ -437,10 +437,15 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "a script for AMD's GPUs": (
         f"set -ex\nexport SGLANG_USE_AITER=1 SGLANG_HOST_IP=10.2.224.32\n{SERVER} {V31} --tp 8 "
         "--host $SGLANG_HOST_IP --mem-fraction-static 0.5 2>&1 | tee log_ROLE.log", "", "",
-        False, NEITHER, {"noted": "no AMD GPU has run the plugin"}),
+        False, NEITHER, {}),
     "options of a script for Hygon's": (
         f'model_path={V31.split()[1]}\noption="--chunked-prefill-size -1"\n'
         f'option+=" {MTP} --disaggregation-ib-device mlx5_0,mlx5_1 "\n'
+        f"{SERVER} --model-path $model_path ${{option}} \\\n --tp-size 8 --dtype bfloat16",
+        "", "", None, "option is set again in line 3.*SGLANG_MIXKV_PLAN=prefill.json", {}),
+    "options of a script, in one assignment": (
+        f'model_path={V31.split()[1]}\nexport option="--chunked-prefill-size -1 {MTP} '
+        f'--disaggregation-ib-device mlx5_0,mlx5_1 "\n'
         f"{SERVER} --model-path $model_path ${{option}} \\\n --tp-size 8 --dtype bfloat16",
         "", "", False, "the drafter is MLA", {"noted": "mlx5_0,mlx5_1"}),
     # Pairs with which nothing is wrong, for the table by model (scripts/docs/tables.py).
@@ -520,7 +525,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f"RANK=${{1:?rank}}; ADDR=${{2:?addr}}\nexport MC_FORCE_MNNVL=1\nexec {SERVER} "
         '--model-path moonshotai/Kimi-K3 --nnodes 2 --node-rank "$RANK" --dist-init-addr "$ADDR" '
         "--context-length ${CTX:-40960}", "--tp-size 8", "--tp-size 8 --dcp-size 8", False, NEITHER,
-        {"gpu": "blackwell", "noted": "CTX is taken as '40960'(.|\n)*--node-rank: RANK"}),
+        {"gpu": "blackwell", "noted": "CTX is taken as its default(.|\n)*--node-rank: RANK"}),
     "GLM-5.2 on MI355X, a key and ports from the environment": (
         f"{GLM} --tp-size 8 --api-key \"$API_KEY\" --port \"$PORT\" --kv-cache-dtype fp8_e4m3 "
         "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-num-draft-tokens 3 "
@@ -559,11 +564,11 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
             f"OTEL_SERVICE_NAME=w CUDA_VISIBLE_DEVICES=1 python3 -m dynamo.sglang --model-path "
             f"Qwen/QwQ-32B --disaggregation-mode {role} --enable-metrics \"${{TRACE_ARGS[@]}}\" &\n"
             for role in ("prefill", "decode")),
-        "", "", None, r"line 3 has \$\{TRACE_ARGS\[@\]\}(.|\n)*SGLANG_MIXKV_PLAN=prefill.json", {}),
+        "", "", None, "line 3: only a shell computes it.*SGLANG_MIXKV_PLAN=prefill.json", {}),
     "an image's script, which puts its words together": (
         'if [ "$PD_ROLE" == prefill ]; then\n  ENGINE_ARGS="--disaggregation-mode prefill '
         '$ENGINE_ARGS"\nfi\neval "python3 -m sglang.launch_server $ENGINE_ARGS"', "", "", None,
-        "expected a launch line of SGLang or Dynamo, found none", {}),
+        "ENGINE_ARGS may be changed in line 1 .*SGLANG_MIXKV_PLAN=prefill.json", {}),
     "Ascend's script, with a loop over addresses and its own environment": (
         "for i in \"${!D_IP[@]}\"; do\n  source /usr/local/Ascend/set_env.sh\n"
         f"  {SERVER} {V31} --host ${{D_IP[$i]}} --nnodes 2 --node-rank $i\ndone", "", "", None,
