@@ -369,8 +369,8 @@ class Process:
             self._asleep += self.clock.now - self._since
         self.stopped_for += self.clock.now - self._since
         first, self._first = self._first, []
-        for call, args in first:
-            self.on_thread(call, *args)
+        for call, args in first:  # before steps that a slow thread has yet to begin
+            self._on_thread(call, *args)
         parked, self._parked = self._interleaved(self._parked), []
         for number, (_, call, args) in enumerate(parked):
             if self.stopped or not self.alive:
