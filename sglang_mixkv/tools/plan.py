@@ -83,8 +83,10 @@ def _plan(args: dict[str, Any]) -> Plan | None:
             errors["SGLang"] = f"{error}. Run plan in the servers' image, which has SGLang."
     if not errors and len({one.gpu for one in servers} - {""}) > 1:
         # One starts only on the last: perhaps both do.
-        again = [one if one in rows else read(one.role, args[one.role], gpu=[*GPUS][-1])
-                 for one in servers]  # fmt: skip
+        again = [
+            one if one in rows else read(one.role, args[one.role], gpu=[*GPUS][-1])
+            for one in servers
+        ]
         servers = servers if any(one.stock for one in again) else again
     if not errors:
         return make_plan(*servers)

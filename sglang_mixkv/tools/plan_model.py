@@ -79,25 +79,30 @@ def model_of(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     )
     algorithm = SpeculativeAlgorithm.from_string(view.speculative_algorithm)
     dtype = configure_kv_cache_dtype(
-        server_args_kv_cache_dtype=view.kv_cache_dtype, model=None, model_dtype=config.dtype,
-        is_draft_worker=is_draft, is_dflash=algorithm.is_dflash_family(),
+        server_args_kv_cache_dtype=view.kv_cache_dtype,
+        model=None,
+        model_dtype=config.dtype,
+        is_draft_worker=is_draft,
+        is_dflash=algorithm.is_dflash_family(),
         speculative_draft_attention_backend=view.speculative_draft_attention_backend,
         speculative_draft_kv_cache_dtype=view.speculative_draft_kv_cache_dtype,
-    )[1]  # fmt: skip
+    )[1]
     is_v4 = model_config.is_deepseek_v4(config.hf_config)
     alike = config.attention_arch == model_config.AttentionArch.MLA or is_v4
     widths = [] if alike else [config.head_dim, config.v_head_dim]
     facts = Facts(
-        config.hf_config.architectures[0], view.speculative_algorithm or "" if is_draft else "",
+        config.hf_config.architectures[0],
+        view.speculative_algorithm or "" if is_draft else "",
         0 if alike else config.get_total_num_kv_heads(),
         tuple(width * dtype.itemsize for width in widths for _ in range(layers)),
         str(dtype).removeprefix("torch."),
-    )  # fmt: skip
+    )
     window = window_of(view, config.hf_config) if is_draft else None
     states = {
         "minimax_index_k": model_config.is_minimax_sparse(config.hf_config),
-        "block_scale": view.kv_cache_dtype == "mxfp8", "swa": config.is_hybrid_swa,
-    }  # fmt: skip
+        "block_scale": view.kv_cache_dtype == "mxfp8",
+        "swa": config.is_hybrid_swa,
+    }
     met = dict[str, Any]()
     if is_v4:  # get_pd_kv_layout and get_dsv41_spec_layout in disaggregation/utils.py
         is_wide = view.dsv4_attn_backend == "trtllm"

@@ -165,8 +165,10 @@ def server_of(
         notes.append(f"SGLang takes --speculative-num-draft-tokens {tokens} instead of {given}")
     mode = view.disaggregation_mode
     role = role or mode
-    refused += (f"[MIXKV-START-03] {role}: {why}"
-                for why in refusals.broken(rules(), view, os.environ, made))  # fmt: skip
+    refused += (
+        f"[MIXKV-START-03] {role}: {why}"
+        for why in refusals.broken(rules(), view, os.environ, made)
+    )
     stage = stage_of(target, view)
     return Server(
         **values, role=role, mode=mode, enabled=config.enabled, config=config, gpu=gpu,
@@ -238,8 +240,9 @@ def _not_started(made: Any) -> Iterator[str]:
         go_on(made.check_server_args)
     said = (ValueError, RuntimeError, AssertionError)  # others may follow from an earlier one
     raised[1:] = [error for error in raised[1:] if isinstance(error, said) and str(error)]
-    yield from dict.fromkeys(f"SGLang {sglang_version()} does not start it: "
-                             f"{_words(error, made)}" for error in raised)  # fmt: skip
+    yield from dict.fromkeys(
+        f"SGLang {sglang_version()} does not start it: {_words(error, made)}" for error in raised
+    )
 
 
 SPECULATION = ("num_steps", "eagle_topk", "num_draft_tokens")
@@ -249,8 +252,10 @@ def _words(error: Exception, made: Any) -> str:
     """Return an error's text. SGLang has none of its own for speculative flags without the
     others."""
     text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
-    values = {f"--speculative-{name.replace('_', '-')}": getattr(made, f"speculative_{name}", None)
-              for name in SPECULATION}  # fmt: skip
+    values = {
+        f"--speculative-{name.replace('_', '-')}": getattr(made, f"speculative_{name}", None)
+        for name in SPECULATION
+    }
     missing = [flag for flag, value in values.items() if value is None]
     is_bare = isinstance(error, TypeError) or not str(error)
     if is_bare and made.speculative_algorithm and 0 < len(missing) < len(values):
@@ -284,8 +289,11 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
         raise unreadable(f"--config: {error}") from None
     if line.is_dynamos:
         given = {word.partition("=")[0] for word in words}
-        refused += (f"Dynamo's parser ends at {one.flag}: set {one.environ} instead"
-                    for one in SETTINGS if one.flag in given)  # fmt: skip
+        refused += (
+            f"Dynamo's parser ends at {one.flag}: set {one.environ} instead"
+            for one in SETTINGS
+            if one.flag in given
+        )
         words = _after_dynamo(words)
     args, unknown = parser.parse_known_args(words)
     # A word may be a key: only flags are printed.

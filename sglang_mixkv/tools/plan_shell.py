@@ -148,8 +148,11 @@ def _split(line: str, look: Callable[[str, str | None], Word]) -> list[Word]:
         if text[0] in "'\\":
             return "" if text == "\\\n" else text.translate(_HIDDEN)
         if text[0] == '"':
-            text = re.sub(r"\\\\|\\[$`\n]", lambda m: m[0] if m[0] == "\\\\" else
-                          m[0][1:].strip().translate(_HIDDEN), text)  # fmt: skip
+            text = re.sub(
+                r"\\\\|\\[$`\n]",
+                lambda m: m[0] if m[0] == "\\\\" else m[0][1:].strip().translate(_HIDDEN),
+                text,
+            )
             return _VARIABLE.sub(fill, text).translate(_OPERATORS)
         if text[0] not in "$`":
             return ""  # a comment, or the number of a redirection
@@ -197,8 +200,11 @@ def _commands(words: list[Word]) -> Iterator[list[Word]]:
 
 def _is_launch(texts: list[str]) -> bool:
     named = {text.partition("=")[0] for text in texts}
-    return bool(LAUNCHER.search(" ".join(texts)) or texts[0].startswith("--")
-                or named & {"--model-path", "--model", "--config"})  # fmt: skip
+    return bool(
+        LAUNCHER.search(" ".join(texts))
+        or texts[0].startswith("--")
+        or named & {"--model-path", "--model", "--config"}
+    )
 
 
 def line_of(

@@ -75,8 +75,10 @@ def split(given: Given | str, role: str) -> Line:
         whose = f" in {given.file}" if given.file else "; nor is it a file here"
         raise unreadable(f"expected a launch line of SGLang or Dynamo, found none{whose}. {ask}")
     if len(lines) > 1:
-        places = (f"--{role} {shlex.quote(given.file + where)}" if where[0] == "#" else where
-                  for where, _ in fitting)  # fmt: skip
+        places = (
+            f"--{role} {shlex.quote(given.file + where)}" if where[0] == "#" else where
+            for where, _ in fitting
+        )
         text = f"expected one launch for {role}, got {len(fitting)}; choose one:"
         raise unreadable("\n".join([text, *(f"  {place}" for place in places), ask]))
     if lines[0].stop:
@@ -105,8 +107,11 @@ class _Node(NamedTuple):
         if isinstance(value, str) and re.search(r"disaggregation|model", value):
             value = next(iter(_documents(value)), None)
         above = (*self.above, value) if isinstance(value, dict) else self.above
-        pairs = value.items() if isinstance(value, dict) else enumerate(
-            value if isinstance(value, list) else ())  # fmt: skip
+        pairs = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value if isinstance(value, list) else ())
+        )
         for key, child in pairs:
             step = str(key).replace("~", "~0").replace("/", "~1")
             yield _Node(child, f"{self.where}/{step}", above)
@@ -198,8 +203,11 @@ def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Ite
         f"{key}: its variables were not read" for key in ("envFrom", "env_file") if own.get(key)
     )
     try:
-        parts = (shlex.split(one) if isinstance(one, str) else one
-                 for one in map(own.get, CONTAINER) if isinstance(one, str | list))  # fmt: skip
+        parts = (
+            shlex.split(one) if isinstance(one, str) else one
+            for one in map(own.get, CONTAINER)
+            if isinstance(one, str | list)
+        )
         words = [fill(str(word), environ, outside, notes) for part in parts for word in part]
     except ValueError as error:
         raise unreadable(str(error)) from None
