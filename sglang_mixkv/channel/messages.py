@@ -39,6 +39,7 @@ Text = Annotated[str, Meta(max_length=512)]
 Weights = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a version's CRC-32; 0 from older releases
 INSTANCE_BYTES = 8
 Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
+DEFAULT_WEIGHTS = zlib.crc32(b"default")
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=False):
@@ -128,11 +129,11 @@ def fail(room: int, generation: int, code: str, detail: str) -> Fail:
     return Fail(room, generation, code, printable[:512])
 
 
-def compare_weights(*digests: int) -> str:
+def compare_weights(ours: int, theirs: int) -> str:
     """Compare two ranks' weights: if both have SGLang's default, no update has named a version."""
-    if 0 in digests or {*digests} == {zlib.crc32(b"default")}:
-        return "unknown"
-    return "same" if len({*digests}) == 1 else "different"
+    if ours == theirs:
+        return "unknown" if ours in (0, DEFAULT_WEIGHTS) else "same"
+    return "different" if ours and theirs else "unknown"
 
 
 def draws() -> Iterator[int]:
