@@ -17,7 +17,7 @@ from sglang_mixkv.channel.slots import share_of, slots_of
 from sglang_mixkv.draft.layout import readers_of
 from sglang_mixkv.tools import as_json, bounded, parser, point
 from sglang_mixkv.tools.plan_launch import read_row
-from sglang_mixkv.tools.plan_pair import Plan, make_plan
+from sglang_mixkv.tools.plan_pair import PairReport, make_plan
 from sglang_mixkv.tools.plan_server import GPUS, Server, read
 from sglang_mixkv.tools.plan_text import load
 
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     return 1 if plan.findings else 0
 
 
-def _plan(args: dict[str, Any]) -> Plan | None:
+def _plan(args: dict[str, Any]) -> PairReport | None:
     """Read both lines and plan for them; print the errors of both instead."""
     servers, rows, errors = list[Server](), list[Server](), dict[str, str]()
     stdin = sys.stdin.read() if any(args[r].partition("#")[0] == "-" for r in ROLES) else ""
@@ -111,7 +111,7 @@ class Transfer(msgspec.Struct, frozen=True):
     enough_mb: int
 
 
-def transfer(plan: Plan, prefills: int = 1, decodes: int = 1) -> Transfer | None:
+def transfer(plan: PairReport, prefills: int = 1, decodes: int = 1) -> Transfer | None:
     """Size what the plugin moves, if it moves anything or is asked to."""
     facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
     is_asked = plan.need and (plan.need.needed or any(side.enabled for side in sides))
@@ -133,7 +133,7 @@ def transfer(plan: Plan, prefills: int = 1, decodes: int = 1) -> Transfer | None
     )  # fmt: skip
 
 
-def whole(plan: Plan, prefills: int, decodes: int) -> dict[str, Any]:
+def whole(plan: PairReport, prefills: int, decodes: int) -> dict[str, Any]:
     """Return the plan for JSON, with its sizes; equal widths of heads as counts."""
     found: dict[str, Any] = msgspec.to_builtins(plan)
     for side in ROLES:
@@ -142,7 +142,7 @@ def whole(plan: Plan, prefills: int, decodes: int) -> dict[str, Any]:
     return {**found, "transfer": transfer(plan, prefills, decodes)}
 
 
-def text(plan: Plan, prefills: int = 1, decodes: int = 1) -> str:
+def text(plan: PairReport, prefills: int = 1, decodes: int = 1) -> str:
     """Return the answer for so many servers of each role."""
     lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
     if moved := transfer(plan, prefills, decodes):
@@ -151,7 +151,7 @@ def text(plan: Plan, prefills: int = 1, decodes: int = 1) -> str:
     return "\n".join([*lines, *["notes:"] * bool(plan.notes), *_list(plan.notes)])
 
 
-def _answer(plan: Plan) -> str:
+def _answer(plan: PairReport) -> str:
     need = plan.need
     if need is None or (need.needed and (plan.prefill.refused or plan.decode.refused)):
         return "Neither stock SGLang nor the plugin serves this pair: see the findings."
@@ -176,7 +176,7 @@ def _side(server: Server) -> str:
     return f"{server.role:<8} TP {server.tp_size}{groups}, {', '.join(filter(None, more))}"
 
 
-def _models(plan: Plan) -> Iterator[str]:
+def _models(plan: PairReport) -> Iterator[str]:
     yield f"target   {plan.decode.target}"
     if draft := plan.decode.draft:
         size = draft.facts.bytes_per_token(draft.kv_heads)

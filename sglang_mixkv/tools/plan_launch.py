@@ -33,7 +33,7 @@ _SEEN = "_mixkv_planned"
 _for_good = ExitStack()  # this process ends before it could be left
 
 
-class Row(msgspec.Struct, frozen=True):
+class LaunchRow(msgspec.Struct, frozen=True):
     """What a launch wrote. `error`: why there is no server, in SGLang's words or the plugin's."""
 
     sglang_mixkv_plan: int
@@ -62,7 +62,7 @@ def read_row(given: Given, role: str) -> Server | None:
         if found["sglang_mixkv_plan"] != SCHEMA:
             text = f"the row has format {found['sglang_mixkv_plan']}, of sglang-mixkv "
             raise unreadable(f"{role}: {text}{found.get('plugin')}; expected {SCHEMA}: {again}")
-        row = msgspec.convert(found, Row)
+        row = msgspec.convert(found, LaunchRow)
     except (json.JSONDecodeError, RecursionError, msgspec.MsgspecError) as error:
         raise unreadable(f"{role}: the row is damaged ({error}): {again}") from None
     if row.server is None:
@@ -143,7 +143,7 @@ def _write(made: Any, server: Server | None = None, error: str = "") -> NoReturn
     written. Threads of a launcher (Dynamo's runtime) would keep an exit waiting."""
     status, path = 0, os.environ[PLAN_ENV]
     if not getattr(made, "node_rank", 0):
-        text = msgspec.json.encode(Row(SCHEMA, __version__, sglang_version(), server, error))
+        text = msgspec.json.encode(LaunchRow(SCHEMA, __version__, sglang_version(), server, error))
         try:  # does not wait for the reader of a FIFO
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
             with open(file, "wb") as out:

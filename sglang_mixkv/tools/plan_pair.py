@@ -47,7 +47,7 @@ class Need(msgspec.Struct, frozen=True):
     wrong_share: float | None = 0.0
 
 
-class Plan(msgspec.Struct, frozen=True):
+class PairReport(msgspec.Struct, frozen=True):
     """`need`: None if nothing serves the pair. `findings`: what is refused or goes wrong."""
 
     need: Need | None
@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
-def make_plan(prefill: Server, decode: Server) -> Plan:
+def make_plan(prefill: Server, decode: Server) -> PairReport:
     """Make the plan of a pair, with all findings at once."""
     found = _differences(prefill, decode)
     of_target = [f"[MIXKV-PAIR-03] {one}" for one in found if one.what.startswith(_TARGETS)]
@@ -67,7 +67,7 @@ def make_plan(prefill: Server, decode: Server) -> Plan:
     others = (f"[MIXKV-PAIR-03] {one}" for one in found)
     findings = dict.fromkeys((*_findings(prefill, decode, need), *no_route, *others))
     notes = dict.fromkeys(_notes(prefill, decode, need))
-    return Plan(need, prefill, decode, tuple(findings), tuple(notes))
+    return PairReport(need, prefill, decode, tuple(findings), tuple(notes))
 
 
 def need_of(prefill: Server, decode: Server) -> Need:

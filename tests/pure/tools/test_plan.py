@@ -32,9 +32,9 @@ from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank, routes
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_pair, plan_server
-from sglang_mixkv.tools.plan_launch import Row
+from sglang_mixkv.tools.plan_launch import LaunchRow
 from sglang_mixkv.tools.plan_model import Model
-from sglang_mixkv.tools.plan_pair import SCHEMA, Plan, make_plan, need_of
+from sglang_mixkv.tools.plan_pair import SCHEMA, PairReport, make_plan, need_of
 from sglang_mixkv.tools.plan_server import Server, read
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
@@ -211,7 +211,7 @@ def test_a_plan_says_how_servers_share_slots(readers: int, staging_mb: int, shar
 # ---------------------------------------------------------------- findings
 
 
-def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> Plan:
+def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> PairReport:
     sides = zip(pair(2, tp, 8), (prefill, decode), strict=True)
     return make_plan(*(replace(side, **changes) for side, changes in sides))
 
@@ -491,7 +491,7 @@ def test_rows_beside_lines(
     """Also in a log; one that is damaged, foreign, of another version, or one of two, is one
     sentence. Two rows are read without importing SGLang."""
     sides = pair(2, 1, 8, enabled=False)
-    rows = [json.dumps(json.loads(msgspec.json.encode(Row(1, "0.4", side.sglang, side))),
+    rows = [json.dumps(json.loads(msgspec.json.encode(LaunchRow(1, "0.4", side.sglang, side))),
                        separators=(",", ":")) for side in sides]  # fmt: skip
     files = [tmp_path / "prefill.log", tmp_path / "decode.json"]
     files[0].write_text(f"a\n[server] {rows[0]}\nb {{\n")
