@@ -76,7 +76,7 @@ class Wire:
         """Note the end of a read. What it brought waits for a forward or a copy, or is `gone`."""
         part, now = self._part(peer), self._rank.clock.now
         for stamp in stamps:
-            if part.read.pop(stamp) <= now - self._wait + NOW:
+            if part.read.pop(stamp, now) <= now - self._wait + NOW:  # a liar names one twice
                 part.old_until = now
             part.put(stamp, generation, now)
 
