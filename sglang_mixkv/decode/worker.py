@@ -236,8 +236,10 @@ class DecodeWorker(Worker[Machine]):
                 self._held.append((copy.gate, copy.pages, copy))
             else:
                 ready.append(copy)
-        for copy, error in self._held.release() if self._held else ():
-            if error is None:
+        for copy, error in self._held.release(_is_unwanted) if self._held else ():
+            if _is_unwanted(copy):
+                self._call(self._machine.copied, (copy.job,), None)
+            elif error is None:
                 ready.append(copy)
             elif copy.kind == "clear":
                 self._held.append((copy.gate, copy.pages, copy))
@@ -258,3 +260,8 @@ class DecodeWorker(Worker[Machine]):
         one, heads = job.announced, job.transfer.source.heads
         tokens = job.first - first, one.count
         return Copy("unpack", *request, *tokens, heads, job.slot, one.stamp)
+
+
+def _is_unwanted(copy: Copy) -> bool:
+    """Return whether this is a segment of a cold request, which would only be zeroed again."""
+    return copy.kind == "unpack" and not copy.job.request.wants

@@ -73,14 +73,18 @@ class HeldBack(list[tuple[Gate, Pages, T]]):
     """What waits until no forward writes its pages any more, or its gate is closed. What has one
     gate is released in order."""
 
-    def release(self) -> list[tuple[T, Exception | None]]:
-        """Remove and return what waits no longer, each with the error if nobody can tell whether a
-        forward still writes its pages."""
+    def release(
+        self, is_unwanted: Callable[[T], bool] = lambda _: False
+    ) -> list[tuple[T, Exception | None]]:
+        """Remove and return what waits no longer, or is unwanted, each with the error if nobody can
+        tell whether a forward still writes its pages."""
         found, held, waiting = list[tuple[T, Exception | None]](), [], set[Gate]()
         for gate, pages, item in self:
             error = None
             try:
-                is_held = gate in waiting or (gate.is_open and not pages.are_written())
+                is_held = not is_unwanted(item) and (
+                    gate in waiting or (gate.is_open and not pages.are_written())
+                )
             except Exception as unknown:
                 is_held, error = False, unknown
             if is_held:

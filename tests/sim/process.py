@@ -219,8 +219,8 @@ class Process:
             if self.judge is not None:
                 self.judge.handled("", (), now)
             self._note(method.__name__, args)
-            if method == self.worker._held.append:  # its forward may be over already
-                self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
+        if self.worker._held:  # the thread polls for what it may release
+            self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
         self._want_tick()
         if self._acts:
             return

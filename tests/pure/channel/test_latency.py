@@ -549,3 +549,19 @@ def test_what_was_moved_is_counted_and_what_was_zeroed_is_not() -> None:
         assert one.decode.notes.bytes <= 2 * moved[1] - 1
         for side in (one.prefill, one.decode):
             assert 0 < side.notes.copying < time.monotonic() - began
+
+
+def test_a_cold_request_gives_its_slots_back_before_its_forward_ends(channel: Channel) -> None:
+    """Its segments would only be zeroed again, and others wait for slots."""
+    forward, slots = Event(), channel.decode.slots
+    sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
+    assert wait_for(lambda: bool(channel.decode.channel._held), LOST_S)
+    assert slots.free_slots < slots.count
+    channel.decode.channel.drop(channel.prefill.instance)
+    assert wait_for(lambda: slots.free_slots == slots.count, LOST_S)
+    assert room.state is None
+    assert untouched(channel, room)
+    forward.done = True
+    assert decided(channel, room) == ("cold", "lost")
+    assert not channel.decode.rows_of(room).any()
+    channel.end(sent, room)
