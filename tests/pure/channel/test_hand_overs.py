@@ -94,7 +94,8 @@ def test_a_batch_gives_up_the_gil_only_to_sleep_and_for_messages(channel: Channe
     """Prefill is woken by a chunk, announces it by a message of two frames, and is woken by an ACK
     of two. Decode is woken by the READY, answers it, and looks once whether its read has ended. In
     between a batch is packed and unpacked, whose end is seen before the thread sleeps. The fewest
-    calls of several tries count, since libzmq sometimes wakes a thread for reasons of its own."""
+    calls of several tries count, since libzmq sometimes wakes a thread for reasons of its own, and
+    no exact number of sleeps, since a message that comes early enough spares one."""
     found = dict[str, list[Counter[str]]](prefill=[], decode=[])
     for room in range(TRIES):
         handle = channel.open(room, SEGMENT)
@@ -107,8 +108,8 @@ def test_a_batch_gives_up_the_gil_only_to_sleep_and_for_messages(channel: Channe
             seen.append(counts.pop(f"mixkv-{side}"))
         channel.end(sent, handle)
     fewest = {side: min(seen, key=Counter.total) for side, seen in found.items()}
-    assert fewest["prefill"] == Counter(epoll_wait=2, send=2, recv=2)
-    assert fewest["decode"] == Counter(epoll_wait=1, ppoll=1, send=1, recv=1)
+    assert fewest["prefill"] <= Counter(epoll_wait=2, send=2, recv=2)
+    assert fewest["decode"] <= Counter(epoll_wait=1, ppoll=1, send=1, recv=1)
 
 
 def test_work_in_flight_is_polled_often_from_its_beginning(
