@@ -11,8 +11,8 @@ from sglang_mixkv.channel.messages import Message
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message. `peer`: a prefill rank, or a reader's connection. `chunks`: on prefill, those
-    whose last segment this READY announces."""
+    """Send a message. `peer`: a prefill rank, or a reader's connection. `chunks`: on prefill, the
+    chunks whose last segment this READY announces."""
 
     peer: bytes
     message: Message

@@ -6,17 +6,17 @@ Each rank has one, with its own transfer engine beside SGLang's. Its calls:
     connect(endpoint) -> peer   in a background thread, since it blocks
     start(tag, peer, extents)   in the channel's thread: starts one transfer of many slots
     ended() -> [(tag, error)]   in the channel's thread, repeatedly
-    forget(peer)                when its owner is done with it, or reconnects after a failed read
+    forget(peer)                when its owner no longer needs it, or reconnects after a failed read
 
-`start`, `ended` and `forget` never block or raise. Neither backend calls back, so reads are polled,
-at some 2 us each.
+`start`, `ended` and `forget` never block or raise. Neither backend has completion callbacks, so
+reads are polled, at some 2 us each.
 
-A read has ended only when its backend says so: no backend can cancel one, and a stopped peer's
-bytes land when it continues. Only then may the local slots be reused. Every read in flight is kept
-here, with its peer, even after its owner has gone.
+A read ends only when its backend reports so: neither backend can cancel a read, and the bytes of a
+stopped peer land when the peer continues. Local slots may be reused only then. The data plane
+retains every read in flight, with its peer, even after the read's owner is gone.
 
-Reads outside either side's registered memory fail here, before a backend sees them: what it does
-with them differs, and over RDMA it costs all other reads on the connection.
+Reads outside either side's registered memory fail here and never reach a backend: the backends
+handle them differently, and over RDMA one such read fails all others on the connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONNECT_S, POLL_S, RETRY_S = 10.0, 1e-3, 1e-2
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """The memory of a rank's slots, `size` bytes. `device`: the GPU's number, None for the host."""
+    """The memory of a rank's slots, `size` bytes. `device`: the GPU's index, None for the host."""
 
     address: int
     size: int
@@ -48,7 +48,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """`session`: Mooncake's, or NIXL's metadata. `instance`: random, since ports are reused."""
+    """`session`: Mooncake's, or NIXL's agent metadata. `instance`: random, as ports are reused."""
 
     plane: str
     session: bytes
@@ -57,7 +57,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def decode(endpoint: bytes, plane: str) -> Endpoint:
-    """Decode an endpoint. Raises ValueError if it is not one of this plane."""
+    """Decode an endpoint. Raises ValueError if it does not belong to this plane."""
     try:
         found = msgspec.msgpack.decode(endpoint, type=Endpoint)
     except RecursionError as error:
@@ -83,8 +83,8 @@ Extent = tuple[int, int, int]
 
 
 class RemoteMemory:
-    """A rank to read from. `name`: the backend's name for it. `reads`: how many are in flight. Once
-    it is `gone`, no read starts, and the end of the last one releases it."""
+    """A rank to read from. `name`: the backend's name for it. `reads`: how many are in flight.
+    `gone`: no read may start, and the end of the last read releases the peer."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -94,7 +94,7 @@ class RemoteMemory:
 
 class Read:
     """`error`: None while bytes may land, then "" if all arrived, else the reason. `failed`: the
-    error it will end with. Only the thread that started a read checks whether it has ended."""
+    error to report when the read ends. Only the thread that started it checks its end."""
 
     def __init__(self, peer: RemoteMemory, tag: Any = None) -> None:
         self.peer, self.tag = peer, tag
@@ -125,12 +125,12 @@ class DataPlane(ABC):
         return bool(self._running)
 
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> RemoteMemory:
-        """Return a new peer, once a byte of its memory has been read. Raises ConnectionError if
-        that fails, and ValueError if `endpoint` is not one of this backend.
+        """Connect to a peer, and return it once a byte of its memory has been read. Raises
+        ConnectionError if that fails, and ValueError if `endpoint` is not one of this backend.
 
-        The first tries may fail: once per socket that Mooncake still has to an earlier process at
-        this address, and while NIXL still has a broken connection to the peer, until the reads over
-        it have ended."""
+                First attempts may fail: with Mooncake, once per socket still open to an earlier
+                process at this address; with NIXL, until reads over a broken connection to the peer
+                have ended."""
         peer, until = RemoteMemory(decode(endpoint, self.name)), time.monotonic() + seconds
         if any(read.peer.endpoint == peer.endpoint for read in self._unanswered):
             raise ConnectionError("the peer has not answered an earlier connection")
@@ -243,7 +243,7 @@ class DataPlane(ABC):
         if is_over:
             self._release(peer)
 
-    # -- the backend's part
+    # -- implemented by each backend
 
     @abstractmethod
     def _register(self, memory: Memory) -> bytes:
@@ -255,13 +255,13 @@ class DataPlane(ABC):
 
     @abstractmethod
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
-        """Start the read and set `read.handle`. If this raises, only what the handle holds has
-        begun: nothing if it is empty or None."""
+        """Start the read and set `read.handle`. If this raises, only the transfers in the handle
+        have started: none if it is empty or None."""
 
     @abstractmethod
     def _check(self, read: Read) -> str | None:
-        """Return None while any part of the read runs, then "" or its error, and is not called
-        again. A read whose check raises has ended."""
+        """Return None while any part of the read is in flight, then "" or its error; it is not
+        called again. If it raises, the read has ended."""
 
     @abstractmethod
     def _drop(self, peer: RemoteMemory) -> None:

@@ -21,9 +21,9 @@ Few = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 class Target(msgspec.Struct, frozen=True):
     """The target's KV on one rank, as in SGLang's KV args. `heads`: over all ranks, 0 for MLA.
-    `entries`: this stage's buffers. `states`: SGLang's names for what else it sends. `drafts`:
-    buffers of a drafter that SGLang sends. The sizes that occur, `widths`: of a buffer's page;
-    `units`: of linear-attention state, for each row that TP cuts."""
+    `entries`: this stage's buffers. `states`: SGLang's names for the other state that it sends.
+    `drafts`: how many of a drafter's buffers SGLang sends. Distinct sizes: `widths`, of a buffer's
+    page; `units`, of each TP-sharded row of linear-attention state."""
 
     heads: Few
     entries: Few
@@ -80,7 +80,7 @@ class _Versioned(msgspec.Struct):
 
 
 def read_row(data: bytes) -> Row:
-    """Decode a row. Raises ValueError if it is not one, or this build cannot read its protocol."""
+    """Decode a row. Raises ValueError if it is malformed or this build cannot read its protocol."""
     if len(data) > MAX_ROW_BYTES:
         raise ValueError(f"a row of {len(data)} bytes")
     try:

@@ -3,10 +3,10 @@
     scheduler, other threads --call--> queue --+
     sockets, reads, copies, CUDA events -------+--> a machine's method --> machine.actions --> do
 
-An iteration handles all that has come, then asks for actions once, and again after copies that it
-made itself. So what comes together leaves together: eight slots are one message, one read, one
-launch. The thread decides nothing and raises nothing. If it cannot go on, it ends, and SGLang's
-scheduler stops waiting for it (`broken`).
+Each iteration handles all pending calls, then takes the machine's actions once, and again after
+copies that it made itself. This batches work: eight slots share one message, one read and one
+launch. The thread makes no decisions and raises nothing. After an error that it cannot survive, it
+ends, and SGLang's scheduler stops waiting for it (`broken`).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Reporter(Protocol):
         """Record that a chunk's last READY left for a reader `seconds` after its KV was written."""
 
     def ended(self, handle: Any, reason: str) -> None:
-        """Record that SGLang continues with a request on decode, or has failed it for `reason`. The
-        scheduler's thread calls this."""
+        """Record that SGLang on decode proceeds with a request, or has failed it for `reason`.
+        Called in the scheduler's thread."""
 
     def ticked(self) -> None:
-        """The channel's thread calls this ten times a second."""
+        """Called in the channel thread, ten times a second."""
 
-    weights: Callable[[], int]  # the CRC-32 of their current version; 0 if that is not known
+    weights: Callable[[], int]  # the CRC-32 of the current weight version; 0 if unknown
 
 
 M = TypeVar("M", bound=StateMachine)
@@ -69,7 +69,7 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Worker(ABC, Generic[M]):
-    """`names`: of the channel thread, and of the one that copies."""
+    """A rank's channel thread. `names`: its name, and that of the thread for host copies."""
 
     names: tuple[str, str]
 
@@ -89,7 +89,7 @@ class Worker(ABC, Generic[M]):
         stoppable.add(self)
 
     def stop(self) -> None:
-        """End both threads soon. Copies in flight end first."""
+        """Have both threads end, without waiting. Copies in flight complete first."""
         self._stopping = True
         self._queue.wake()
 
@@ -116,11 +116,11 @@ class Worker(ABC, Generic[M]):
 
     @abstractmethod
     def _must_poll(self) -> bool:
-        """Return whether anything except copies is under way whose end makes no file readable."""
+        """Return whether work other than copies is in flight that no file descriptor reports."""
 
     @abstractmethod
     def _poll(self, ready: list[Any]) -> Iterable[Call]:
-        """Return calls for whatever came, except copies. `ready`: sockets with messages."""
+        """Return calls for all that arrived, except copies. `ready`: sockets with messages."""
 
     @abstractmethod
     def _do(self, action: Any) -> None:
@@ -144,7 +144,7 @@ class Worker(ABC, Generic[M]):
                 self._copies.stop()
 
     def _calls(self, ready: list[Any]) -> Iterator[Call]:
-        """Yield the calls of one iteration. Each is timed after it has been obtained."""
+        """Yield the calls of one iteration. `_take` reads the clock after it obtains each one."""
         yield from self._queue.take(ready)
         yield from self._poll(ready)
         if self._copies is not None and self._copies.done:
@@ -155,7 +155,7 @@ class Worker(ABC, Generic[M]):
             yield self._machine.copied, ended
 
     def _take(self, calls: Iterable[Call]) -> None:
-        """Make these calls. An exception loses one of them, or the rest of the iteration."""
+        """Make these calls. An exception skips that call, or the rest of the iteration."""
         found, name = iter(calls), ""
         while True:
             try:
@@ -169,7 +169,7 @@ class Worker(ABC, Generic[M]):
                 time.sleep(TICK)  # a recurring fault neither takes a core nor fills the log
 
     def _act(self) -> None:
-        """Carry out actions. Small copies are made here, as are the actions that follow from them.
+        """Carry out actions, including small host copies and the actions that follow from them.
         Copies on a device are polled for as long as that takes less time than sleeping."""
         while True:
             for action in (wanted := self._machine.actions()):

@@ -5,8 +5,8 @@
     decode  -> prefill    ACK     I no longer read these slots
     either  -> the other  FAIL    I will send, or read, nothing more for this request
 
-Each is one ZMQ frame: a msgpack array whose first item is the kind. Every number is bounded here,
-so that neither state machine meets one that it cannot hold.
+Each is one ZMQ frame: a msgpack array whose first item is the kind. The schema bounds every number,
+so no state machine receives a value that it cannot represent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from msgspec import Meta
 from msgspec.structs import replace as replace
 
 PROTOCOL = (3, 3)
-"""The oldest and newest versions that this build reads; a pair uses the newest that both read. For
-when to raise which, and what each changed, see docs/protocol.md, "Versions"."""
+"""The oldest and newest versions that this build reads; a pair uses the newest that both read. See
+docs/protocol.md, "Versions", for when to raise each and for what each version changed."""
 
-MAX_BYTES = 4096  # of a message; the socket drops longer ones
-MAX_LIST = 32  # segments of one READY, and slots of one ACK
+MAX_BYTES = 4096  # per message; the socket drops longer ones
+MAX_LIST = 32  # segments per READY, and slots per ACK
 
-Room = Annotated[int, Meta(ge=0)]  # SGLang's number; a uint64, which msgpack bounds
+Room = Annotated[int, Meta(ge=0)]  # SGLang's bootstrap_room; msgpack limits it to a uint64
 Secret = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Token = Annotated[int, Meta(ge=0, le=1 << 40)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -73,9 +73,9 @@ class Announced(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """A prefill rank tells a reader that these segments of the room can be read. The first has
-    number `segment` and begins at token `first_token`. `last`: no more follow; `segments` is empty
-    if that became known only at a chunk's end."""
+    """A prefill rank announces segments of a room, which the reader may now read. The first has
+    number `segment` and begins at token `first_token`. `last`: no segment follows; `segments` is
+    empty if that became known only at the end of a chunk."""
 
     room: Room
     generation: Secret
@@ -87,7 +87,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """The reader says that no read of these slots under these stamps is running or will start."""
+    """The reader confirms that no read of these slots, under these stamps, runs or will start."""
 
     slots: Annotated[tuple[tuple[SlotNumber, Secret], ...], Meta(max_length=MAX_LIST)]
 
@@ -110,7 +110,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> bytes:
     """Encode a message. Raises ValueError or OverflowError for an OPEN that is out of bounds."""
     frame = _encoder.encode(message)
-    if isinstance(message, Open):  # its numbers are SGLang's
+    if isinstance(message, Open):  # its numbers come from SGLang
         decode(frame)
     return frame
 
@@ -124,26 +124,26 @@ def decode(frame: bytes) -> Message:
 
 
 def fail(room: int, generation: int, code: str, detail: str) -> Fail:
-    """Make a FAIL with its detail made printable and cut to what a message may carry."""
+    """Make a FAIL. Replace unprintable characters of `detail`, and truncate it to 512."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
     return Fail(room, generation, code, printable[:512])
 
 
 def compare_weights(ours: int, theirs: int) -> str:
-    """Compare two ranks' weights: if both have SGLang's default, no update has named a version."""
+    """Compare two ranks' weight versions. SGLang's default on both sides means unknown."""
     if ours == theirs:
         return "unknown" if ours in (0, DEFAULT_WEIGHTS) else "same"
     return "different" if ours and theirs else "unknown"
 
 
 def draws() -> Iterator[int]:
-    """Yield numbers that no other rank draws, for one thread: SGLang seeds `random` equally in all
-    ranks. Each read of the system's source gives up the GIL, so it yields 64 numbers."""
+    """Yield random numbers that differ between ranks, for one thread. SGLang seeds `random` equally
+    in all ranks. Each call of os.urandom releases the GIL, so one call provides 64 numbers."""
     while True:
         for number in struct.unpack("64Q", os.urandom(512)):
             yield number >> 1 or 1
 
 
 def draw_instance() -> bytes:
-    """Draw the name of this run of a rank. Call it after the process is spawned."""
+    """Return a random ID for this rank's process. Call it after the process is spawned."""
     return os.urandom(INSTANCE_BYTES)

@@ -1,22 +1,22 @@
-"""Reads over Mooncake, with an engine of the plane's own.
+"""Reads over Mooncake, with the plane's own engine.
 
 Reads are asynchronous: each range is a batch, polled by its number until it has ended.
-`transfer_sync_read` would not do: it returns after MC_TRANSFER_TIMEOUT while bytes may still
-arrive, and it takes up a core while it waits. Over TCP, a read fails once its socket has made no
-progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is then closed. Sockets are reused;
-with MC_TCP_ENABLE_CONNECTION_POOL=0, `start` would block to connect for each read.
+`transfer_sync_read` is unsuitable: it returns after MC_TRANSFER_TIMEOUT while bytes may still land,
+and it busy-waits. Over TCP, a read fails once its socket has made no progress for 30 s
+(MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is then closed. Sockets are reused; with
+MC_TCP_ENABLE_CONNECTION_POOL=0, `start` would block to connect for each read.
 
-The first read from a name opens it: Mooncake asks the peer about its memory, while other reads
-wait. So `connect` asks instead, within a time limit, by the protocol of Mooncake's releases
-(readString in its common.h), and has Mooncake open an address of this process, which passes on the
-answer. Mooncake caches that for good, so each process that a peer's address ever had gets its own
-name. Host names in an answer are refused.
+The first read from a name opens it: Mooncake queries the peer for its registered memory, and other
+reads wait. So `connect` sends that query itself, with a time limit, in the format of Mooncake's
+releases (readString in its common.h). It then lets Mooncake open an address of this process, which
+returns the peer's answer. Mooncake never drops a cached answer, so each new process at a peer's
+address gets a new name. Host names in an answer are rejected.
 
 Over RDMA, a read is split where the peer's registered memory ends, so its first bytes may land
-before it fails. After a failed part, Mooncake asks the peer's own address again, so a read from a
-peer that is gone may reach the next process there: the slot's stamp reveals that. tests/rdma/
-covers soft-RoCE, host memory and two hosts: it does not show whether GPU memory is read correctly,
-or whether a failed read on a NIC may still touch local memory.
+before it fails. After a partial failure, Mooncake queries the peer's own address again, so a read
+may reach a newer process there. The slot's stamp reveals that. tests/rdma/ covers soft-RoCE, host
+memory and two hosts: it does not show whether GPU memory is read correctly, or whether a failed
+read on a NIC may still touch local memory.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from sglang_mixkv.channel.data_plane import (
 
 METADATA = 1  # HandShakeRequestType
 LONGEST = 1 << 18  # bytes of an answer, which usually has a few thousand
-# Seconds. A peer answers connections one at a time, so the one before may cost seconds. Handing the
-# answer to Mooncake takes a millisecond.
+# Seconds. A peer serves one connection at a time, so an earlier one may delay it by seconds.
+# Handing the answer to Mooncake takes a millisecond.
 ANSWER_S, HAND_S = 10.0, 1.0
 
 
 def forces_tcp(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if Mooncake uses TCP alone: it looks whether the variable is set, not for its value."""
+    """Return whether Mooncake uses TCP alone: it does if the variable is set to any value."""
     return "MC_FORCE_TCP" in environ
 
 
@@ -90,19 +90,19 @@ class Mooncake(DataPlane):
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         """Start one transfer per range: `transfer_check_status` checks only the first range of a
         batch (mooncake-integration/transfer_engine/transfer_engine_py.cpp), and the call that
-        checks all of them waits."""
-        read.handle = []  # Mooncake's numbers of the transfers in flight
+        checks all of them blocks."""
+        read.handle = []  # Mooncake's IDs of the transfers in flight
         for local, remote, length in extents:
             number = self._engine.batch_transfer_async_read(
                 read.peer.name, [local], [remote], [length]
             )
             if not 0 < number < 1 << 63:  # not a pointer: 0, or -1, perhaps as unsigned
-                self._names.pop(read.peer.endpoint, None)  # it may not be open
+                self._names.pop(read.peer.endpoint, None)  # the name may not be open
                 raise ConnectionError(f"Mooncake rejected a read from {read.peer.name}")
             read.handle.append(number)
 
     def _check(self, read: Read) -> str | None:
-        while read.handle:  # one at a time, since each query gives up the GIL
+        while read.handle:  # one at a time, since each query releases the GIL
             state = self._engine.transfer_check_status(read.handle[-1])
             if state not in (1, -1):  # -2: past MC_SLICE_TIMEOUT, but still in flight
                 return None
@@ -116,13 +116,13 @@ class Mooncake(DataPlane):
 
 
 def _ask(session: str) -> bytes:
-    """Query a peer as Mooncake does to open it, and return the answer. Raises if that is not from a
-    peer of this plane, or is late."""
+    """Send a peer the query with which Mooncake opens it, and return the answer as a frame. Raises
+    if the answer is late, or is not from a peer of this plane."""
     until, found, size = time.monotonic() + ANSWER_S, bytearray(), 9
     with socket.create_connection(_address(session), ANSWER_S) as peer:
         peer.sendall(_frame({}))
         while len(found) < size <= LONGEST:
-            peer.settimeout(until - time.monotonic())  # raises once the time is over
+            peer.settimeout(until - time.monotonic())  # raises once it is negative
             if not (part := peer.recv(LONGEST)):
                 break
             found += part
@@ -131,8 +131,8 @@ def _ask(session: str) -> bytes:
         raise ValueError(f"{session} answered {bytes(found[:100])!r}")
     answer = json.loads(found[9:])
     if answer["name"] != session:
-        raise ValueError(f"{session} calls itself {answer['name']!r}")
-    # A peer with MC_RDMA_BIND_ADDRESS names its NICs by this address, and is asked there.
+        raise ValueError(f"{session} identifies itself as {answer['name']!r}")
+    # Mooncake uses this address for the NICs of a peer with MC_RDMA_BIND_ADDRESS.
     answer["name"] = answer.pop("rdma_server_name", "") or session
     _address(answer["name"])
     ipaddress.ip_address(answer.get("tcp_data_host") or "::")
@@ -151,7 +151,7 @@ def _frame(content: dict[str, Any]) -> bytes:
 
 
 def _hand(answer: bytes, number: int) -> str:
-    """Return a name that opens with this answer, on one of this host's loopback addresses."""
+    """Serve the answer once on a loopback address; return that address, for Mooncake to open."""
     host = str(ipaddress.ip_address("127.0.0.1") + number % (1 << 23))
     listener = socket.create_server((host, 0))
     listener.settimeout(HAND_S)

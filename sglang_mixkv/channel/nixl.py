@@ -1,4 +1,4 @@
-"""Reads over NIXL, with an agent of the plane's own.
+"""Reads over NIXL, with the plane's own agent.
 
 A read has ended when `check_xfer_state` returns DONE or ERR, or raises:
 
@@ -6,22 +6,22 @@ A read has ended when `check_xfer_state` returns DONE or ERR, or raises:
     nixlNotFoundError           at the start: the peer never registered this memory, or was removed
     others                      the backend failed
 
-A list of ranges is one handle: UCX's backend posts one read per range, then flushes the endpoint,
-and the handle runs until that flush has ended (nixlUcxBackendReqH::status). A range fails with its
-endpoint, and then nothing lands over any of its lanes; nor does it after a post that fails midway.
+A list of ranges has one handle: UCX's backend posts one read per range, then flushes the endpoint,
+and the handle is in progress until that flush completes (nixlUcxBackendReqH::status). After a
+failed range, or a post that fails midway, nothing lands over any lane of the endpoint.
 
-UCX's TCP connects in `add_remote_agent`, and by default blocks there, for two minutes if the host
-is off, while every other call waits for the agent's lock.
+Over TCP, UCX connects in `add_remote_agent`. By default that call blocks, for two minutes if the
+host is down, and all other calls wait for the agent's lock meanwhile.
 
-Releasing a handle that still runs does not end its read: over TCP all its bytes land later. So
-handles are held until they end, and a peer is removed from the agent only when it has no reads,
-since `check_xfer_state` raises for a removed peer whatever its reads do. A broken connection does
-not come back until the peer is removed and added again.
+Releasing a handle does not cancel its read: over TCP all its bytes land later. So handles are
+retained until they end. A peer is removed from the agent only when it has no reads, since
+`check_xfer_state` raises for a removed peer even while bytes land. Only removing the peer and
+adding it again restores a broken connection.
 
 UCX reads the host memory of a process on the same host in `transfer` itself, whether or not that
 process is running. Over RDMA, the peer takes no part in a read. Otherwise (TCP, or shared memory
-alone) the peer answers with messages, and may not survive the loss of a reader, so planes.py then
-chooses Mooncake. Writes, such as SGLang's, were not seen to do that.
+alone) the peer's process sends the data, and may not survive the loss of a reader, so planes.py
+chooses Mooncake. Writes, such as SGLang's, have not shown that problem.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it oc
 
 class Nixl(DataPlane):
     """`backend`, `parameters`: as for SGLang's agent; UCX's parameter `device_list` names the RDMA
-    devices. On a rank with a GPU, make it in a thread whose CUDA device is set."""
+    devices. On a rank with a GPU, construct it in a thread whose CUDA device is set."""
 
     name = "nixl"
 
@@ -106,7 +106,7 @@ class Nixl(DataPlane):
 
 
 def _place(memory: Memory) -> tuple[str, int]:
-    """Return NIXL's kind of memory, and the device."""
+    """Return NIXL's memory type, and the device."""
     return ("DRAM", 0) if memory.device is None else ("VRAM", memory.device)
 
 

@@ -1,4 +1,4 @@
-"""Chooses and makes a rank's data plane; the doctor chooses by the same rule."""
+"""The choice of a rank's data plane, which `doctor` uses too, and its construction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_mixkv.channel import mooncake, nixl
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.errors import refuse
 
-NIXL_ENV = "SGLANG_DISAGGREGATION_NIXL_BACKEND"  # SGLang's own, which also reads it in each rank
+NIXL_ENV = "SGLANG_DISAGGREGATION_NIXL_BACKEND"  # SGLang's own variable, read in each rank
 RDMA_DEVICES = "/sys/class/infiniband"
 
 
@@ -20,8 +20,8 @@ class Choice(NamedTuple):
 
 
 def choose(backend: str, asked: str) -> Choice:
-    """Return the plane that the operator asked for, else the backend's own. The exception is UCX
-    without RDMA: there, a dying reader can end the process it reads from (docs/protocol.md)."""
+    """Return the plane that the operator set, else the one of SGLang's backend. UCX without RDMA is
+    the exception: a dying reader can end the process that it reads from (docs/protocol.md)."""
     if asked:
         return Choice(asked, "SGLANG_MIXKV_DATA_PLANE is set")
     has_rdma = os.path.isdir(RDMA_DEVICES) and os.listdir(RDMA_DEVICES)

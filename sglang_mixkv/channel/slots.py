@@ -1,4 +1,4 @@
-"""Slots of a rank's staging buffer: who uses which, and who gets the next one. No memory, no I/O.
+"""Slots of a rank's staging buffer: who holds each one, and who gets the next. No memory or I/O.
 
     FREE --allocate--> ALLOCATED --publish--> PUBLISHED --acknowledge, expire--> FREE
                            +--------free----> FREE
@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 from sglang_mixkv.channel.times import Times
 
 FEWEST, LARGEST, PAGE, LIST = 64, 4 << 20, 4096, 8
-MOST = 1024  # reads of one peer in flight; above it, Mooncake's TCP fails some now and then
+MOST = 1024  # reads in flight per peer; above this, some fail over Mooncake's TCP
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def slots_of(staging_mb: int) -> tuple[int, int]:
     """Return how many slots a rank's staging buffer has, and the bytes of each: 4 MiB of rows (less
     if 64 would not fit) and a page for the header, so that a chunk of 2^n tokens fills its slots
     exactly. A slot's other costs (a place in two messages, a read, a descriptor in two copies) do
-    not depend on its size: slots are large, and more memory means more of them."""
+    not depend on its size, so slots are large, and more memory adds slots rather than size."""
     rows = min(LARGEST, (staging_mb << 20) // FEWEST)
     return (staging_mb << 20) // rows, rows + PAGE
 
@@ -63,7 +63,7 @@ class SlotPool:
         self.held: Counter[Hashable] = Counter()
         self._published: dict[int, tuple[float, int]] = {}  # since when, stamp; oldest first
         self._signs: tuple[dict[Hashable, float], ...] = {}, {}  # see `sign`; oldest first
-        self.barred: set[Hashable] = set()  # owners that get none
+        self.barred: set[Hashable] = set()  # owners that get no slots
         self.count = count
         self._reserve = count // 4
 
@@ -72,7 +72,7 @@ class SlotPool:
         return len(self._free)
 
     def available_for(self, owner: Hashable, owners: int) -> int:
-        """Return how many slots this owner can get now, if so many owners hold or want some."""
+        """Return how many slots this owner can get now, if `owners` of them hold or need some."""
         if owner in self.barred:
             return 0
         held, free = self.held.get(owner, 0), len(self._free)
@@ -81,9 +81,9 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """Return how many slots must stay free after this owner's first: a quarter of those it has
-        not outlived, at most an eighth of all. An owner heard from but not served may never read
-        what it gets, so at least a sixteenth stays."""
+        """Return how many slots must stay free after this owner's first: a quarter of those not
+        published before its last sign of life, at most an eighth of all. An owner that sends
+        messages but has read no slot may never read one: at least a sixteenth stays."""
         heard, served = (signs.get(owner, float("-inf")) for signs in self._signs)
         published = [since for since, _ in self._published.values()]
         left = self.count - bisect_right(published, max(heard, served))
@@ -91,10 +91,10 @@ class SlotPool:
         return kept if published and served >= published[0] else max(kept, self.count // 16)
 
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
-        """Record that an owner is alive. `served`: it has read a slot; otherwise a message came,
-        whose sender may have died since then, with others that hold slots."""
+        """Record that an owner is alive. `served`: it has read a slot; otherwise it sent a message,
+        and may have died since, as may other owners that hold slots."""
         if not self._published:
-            return  # there is nothing to outlive
+            return  # no sign is needed
         signs, when = self._signs[served], now if served else now - self._times.unsure
         oldest, _ = next(iter(self._published.values()))
         while signs and signs[first := next(iter(signs))] < oldest:
@@ -118,7 +118,7 @@ class SlotPool:
 
     def acknowledge(self, slots: Iterable[tuple[int, int]], read: float | None = None) -> list[int]:
         """Free published slots of one owner; return those not published under their stamps. `read`:
-        when the owner said that it had read them, None if it cannot have."""
+        when the owner reported that it had read them; None if it cannot have read them."""
         owner, wrong = None, []
         for slot, stamp in slots:
             if self._published.get(slot, (None, None))[1] == stamp:
@@ -149,9 +149,10 @@ class SlotPool:
 
 
 class RoundRobin(Generic[T]):
-    """Items that wait for slots: round-robin over owners, and over each owner's items. An item gets
-    up to `run` slots in a row, which then share a message. Items are compared by `==`, and an item
-    that is added twice waits once. `owners`: those with items, and their items."""
+    """A queue of items that need slots, round-robin over owners, and over each owner's items. An
+    item gets up to `run` slots in a row, which then share a message. Items are compared by `==`,
+    and an item that is added twice is queued once. `owners`: the items of each owner that has
+    any."""
 
     def __init__(self, run: int = 1) -> None:
         self._run = run
@@ -167,10 +168,10 @@ class RoundRobin(Generic[T]):
             self.owners.pop(owner, None)
 
     def take(self, slots: SlotPool, limit: int) -> Iterator[tuple[T, int]]:
-        """Yield up to `limit` items with a slot each, while slots last. Each leaves; the caller
-        adds it again if it wants another slot. In each round, an owner gets an equal part of what
-        is free, or less if less is available for it; an owner that gets none waits for the next
-        call."""
+        """Yield up to `limit` items with a slot each, while slots last. A yielded item leaves the
+        queue; the caller adds it again if it needs another slot. In each round, an owner gets an
+        equal part of the free slots, or fewer if fewer are available for it; an owner that gets
+        none waits for the next call."""
         owners, limit = list(self.owners), min(limit, slots.free_slots)
         contend = len({*owners, *slots.held})
         while owners and limit > 0:

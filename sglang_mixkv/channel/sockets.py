@@ -1,6 +1,6 @@
-"""What a channel thread waits for: its EventQueue, and ZMQ sockets that deliver a message within a
-known time or lose it. Calls that do not sleep keep the GIL where possible (draft/cuda.py): os,
-select and pyzmq's `send` and `recv` give it up; `getsockopt` and ctypes.PyDLL do not."""
+"""The channel thread's event queue, and ZMQ sockets that deliver a message within a known time or
+lose it. Calls that do not sleep hold the GIL where possible (draft/cuda.py): os, select and pyzmq's
+`send` and `recv` release it; `getsockopt` and ctypes.PyDLL do not."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from sglang_mixkv.channel.times import Times
 T = TypeVar("T")
 EAGER = 0.008  # seconds
 EAGER_MS, IDLE_MS = 0.2, 1
-# pyzmq makes enums of these at each use, which takes as long as querying a socket
+# Integers, since an operation on pyzmq's enums takes as long as querying a socket.
 IN, EVENTS, NOBLOCK = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
 BATCH = 64  # messages received from one socket per poll
 KEEPALIVE = 2  # seconds without a message, after which the kernel probes the peer
 _SLEEPS, _KEEPS = ctypes.CDLL(None), ctypes.PyDLL(None)
 _COUNT = ctypes.c_uint64(1)  # what an event adds to an eventfd
-# the file descriptor in an epoll_event, which Linux packs only on this processor
+# The file descriptor in an epoll_event, a struct that Linux packs only on x86-64.
 _READY = struct.Struct("4xi4x" if platform.machine() == "x86_64" else "8xi4x")
 _MOST = 64  # file descriptors per poll; the next poll returns the rest
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
 class EventQueue(Generic[T]):
-    """Events from any thread to one. `put` neither blocks nor gives up the GIL; waking a sleeping
-    thread costs the caller some 10 us."""
+    """A queue of events from any thread to one. `put` neither blocks nor releases the GIL; waking a
+    sleeping thread costs the caller some 10 us."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -55,7 +55,7 @@ class EventQueue(Generic[T]):
         return self._wake
 
     def take(self, ready: list[Any]) -> list[T]:
-        """Return all queued events, without waiting. `ready`: what a poll has found."""
+        """Return all queued events, without waiting. `ready`: the result of a poll."""
         if self._wake in ready:
             _KEEPS.eventfd_read(self._wake, ctypes.byref(ctypes.c_uint64()))
         found: list[T] = []
@@ -67,9 +67,9 @@ class EventQueue(Generic[T]):
 class Poller:
     """Polls many sockets, and queries only those where something happened.
 
-    The kernel reports a socket by its `zmq.FD`, which is readable from a change of the socket until
-    the socket is next used, by any call. So a call may hide messages that came before it: a socket
-    that is new, may have more messages, or was `used` since the last poll is also queried."""
+    The kernel reports a socket through its `zmq.FD`, which is readable from a change of the socket
+    until the next call on it. Such a call may hide messages that arrived before it, so a socket is
+    also queried if it is new, may have more messages, or was `used` since the last poll."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -80,7 +80,7 @@ class Poller:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._found = ctypes.create_string_buffer(_READY.size * _MOST)
         self._used: set[zmq.Socket[bytes]] = set()
-        self.came = 0.0  # when anything was last ready or done
+        self.came = 0.0  # when anything last was ready or was done
 
     def register(self, at: zmq.Socket[bytes] | int) -> None:
         self._epoll.register(at, select.EPOLLIN)
@@ -99,8 +99,9 @@ class Poller:
 
     def received(self, socket: zmq.Socket[bytes]) -> Iterator[zmq.Frame]:
         """Yield the first frame of each message of a ready socket, up to BATCH of them. The caller
-        takes the other frames. Most messages come alone: querying the socket after the first takes
-        a third as long as a `recv` that finds nothing, but twice as long as one that succeeds."""
+        receives the other frames. Most messages come alone: querying the socket after the first
+        takes a third as long as a `recv` that finds none, but twice as long as one that finds
+        one."""
         for count in range(BATCH):
             try:
                 yield socket.recv(NOBLOCK, copy=False)
@@ -113,10 +114,10 @@ class Poller:
         self._used.discard(socket)
 
     def wait(self, tick: float, outstanding: bool) -> list[Any]:
-        """Sleep up to `tick` seconds, and return what is ready. No file becomes readable when a
-        read or a CUDA event ends, so while one is `outstanding` the thread polls: every 0.2 ms, but
-        every 1 ms once nothing has come or begun for 8 ms, since each poll may take the GIL from
-        SGLang's scheduler. A file that becomes readable ends the sleep."""
+        """Sleep up to `tick` seconds or until a file is readable, and return what is ready. No file
+        reports the end of a read or CUDA event, so while one is `outstanding` the thread polls:
+        every 0.2 ms, but every 1 ms once nothing has arrived or started for 8 ms, since each poll
+        may take the GIL from SGLang's scheduler."""
         timeout_ms = tick * 1000
         if outstanding:
             timeout_ms = EAGER_MS if time.monotonic() - self.came < EAGER else IDLE_MS
@@ -126,7 +127,7 @@ class Poller:
 
     def poll(self, timeout_ms: float) -> list[Any]:
         """Return what is ready: sockets with messages, and file descriptors. It may return early
-        with nothing. It gives up the GIL only to sleep: in ppoll if for less than epoll_wait's
+        with nothing. It releases the GIL only to sleep: in ppoll if for less than epoll_wait's
         millisecond."""
         asked, ready = self._used, list[Any]()
         self._used = set()
@@ -163,8 +164,8 @@ def new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
 ) -> zmq.Socket[bytes]:
     """Make a socket whose messages reach the peer's kernel within `times.delivery`, or are lost
-    with their connection. The kernel checks idle connections, not libzmq, whose own check is not
-    safe with hostile peers.
+    with their connection. The kernel checks idle connections, since libzmq's own check is not safe
+    with hostile peers.
 
     Connecting is retried every few seconds. The kernel alone would retry a silent host at growing
     intervals, up to a minute after its link is back."""

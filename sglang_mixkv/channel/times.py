@@ -1,6 +1,6 @@
 """The channel's times, in seconds. They scale with one setting, SGLANG_MIXKV_PATIENCE.
 
-They are short because a cold drafter is cheap and waiting is not: without its KV a drafter loses
+They are short because a cold drafter costs less than waiting: without its KV a drafter loses
 4 to 25 % of its accept length, so 500 generated tokens take some 0.1 to 0.8 s longer.
 """
 
@@ -13,8 +13,8 @@ class Times:
     def __init__(self, patience: float = 1.0, timeouts: float = 600.0) -> None:
         self.patience = patience
 
-        # Decode, after the target's arrival. Draft KV may stall for three times what the target
-        # took, clamped to these two; `whole_wait` bounds a request's whole wait.
+        # Decode, after the target's arrival. Draft KV may stall for three times as long as the
+        # target's transfer took, clamped to these two. `whole_wait` bounds a request's whole wait.
         self.shortest_wait, self.longest_wait = 0.3 * patience, 1.0 * patience
         self.whole_wait = 5.0 * patience
 

@@ -1,7 +1,7 @@
-"""The CUDA driver calls that rows_gpu.py needs, through ctypes, without giving up the GIL.
+"""The CUDA driver calls that rows_gpu.py needs, through ctypes, without releasing the GIL.
 
-While another thread computes in Python, giving up the GIL costs sys.getswitchinterval(), 5 ms, each
-time. torch gives it up in each operation, and Triton's launcher in each launch. ctypes.PyDLL keeps
+While another thread computes in Python, releasing the GIL costs sys.getswitchinterval(), 5 ms, each
+time. torch releases it in each operation, and Triton's launcher in each launch. ctypes.PyDLL keeps
 it. No call waits for work unless the device's queue is full; then the device goes on without the
 GIL, since neither torch nor SGLang queues host functions (cudaLaunchHostFunc).
 

@@ -21,7 +21,7 @@ Kernels on this stream see what the device had done when the host started them. 
     afterwards  Once `BatchTicket.over` is true, forwards that use the rows may be launched on any
                 stream, slots may be read or filled again, and pages may be freed.
 
-Starting a batch takes six driver calls, polling it one; none gives up the GIL. Only `pages`, which
+Starting a batch takes six driver calls, polling it one; none releases the GIL. Only `pages`, which
 a request or chunk needs once, calls numpy.
 """
 
