@@ -3,6 +3,7 @@ that does not has to be drawn again: figures.py."""
 
 from __future__ import annotations
 
+import json
 import re
 from html import unescape
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 from sglang_mixkv.tools.status import MetricPages, Status, read, status
 
 from .figures import DASHBOARD, FIGURES, SHOWN, axis, panels
+from .pages import ROOT
 
 
 def shown(name: str) -> list[str]:
@@ -57,3 +59,10 @@ def test_every_axis_of_the_dashboard_says_what_it_counts(name: str) -> None:
     label, unit = axis(panels()[name])
     assert label, DASHBOARD
     assert unit
+
+
+def test_the_cases_of_faults_name_existing_tests() -> None:
+    tests = (ROOT / "tests/protocol/test_traffic.py").read_text()
+    cases = json.loads((FIGURES / "faults.json").read_text())["cases"]
+    for name in {case["test"] for case in cases if "test" in case}:
+        assert f"def {name}(" in tests

@@ -1,9 +1,9 @@
-"""Every test of the ring needs SGLang, with the plugin loaded.
+"""Load SGLang with the plugin for all tests of the ring, and run them over several transports.
 
-The tests of a module with the mark `transports` run over Mooncake and over NIXL; with tcp=True also
-over NIXL where UCX has TCP alone, and neither shared memory nor CMA. With the mark's number, which
-is 1 or 2, a function's cases run by default so that each value of each parameter, or each pair of
-values of two parameters, is in one of them; the transport is a parameter. The rest needs --full.
+Tests with the mark `transports` run over Mooncake and over NIXL, and with tcp=True also over NIXL
+with UCX restricted to TCP, without shared memory and CMA. The transport is one more parameter.
+`transports(1)` runs only as many cases by default as are needed to use each value of each
+parameter, `transports(2)` as many as are needed to use each pair of values. --full runs all.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rig.ring.load import import_sglang, load_sglang
 from .launchers import Call, unplugged
 
 BACKENDS = ("mooncake", "nixl")
-# A failed request's pages are kept for so long where a prefill rank cannot say that it wrote its
-# last byte: SGLang's 30 s, in the time of a test.
+# Decode retains a failed request's pages for this long if a prefill rank cannot confirm that it has
+# stopped writing to them. SGLang's default is 30 s.
 RELEASE_S = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT", "5"
-# Two busy cores: no room of the draft channel goes cold for want of processor time.
+# On a busy machine with two cores, no room may go cold because a thread did not get a core.
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"
-# A rank fills its staging buffer with zeros when it starts: a second of its time by default.
+# A rank zeroes its staging buffer when it starts, which takes a second at the default size.
 STAGING = "SGLANG_MIXKV_STAGING_MB", "8"
 TCP = "nixl-tcp"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def sglang_with_plugin() -> Iterator[Call]:
-    """Yield a function that calls another in a process without plugins."""
+    """Yield a function that runs another function in a process without plugins."""
     import_sglang()
     with pytest.MonkeyPatch.context() as patch, unplugged() as call:
         for variable in (RELEASE_S, PATIENCE, STAGING):
@@ -43,7 +43,7 @@ def sglang_with_plugin() -> Iterator[Call]:
 
 @pytest.fixture(autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """SGLang's transfer backend of the cases of this test."""
+    """Set the ring's transfer backend for this test, and return its name."""
     name: str = getattr(request, "param", BACKENDS[0])
     if name == TCP:
         name = "nixl"
@@ -60,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def transports(item: pytest.Item) -> pytest.Mark | None:
-    """Return the mark, unless the test is Mooncake's own."""
+    """Return the mark `transports`, or None if the test runs over Mooncake only."""
     own = item.get_closest_marker("mooncake_only")
     return None if own is not None else item.get_closest_marker("transports")
 
@@ -78,8 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def covering(cases: list[pytest.Item], strength: int) -> set[pytest.Item]:
-    """Pick, each time, the case with the most combinations of values that no earlier one has.
-    Checksums of names decide between equals, so that no parameter's order does."""
+    """Pick cases greedily: the next case is the one with the most combinations not covered yet.
+    A checksum of the name breaks ties, so that the order of parameters has no influence."""
     ordered = sorted(cases, key=lambda case: sha256(case.name.encode()).digest())
     missing = {case: combinations_of(case, strength) for case in ordered}
     chosen = set[pytest.Item]()

@@ -1,4 +1,4 @@
-"""A stand-in for a prefill rank's Mooncake engine, which answers as a test wants."""
+"""A stand-in for a prefill rank's Mooncake engine that sends the answers that a test chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from sglang_mixkv.channel.data_plane import Endpoint
 METADATA, PROBE = 1, 3
 DRIP_S = 0.05
 
-# What it does with a question: bytes to send, None for silence, an iterator for byte after byte
+# Maps a request's kind and the real engine's answer to bytes to send, None to send nothing, or an
+# iterator whose items are sent slowly, one by one
 Answer = Callable[[int, dict[str, Any]], Any]
 
 
@@ -34,7 +35,7 @@ def read_frame(peer: socket.socket) -> tuple[int, bytes]:
 
 
 def answer_of(session: str) -> dict[str, Any]:
-    """Return a real engine's answer."""
+    """Return the answer of a real engine to a metadata request."""
     host, _, port = session.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as peer:
         peer.sendall(frame(b"{}"))
@@ -47,7 +48,7 @@ def silent(kind: int, real: dict[str, Any]) -> Any:
 
 
 def silent_from_the_opening(kind: int, real: dict[str, Any]) -> Any:
-    """It answers Mooncake's probe."""
+    """Answer only Mooncake's probe."""
     return frame(b"{}", PROBE) if kind == PROBE else None
 
 
@@ -56,7 +57,7 @@ def dripping(kind: int, real: dict[str, Any]) -> Any:
 
 
 def silent_where_it_is_read(kind: int, real: dict[str, Any]) -> Any:
-    """It names the port at which it answers nothing."""
+    """Answer with a data port that accepts connections but never answers."""
     if kind == PROBE:
         return frame(b"{}", PROBE)
     mine = int(real["name"].rpartition(":")[2])
@@ -65,8 +66,8 @@ def silent_where_it_is_read(kind: int, real: dict[str, Any]) -> Any:
 
 @contextmanager
 def standing_for(endpoint: bytes, answer: Answer) -> Iterator[bytes]:
-    """Yield an endpoint that stands for another. `answer` gets the kind of question, and the answer
-    of the engine behind it under the impostor's name."""
+    """Yield an endpoint that impersonates `endpoint`. `answer` is called with the request's kind
+    and the real engine's answer, in which the impostor's name replaces the engine's."""
     of = msgspec.msgpack.decode(endpoint, type=Endpoint)
     real = answer_of(of.session.decode())
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)

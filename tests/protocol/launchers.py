@@ -1,9 +1,9 @@
-"""SGLang's launchers as far as a server starts without a model, each in a process of its own.
+"""Run SGLang's launchers without a model, each in a process of its own.
 
-`unplugged` forks a process that has imported SGLang and loaded no plugin, as each launcher finds
-it. Every call is a fork of that: a launcher up to the start of its schedulers, or a scheduler up to
-its KV classes. What goes from one to the other is what SGLang sends: pickled ServerArgs, and the
-environment.
+`unplugged` forks a process that has imported SGLang but no plugin: the state in which a launcher
+starts. Every call forks that process again, and runs either a launcher until it would start its
+schedulers, or a scheduler until it has its KV classes. As in SGLang, a scheduler gets pickled
+ServerArgs and the environment from its launcher.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Ended:
-    """The outcome of a forked process. `value`: what it returned, or the ServerArgs (pickled) with
-    which a launcher was about to start schedulers; None if it stopped, and then `said` has the
-    reason."""
+    """The outcome of a forked process. `value`: the function's result, or the pickled ServerArgs
+    that a launcher would have passed to its schedulers. If the process exited instead, `value` is
+    None and `said` contains the reason."""
 
     value: Any
     said: str = ""
 
 
 class SchedulersError(BaseException):
-    """A launcher is about to start schedulers with these ServerArgs."""
+    """Raised in place of the start of the schedulers, with their pickled ServerArgs."""
 
 
 # ---------------------------------------------------------------- the launchers
@@ -51,8 +51,8 @@ def launch_server(arguments: Sequence[str]) -> None:
 
 
 def engine_of_resolved(arguments: Sequence[str]) -> None:
-    """Run sgl.Engine with ServerArgs that were resolved before any plugin was loaded, so that no
-    hook has seen them."""
+    """Run sgl.Engine with ServerArgs that were resolved before plugins were loaded, so that no hook
+    was called for them."""
     import sglang
 
     server_args = _server_args(arguments)
@@ -61,11 +61,8 @@ def engine_of_resolved(arguments: Sequence[str]) -> None:
 
 
 def dynamo(arguments: Sequence[str]) -> None:
-    """Call what Dynamo's worker calls: a parser, YAML and ServerArgs without plugins, then the
-    engine.
-
-    It picks the bootstrap port in between.
-    """
+    """Do what Dynamo's worker does: parse flags and YAML, choose a bootstrap port and make
+    ServerArgs, all before plugins are loaded; then start the engine."""
     import sglang
 
     sglang.Engine(server_args=_server_args(arguments, disaggregation_bootstrap_port=8997))
@@ -89,7 +86,8 @@ def _server_args(arguments: Sequence[str], **changed: Any) -> Any:
 
 
 def kv_classes(server_args: bytes) -> dict[str, str]:
-    """Kind -> package of the class that a scheduler with these ServerArgs is handed out."""
+    """Return, for each kind, the package of the class that a scheduler gets with these
+    ServerArgs."""
     given = pickle.loads(server_args)
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
@@ -111,8 +109,8 @@ Call = Callable[..., Ended]
 
 @contextmanager
 def unplugged() -> Iterator[Call]:
-    """Calls functions with these variables in forks of a process that is as this one is now: with
-    SGLang, and without plugins."""
+    """Yield a function that runs another one, with the given environment variables, in a fork of
+    the current process, which must have imported SGLang and no plugins."""
     here, there = mp.Pipe()
     process = mp.get_context("fork").Process(target=_serve, args=(there,))
     process.start()
@@ -150,7 +148,8 @@ def _about_to_start(_: type, server_args: Any, *args: Any, **kwargs: Any) -> Non
 def _called(
     function: Callable[..., Any], arguments: tuple[Any, ...], environ: Mapping[str, str]
 ) -> Ended:
-    """`said`: what a parser prints before it ends the process, too."""
+    """Call the function and return its outcome. `said` includes what a parser prints before it
+    exits."""
     os.environ.update(environ)
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         try:

@@ -1,13 +1,13 @@
-"""Network namespaces of their own for ranks, joined by a bridge, without a name anywhere.
+"""Unnamed network namespaces, one per host, connected by a bridge.
 
-A namespace lives as long as a process in it: `Network` has a sleeping one in each, which ends with
-this process however it ends. So nothing is left behind.
+A namespace exists as long as a process runs in it. `Network` runs a sleeping process in each, which
+the kernel ends together with this process, so no namespace is left behind.
 
     with Network(3) as network:
-        network.hosts            [(pid, "10.77.0.1"), ...]: enter(pid) in a rank
-        network.cut(1)           the link of that host is down, in the middle
-        network.slow(1, "1mbit") it carries no more than this, each way
-        network.mend(1)          it is as it was
+        network.hosts            [(pid, "10.77.0.1"), ...]: a rank calls enter(pid)
+        network.cut(1)           take down the bridge's port to this host
+        network.slow(1, "1mbit") limit the rate in both directions
+        network.mend(1)          restore the link
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str:
-    """Return why there can be no network namespaces here, or ""."""
+    """Return why network namespaces cannot be created here, or ""."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"without {', '.join(missing)} no network namespaces"
     try:
@@ -39,7 +39,8 @@ def why_not() -> str:
 
 
 def enter(pid: int) -> None:
-    """Move this thread, and what it starts from now on, into that process's namespace."""
+    """Move this thread, and the threads and processes that it starts later, into the namespace of
+    process `pid`."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     try:
@@ -50,7 +51,8 @@ def enter(pid: int) -> None:
 
 
 class Network:
-    """`size` hosts. Raises CalledProcessError where the kernel or the user does not allow it."""
+    """A network of `size` hosts. Raises CalledProcessError if the kernel or the user's rights do
+    not allow it."""
 
     def __init__(self, size: int) -> None:
         self._size, self._stack = size, ExitStack()
@@ -98,7 +100,7 @@ class Network:
         self.hosts.append((pid, address))
 
     def _namespace(self) -> int:
-        """Start a sleeper in a new namespace, and return its process id."""
+        """Start a sleeping process in a new namespace, and return its process id."""
         own = os.readlink("/proc/self/ns/net")
         sleeper = subprocess.Popen(
             ["unshare", "--net", "sleep", "infinity"], stderr=subprocess.PIPE, text=True,
@@ -106,7 +108,7 @@ class Network:
         )  # fmt: skip
         self._stack.callback(_end, sleeper)
         while (code := sleeper.poll()) is None:
-            with contextlib.suppress(FileNotFoundError):  # it has just ended
+            with contextlib.suppress(FileNotFoundError):  # the process has just ended
                 if os.readlink(f"/proc/{sleeper.pid}/ns/net") != own:
                     return sleeper.pid
             time.sleep(0.005)

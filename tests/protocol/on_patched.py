@@ -1,5 +1,7 @@
-"""Stock SGLang with a patch of upstream/, as tests/protocol/test_stock.py has it without: run by
-test_upstream.py, in a process whose SGLang is patched."""
+"""Stock SGLang with a patch from upstream/ moves the drafter's KV correctly.
+
+test_upstream.py runs this module in a process whose SGLang is patched. test_stock.py has the same
+kind of tests without a patch."""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def test_dcp_hybrid_draft(name: str) -> None:
 
 
 def check(case: Case) -> None:
-    """Check that all bytes arrive right, and that `plan` says that SGLang moves them."""
+    """Check that all bytes are correct, and that `plan` reports that no plugin is needed."""
     mla = replace(MLA, hybrid=case.hybrid)
     prefill, decode = pair(case.prefill_tp, case.decode_tp, case.draft.heads, target=mla)
     need = need_of(prefill, replace(decode, dcp_size=case.dcp))

@@ -1,8 +1,8 @@
-"""The stages of a room at which a test may act, and what holds a rank there meanwhile.
+"""Pause a rank while one of its rooms is at a given stage, so that a test can act there.
 
 opened    decode has sent the OPEN          reading   decode starts the read
-packed    prefill has packed a segment      read      it has ended, and is not acknowledged
-ready     prefill has sent its READY        copying   decode copies its rows
+packed    prefill has packed a segment      read      the read has ended, without an ACK yet
+ready     prefill has sent its READY        copying   decode copies the rows
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ REACHED_S, HELD_S = 30, 20
 
 
 class Stop:
-    """A stop at a stage, shared by all processes of one traffic. It has no lock, so that ranks may
-    be killed in it."""
+    """A pause at a stage, shared by all processes of one traffic run. It uses no lock, since a
+    paused rank may be killed."""
 
     def __init__(self, context: Any) -> None:
         self._stage, self._held = context.RawValue("b", -1), context.RawValue("b", 0)
 
     def act(self, stage: str, act: Callable[[], object]) -> None:
-        """Act, for the test, once the next room is at that stage, and before it goes on."""
+        """Pause the next room that reaches the stage, call `act`, and let the room continue. The
+        test's process calls this."""
         self._stage.value = STAGES.index(stage)
         deadline = time.monotonic() + REACHED_S
         while not self._held.value:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no room was {stage}")
+                raise TimeoutError(f"no room reached stage {stage}")
             time.sleep(0.0005)
         try:
             act()
@@ -40,7 +41,8 @@ class Stop:
             self._held.value = 0
 
     def at(self, stage: str, is_met: Callable[[], bool] = lambda: True) -> None:
-        """Report, for a rank, that a room is there. `is_met`: whether it meets the fault."""
+        """Pause here if a test waits for this stage. A rank's process calls this when a room
+        reaches the stage; `is_met` returns True if the fault is meant for this room."""
         if self._stage.value != STAGES.index(stage) or not is_met():
             return
         self._stage.value, self._held.value = -1, 1
@@ -50,7 +52,7 @@ class Stop:
 
 
 def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> None:
-    """`is_met`: whether a room meets the fault."""
+    """Pause a prefill rank's rooms at their stages, if `is_met` returns True for the room."""
     copies, send = channel._copies, channel._send
     pack = copies._copy
 
@@ -68,7 +70,7 @@ def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> 
 
 
 def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> None:
-    """`is_met`: whether rooms at a peer meet the fault."""
+    """Pause a decode rank's rooms at their stages, if `is_met` returns True for the peer."""
     links, copies = channel._links, channel._copies
     send, read, ended, copy = links.send, links.read, links.ended, copies and copies._copy
 

@@ -1,7 +1,7 @@
-"""An abort on prefill ends the request on decode, at each stage; what follows is right.
+"""An abort on prefill fails the request on decode too, whatever its stage.
 
-SGLang's timeouts are longer than the ring waits: a request of which decode is not notified is stuck
-here. Afterwards the same room number is used again, and then another one.
+SGLang's timeouts are longer than the ring waits, so the test fails if decode is not notified of the
+abort. Two more requests follow, the first with the same room number, and must be correct.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHAPES = {
     "MLA 1 to 2": (1, 2, Cache("mla", layers=2, k_bytes=24)),
     "GQA 2 to 1": (2, 1, Cache("mha", layers=2, heads=2)),
 }
-HELD = "ready", "reading", "read", "copying"  # of the first chunk's draft KV
+HELD = "ready", "reading", "read", "copying"  # stages of the first chunk's draft KV
 CHUNKS = {"before the first chunk": 0, "between chunks": 1, "target done": 3}
 DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 
@@ -56,7 +56,7 @@ def aborted(shape: str, stage: str, **special: Any) -> Outcome:
                 while KVPoll.Failed < rank.manager.request_status[100] < KVPoll.Success:
                     time.sleep(0.001)
                 sender.abort()
-        elif rank.rank or sender.curr_idx:  # SGLang's ABORT of decode's ends these ranks' half
+        elif rank.rank or sender.curr_idx:  # decode's ABORT message ends the request on these ranks
             send(rank, sender, chunk, state)
         else:
             acts = Thread(target=stop.act, args=(stage, sender.abort))
@@ -81,7 +81,9 @@ def aborted(shape: str, stage: str, **special: Any) -> Outcome:
 @pytest.mark.transports(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", [*CHUNKS, *HELD])
-def test_decode_fails_with_prefill(shape: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_on_prefill_fails_the_request_on_decode(
+    shape: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for of in "WAITING", "BOOTSTRAP":
         monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{of}_TIMEOUT", "90")
     outcome = aborted(shape, stage)
@@ -93,21 +95,22 @@ def test_decode_fails_with_prefill(shape: str, stage: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_without_deferred_release_decode_waits(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either side may have it off: without the wait, decode's pages would belong to another request
-    while prefill may write to them."""
+    """Without deferred release on either side, decode waits for SGLang's timeout. Otherwise it
+    would give its pages to another request while prefill may still write to them."""
     for name, seconds in TIMEOUTS.items():
         monkeypatch.setenv(name, seconds)
     off = {(side, 0): lambda _: os.environ.update({DEFERRED: "0"})}
     shape = "MLA 1 to 2" if side == "prefill" else "MLA 2 to 1"  # one rank on that side
-    rooms = [100, 101, 102]  # decode's late ABORT would be another request's
+    rooms = [100, 101, 102]  # decode's late ABORT would hit a second request of the same number
     outcome = aborted(shape, "between chunks", before=off, rooms=rooms)
     assert f"timed out after {WAITING_S}." in outcome.reasons
 
 
 @pytest.mark.transports(1)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decode_is_notified_whose_metadata_come_later(shape: str) -> None:
-    """Prefill has cleared the room, as its scheduler does, and does not know decode yet."""
+def test_decode_is_notified_when_its_metadata_arrive_late(shape: str) -> None:
+    """Decode's metadata arrive after prefill has aborted and cleared the room. Prefill learns
+    decode's address only from the metadata."""
 
     def first(rank: Rank) -> None:
         name = "_sender" if rank.side == "prefill" else "_receiver"

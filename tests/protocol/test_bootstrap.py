@@ -1,4 +1,5 @@
-"""GET /mixkv: the rows of all prefill ranks, on SGLang's bootstrap server; and who reads them."""
+"""GET /mixkv on SGLang's bootstrap server returns the rows of all prefill ranks; decode reads
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def row(rank: int, **changes: Any) -> Row:
 
 
 def registration(rank: int, own: Row | None) -> dict[str, Any]:
-    """Return what SGLang's register_to_bootstrap sends for one of two ranks."""
+    """Return the payload that SGLang's register_to_bootstrap sends for one of two ranks."""
     payload = {
         "attn_tp_size": 2, "attn_tp_rank": rank, "attn_cp_size": 1, "attn_cp_rank": 0,
         "attn_dp_size": 1, "attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1,
@@ -69,22 +70,23 @@ def server() -> Iterator[Server]:
 def test_rows_are_returned_as_put_and_replaced_by_a_restart(
     server: Server,
 ) -> None:
-    wanted = [row(0, protocol=(3, 5)), row(1, instance=b"another_")]  # one is of a later build
-    for one in (wanted[0], row(1), wanted[1]):
+    later_build, restarted = row(0, protocol=(3, 5)), row(1, instance=b"another_")
+    for one in (later_build, row(1), restarted):
         server.put(one.attn_tp_rank, one)
-    expected = {("127.0.0.1", 9000 + i): wanted[i] for i in (0, 1)}
+    expected = {("127.0.0.1", 9000): later_build, ("127.0.0.1", 9001): restarted}
     assert asyncio.run(prefill_http.fetch(server.address, Names())) == expected
 
 
 def rows_of(server: Server) -> int:
-    """Return how many rows the server answers, 0 for HTTP 503."""
+    """Return the number of rows in the server's answer, 0 for HTTP 503."""
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
     assert answer.status_code in (200, 503)
     return len(answer.json()["rows"]) if answer.status_code == 200 else 0
 
 
-def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) -> None:
-    """SGLang repeats a PUT whose answer is late, and counts both."""
+def test_no_row_is_returned_before_all_ranks_have_registered(server: Server) -> None:
+    """The server answers 503 until all ranks have registered. SGLang repeats a PUT if the answer is
+    late, and its own counter counts both."""
     assert rows_of(server) == 0
     for _ in range(3):
         server.put(0, row(0))
@@ -96,8 +98,9 @@ def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) ->
 
 
 @pytest.mark.parametrize("size", ["attn_dp", "system_dp", "attn_cp", "pp"])
-def test_each_size_of_the_registration_counts(server: Server, size: str) -> None:
-    """Ranks give `attn_dp_size` with DP attention, and replicas without it `system_dp_size`."""
+def test_each_registered_size_multiplies_the_expected_ranks(server: Server, size: str) -> None:
+    """Ranks send `attn_dp_size` with DP attention; replicas without DP attention send
+    `system_dp_size`."""
     for number, (one, tp) in enumerate((one, tp) for one in (0, 1, 1, 2) for tp in (0, 1)):
         assert rows_of(server) == 0, number
         server.put(tp, row(tp), **{f"{size}_size": 3, f"{size}_rank": one})
@@ -105,7 +108,7 @@ def test_each_size_of_the_registration_counts(server: Server, size: str) -> None
 
 
 @pytest.mark.parametrize(("beyond", "status"), [(0, 200), (1, 409)])
-def test_a_row_is_kept_up_to_its_length(server: Server, beyond: int, status: int) -> None:
+def test_a_row_longer_than_the_limit_is_rejected(server: Server, beyond: int, status: int) -> None:
     plain = msgspec.to_builtins(row(0)) | {"more": ""}
     plain["more"] = "x" * (MAX_ROW_BYTES + beyond - len(msgspec.json.encode(plain)))
     url = f"http://{server.address}/route"
@@ -114,7 +117,7 @@ def test_a_row_is_kept_up_to_its_length(server: Server, beyond: int, status: int
     assert requests.get(f"http://{server.address}{PATH}", timeout=5).status_code == status
 
 
-def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
+def test_the_error_names_the_rank_without_the_plugin(server: Server) -> None:
     server.put(0, row(0))
     server.put(1, None)
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
@@ -132,11 +135,11 @@ def test_rows_that_this_build_cannot_read_are_refused(changed: dict[str, Any]) -
     assert refused.value.code == "MIXKV-PAIR-02"
 
 
-def test_a_server_with_a_token_keeps_no_row_without_it(
+def test_a_put_without_the_servers_token_stores_no_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A made-up SGLang of the shape that a branch has: a PUT needs the secret that SGLang sends
-    with it, and a GET, as SGLang sends it, needs none."""
+    """A PUT without the token stores no row. The patched SGLang follows a development branch, in
+    which PUT needs a token and GET does not."""
     from aiohttp import web
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer as Stock
 

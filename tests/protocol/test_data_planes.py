@@ -1,6 +1,8 @@
-"""The data planes of the draft channel, between processes: Mooncake over TCP, NIXL as UCX chooses,
-and NIXL where UCX has TCP alone. UCX reads the memory of a process on the same host without its
-help, so that such a read never waits; tests of waiting run over the other two.
+"""The data planes of the draft channel between processes: Mooncake over TCP, NIXL with UCX's own
+choice of transport, and NIXL with UCX restricted to TCP.
+
+By default UCX reads the memory of a process on the same host without that process's help, so such a
+read never waits for a stopped peer. Tests that need a waiting read use the other two.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def test_bytes_are_right(reader: Reader) -> None:
 
 
 @over(*ALL)
-def test_a_list_with_a_failing_part_fails_once_all_has_ended(reader: Reader) -> None:
-    """The peer fails the part, since it has less memory than its reader believes."""
+def test_a_list_with_a_bad_part_fails_once_all_parts_ended(reader: Reader) -> None:
+    """The reader assumes more memory than the peer has, so the peer rejects one part of the
+    list."""
     peer = reader.connect()
     peer.endpoint = msgspec.structs.replace(
         peer.endpoint, memory=Memory(reader.peers[0].address, 2 * SIZE)
@@ -57,12 +60,12 @@ def test_a_list_with_a_failing_part_fails_once_all_has_ended(reader: Reader) -> 
     tags = [reader.start(peer, *LIST[:at], wrong, *LIST[at:]) for at in (0, 12, 24)]
     reader.look()
     assert not any(error == "" for error in reader.ends.values())
-    assert reader.way != "mooncake" or not reader.ends, "the peer has not looked"
+    assert reader.way != "mooncake" or not reader.ends, "the peer is stopped and cannot answer"
     reader.peers[0].go_on()
     assert all(reader.wait(*tags))
     reader.check_nothing_lands(*tags)
     assert (reader.memory[GUARD + 30 * MIB :] == CANARY).all()
-    assert reader.way != "mooncake" or any(reader.landed(tags[0])), "this test shows nothing"
+    assert reader.way != "mooncake" or any(reader.landed(tags[0])), "no part of the list was read"
     reader.plane.forget(peer)
     reader.check_read(reader.connect())
 
@@ -71,7 +74,7 @@ def test_a_list_with_a_failing_part_fails_once_all_has_ended(reader: Reader) -> 
 
 
 @over(*ALL, peers=2)
-def test_a_peer_that_dies_fails_its_own_reads(reader: Reader) -> None:
+def test_a_dead_peer_fails_only_its_own_reads(reader: Reader) -> None:
     lost, other = reader.connect(0), reader.connect(1)
     if reader.way in WAITING:
         first = reader.stop_midway(lost)
@@ -94,7 +97,8 @@ def test_a_peer_that_dies_fails_its_own_reads(reader: Reader) -> None:
 
 @over(*WAITING, peers=2)
 def test_reads_of_a_stopped_peer_end_with_their_last_byte(reader: Reader) -> None:
-    """This holds for a peer that is forgotten meanwhile, too. Another peer is read all the time."""
+    """Reads of a stopped peer stay in flight until it continues, even if the reader forgets the
+    peer meanwhile. Reads of another peer continue."""
     stopped, other = reader.connect(0), reader.connect(1)
     tags = [reader.stop_midway(stopped)]
     tags += [reader.start(stopped, ((26 + i) * MIB, i * MIB, MIB)) for i in range(3)]
@@ -116,8 +120,9 @@ def test_reads_of_a_stopped_peer_end_with_their_last_byte(reader: Reader) -> Non
 
 
 @over(*WAITING, peers=2)
-def test_connecting_to_a_stopped_peer_holds_up_nobody(reader: Reader) -> None:
-    """A connection that was given up can be made again once the peer has answered."""
+def test_connecting_to_a_stopped_peer_delays_no_other_read(reader: Reader) -> None:
+    """After a connection attempt has timed out, the reader can connect again once the peer
+    answers."""
     other = reader.connect(1)
     reader.peers[0].stop()
     with ThreadPoolExecutor(1) as pool:
@@ -144,9 +149,9 @@ def listening_ports(process: int) -> set[int]:
 
 
 @over("nixl-tcp", peers=2)
-def test_a_host_that_is_off_holds_up_nobody(reader: Reader) -> None:
-    """Nothing answers there, as where the queue of a port is full: the kernel asks it for two
-    minutes. Its endpoint is the first peer's, with that port."""
+def test_connecting_to_a_host_that_is_off_delays_no_other_read(reader: Reader) -> None:
+    """A port whose backlog is full does not answer, as if its host were off: the kernel repeats the
+    SYN for two minutes. The endpoint is the first peer's with its port replaced."""
     other, known = reader.connect(1), decode(reader.peers[0].endpoint, "nixl")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as filling:
         session, port = known.session, full.getsockname()[1]
@@ -156,7 +161,7 @@ def test_a_host_that_is_off_holds_up_nobody(reader: Reader) -> None:
             client.connect_ex(("127.0.0.1", port))
         for its in listening_ports(reader.peers[0].process.pid):
             session = session.replace(its.to_bytes(2, "big"), port.to_bytes(2, "big"))
-        assert session != known.session, "this test shows nothing"
+        assert session != known.session, "no port of the endpoint was replaced"
         off = msgspec.msgpack.encode(msgspec.structs.replace(known, session=session))
         with ThreadPoolExecutor(1) as pool:
             connecting = pool.submit(reader.plane.connect, off, 1)
@@ -171,7 +176,7 @@ def test_a_host_that_is_off_holds_up_nobody(reader: Reader) -> None:
 
 
 def serve_reads(pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remote: int) -> None:
-    """Reads of another peer, begun and not waited for."""
+    """Start reads of another peer and do not wait for them."""
     peer = plane.connect(endpoint, PATIENCE_S)
     pipe.send("connected")
     pipe.recv()
@@ -183,7 +188,7 @@ def serve_reads(pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remo
 
 @over("mooncake", "nixl", peers=2)
 def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
-    """The peer is stopped, so that it meets the reads when their reader is gone."""
+    """The peer is stopped, so that it handles the reads only after the reader has died."""
     server, victim = reader.peers
     peer = reader.connect()
     victim.pipe.send((serve_reads, server.endpoint, server.address))
@@ -200,9 +205,9 @@ def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
 
 
 @over(*WAITING)
-def test_a_broken_connection_is_made_anew(reader: Reader) -> None:
-    """Mooncake uses its four to a peer again, and meets those that broke one by one. NIXL has one
-    for all that name the same rank, as another server may that is idle meanwhile."""
+def test_a_broken_connection_is_replaced(reader: Reader) -> None:
+    """Mooncake reuses its four connections to a peer and notices broken ones one by one. NIXL has
+    one connection per rank, which `peer` and the idle `idle` share."""
     peer, idle = reader.connect(), reader.connect()
     for _ in range(2):
         assert reader.wait(reader.start(peer, *LIST)) == [""]

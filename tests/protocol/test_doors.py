@@ -1,6 +1,6 @@
-"""Whichever door a request came by, it names a room that can be carried, or is answered in words.
+"""A request with an invalid bootstrap room is rejected with HTTP 400 on every path into a server.
 
-The doors are counted in SGLang's source, so that a new one is noticed.
+The tests find these paths in SGLang's source, so that a path added by a new release fails a test.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sglang_mixkv.guards.room_reuse import around_dispatch, around_intake
 
 HOME = Path(io_struct.__file__).parents[1]
 
-# ---------------------------------------------------------------- the count
+# ---------------------------------------------------------------- paths in SGLang's source
 
 
 @cache
 def uses() -> dict[str, set[str]]:
-    """Return, for each function of SGLang that handles requests, as Class.method, what it calls,
-    and each attribute that it reads, with a dot."""
+    """Map each SGLang function that handles requests (`Class.method`) to the names of the functions
+    that it calls and of the attributes that it reads (with a leading dot)."""
     found: dict[str, set[str]] = {}
 
     def walk(node: ast.AST, name: str) -> Iterator[None]:
@@ -54,8 +54,8 @@ def uses() -> dict[str, set[str]]:
     return found
 
 
-def who(*what: str) -> set[str]:
-    return {name for name, used in uses().items() if used & {*what}}
+def users_of(*names: str) -> set[str]:
+    return {function for function, used in uses().items() if used & {*names}}
 
 
 HOOKED = {".".join(target.split(".")[-2:]) for target in HOOKS}
@@ -64,59 +64,59 @@ BEHIND = {
     "DataParallelController.follow_bootstrap_room_scheduler", "Scheduler.handle_generate_request",
     "Scheduler.handle_embedding_request",
 }  # fmt: skip
-"""Each is wrapped, so that what it reads or calls has been looked at."""
+"""The plugin wraps each of these, so the room is checked before they use it."""
 READERS = {
     # after _normalize_bootstrap_params and _init_req_state
     "GenerateReqInput.__getitem__", "TokenizerManager._create_tokenized_object",
     # after handle_generate_request
     "Scheduler._handle_generate_request", "Session.create_req", "Req.build_rebootstrap_payload",
     "Req.log_time_stats",
-    # pass it on as it came, to generate_request
+    # pass it unchanged to generate_request
     "OpenAIServingChat._convert_to_internal_request",
     "OpenAIServingCompletion._convert_to_internal_request",
     "OpenAIServingResponses.create_responses",
-    # text of traces, which _init_req_state and requests behind it begin
+    # add it to traces, which start in _init_req_state or later
     "TraceReqContext.__getstate__", "TraceReqContext.copy_for_thread",
     "TraceReqContext.trace_req_start",
 }  # fmt: skip
 
 
-def test_who_reads_a_room_number_is_behind_a_guard() -> None:
+def test_every_reader_of_a_room_number_comes_after_a_check() -> None:
     assert BEHIND <= HOOKED
-    assert who(".bootstrap_room") - BEHIND - READERS == set()
+    assert users_of(".bootstrap_room") - BEHIND - READERS == set()
 
 
-def test_there_is_one_way_from_a_front_end_to_a_scheduler() -> None:
-    """Only TokenizerManager makes and sends tokenized requests, each after its state has begun.
-    (smg's gRPC servers make their own, which meet Scheduler's guard.)"""
+def test_front_ends_reach_schedulers_only_through_the_tokenizer() -> None:
+    """Only TokenizerManager makes and sends tokenized requests, and only after it has made the
+    request's state. (smg's gRPC servers make their own, which the scheduler's hook checks.)"""
     kinds = {name for name in vars(io_struct) if "Tokenized" in name}
     assert kinds == {f"{batch}Tokenized{kind}ReqInput" for batch in ("", "Batch")
                      for kind in ("Generate", "Embedding")}  # fmt: skip
-    made = who(*kinds, "tokenized_generate_req_type", "batch_tokenized_generate_req_type")
+    made = users_of(*kinds, "tokenized_generate_req_type", "batch_tokenized_generate_req_type")
     sends = {"_send_one_request", "_send_batch_request"}
     assert made == {
         "TokenizerManager._create_tokenized_object", "TokenizerManager._send_batch_request"
     }  # fmt: skip
     begun = {"TokenizerManager.generate_request", "TokenizerManager._handle_batch_request"}
-    assert who(*sends) == begun == who("_init_req_state")
-    assert who("_handle_batch_request") == {"TokenizerManager.generate_request"}
+    assert users_of(*sends) == begun == users_of("_init_req_state")
+    assert users_of("_handle_batch_request") == {"TokenizerManager.generate_request"}
 
 
-def test_a_scheduler_takes_every_request_at_one_of_two_places() -> None:
+def test_a_scheduler_accepts_requests_in_two_methods_only() -> None:
     takes = "handle_generate_request", "handle_embedding_request"
-    assert who(*takes) == {
+    assert users_of(*takes) == {
         "Scheduler.handle_batch_generate_request", "Scheduler.handle_batch_embedding_request",
         "Scheduler._dispatch_tokenized_mm_requests",
     }  # fmt: skip
     inner = {f"Scheduler._{name}" for name in takes} & set(uses())
-    assert who(*(name.rpartition(".")[2] for name in inner)) <= BEHIND
-    made = who("Req", "_create_generation_req", "req_factory", "create_req")
-    own = {"DynamicChunkSizer._profile_prefill_latency"}  # SGLang's own, which moves nothing
+    assert users_of(*(name.rpartition(".")[2] for name in inner)) <= BEHIND
+    made = users_of("Req", "_create_generation_req", "req_factory", "create_req")
+    own = {"DynamicChunkSizer._profile_prefill_latency"}  # SGLang's own request, without a transfer
     made -= {"Scheduler._create_generation_req", "Session.create_req"} | own
     assert made <= BEHIND | inner
 
 
-# ---------------------------------------------------------------- the doors
+# ---------------------------------------------------------------- requests
 
 TOP = (1 << 63) - 1
 ROOMS: tuple[Any, ...] = (None, -1, TOP + 1, "7", 7.0, True, [7])
@@ -145,13 +145,13 @@ def tokenized(kind: str, **fields: Any) -> Any:
 @pytest.fixture
 def wire() -> Iterator[tuple[Any, Any]]:
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as to:
-        to.linger = 0  # an answer that no test reads must not keep the context from its end
+        to.linger = 0  # otherwise an unread answer blocks the end of the context
         to.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
         yield SenderWrapper(to), pull
 
 
 def taken(request: Any, sender: Any, mode: str) -> bool:
-    """Return True if a scheduler's rank goes on with the request."""
+    """Return True if a scheduler's rank accepts the request."""
     original = MagicMock()
     scheduler = SimpleNamespace(
         disaggregation_mode=DisaggregationMode(mode),
@@ -187,17 +187,17 @@ def test_all_ranks_of_a_scheduler_reject_the_same_requests(
     assert not pull.poll(0)
 
 
-def test_decode_needs_a_host(wire: tuple[Any, Any]) -> None:
+def test_decode_rejects_a_request_without_a_host(wire: tuple[Any, Any]) -> None:
     for mode in "prefill", "decode":
         request = tokenized("Generate", **{**HERE, "bootstrap_host": None})
         assert taken(request, wire[0], mode) == (mode == "prefill")
 
 
-def test_a_controller_hands_what_it_cannot_route_to_a_scheduler(
+def test_a_request_that_cannot_be_routed_goes_to_any_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The controller has ranks 0 to 2, of which the second is gone. A valid number is routed as
-    before."""
+    """Such a request goes to a rank that is alive, whose scheduler rejects it. Of ranks 0 to 2,
+    rank 1 is down. A request with a valid room is routed as SGLang does."""
     sent: list[tuple[int, Any]] = []
     monkeypatch.setattr(data_parallel_controller, "sock_send", lambda *one: sent.append(one))
     controller = DataParallelController.__new__(DataParallelController)

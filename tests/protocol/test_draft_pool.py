@@ -1,5 +1,4 @@
-"""The pools of SGLang that hold a drafter's KV and that the channel moves, and what it publishes of
-them."""
+"""Which of SGLang's draft pools the channel moves, and the facts that it publishes about them."""
 
 from __future__ import annotations
 
@@ -25,23 +24,23 @@ BLOCK_DRAFTERS = {"DFLASH": "DFlashDraftModel", "DSPARK": "Qwen3DSparkModel"}
 
 
 def in_fork(what: Callable[[], Any]) -> Any:
-    """Return the value, or the exception's text, of a call in a fork, where what it publishes
-    stays."""
+    """Call the function in a fork, so that its global changes stay there, and return its result or
+    the exception's text."""
     return forks.in_fork(what, lambda error: f"{type(error).__name__}: {error}")
 
 
 def plain_pool(cache: Cache, tp: int) -> Any:
-    """Make a model's pool, as SGLang builds it for nearly every drafter."""
+    """Make the kind of pool that SGLang builds for nearly every drafter."""
     return sglang_pool(CASE, cache, tp, 0, cache.layers)
 
 
 def larger_pages(cache: Cache, tp: int) -> Any:
-    """Make a drafter's pool beside two DCP ranks."""
+    """Make the drafter's pool of a server with a DCP size of 2."""
     return sglang_pool(CASE, cache, tp, 0, cache.layers, dcp=2)
 
 
 def drafter(tmp_path: Path, **changed: Any) -> Path:
-    """Write the shipped drafter's configuration, changed."""
+    """Write the demo drafter's configuration with these changes, and return its folder."""
     config = json.loads((MODELS / "mla" / "drafter" / "config.json").read_text()) | changed
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -51,8 +50,8 @@ def made_of(
     pool: Callable[[Cache, int], Any], cache: Cache, tp: int, drafter: Path, algorithm: str,
     flags: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Return what the first of `tp` ranks of a decode server publishes of this pool, and its
-    rows."""
+    """Return the layout, page size, bytes per head and window that rank 0 of a decode server of TP
+    `tp` derives from this pool."""
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import ServerArgs
@@ -81,9 +80,9 @@ def found(
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 2)])
-def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) -> None:
-    """Heads per rank x TP would be wrong with replicas: 8 ranks of one head each have 4 heads in
-    all."""
+def test_total_heads_come_from_the_model_configuration(tmp_path: Path, tp: int, heads: int) -> None:
+    """The total comes from the model's configuration. Heads per rank times TP would be too many if
+    heads are replicated: 8 ranks with one head each may have 4 heads in total."""
     cache = Cache("mha", heads=heads)
     layout, page_size, width, _ = found(tmp_path, cache, tp, num_key_value_heads=heads)
     assert layout.facts.total_heads == heads
@@ -94,16 +93,16 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_the_dtype_is_that_of_the_numbers(tmp_path: Path, dtype: str) -> None:
-    """SGLang stores each kind of 8 bits as bytes: two pools that look equal may not be."""
+def test_eight_bit_dtypes_are_distinguished(tmp_path: Path, dtype: str) -> None:
+    """SGLang stores every 8-bit dtype as uint8, so the buffer's dtype cannot distinguish them."""
     layout, *_ = found(tmp_path, Cache("mha", heads=4, dtype=dtype), num_key_value_heads=4)
     assert layout.facts.dtype == dtype
     assert layout.facts.head_bytes == (8, 8)
 
 
 @pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
-def test_a_block_drafters_layers(tmp_path: Path, algorithm: str) -> None:
-    """The pool has K of each layer, then V."""
+def test_a_block_drafter_publishes_all_its_layers(tmp_path: Path, algorithm: str) -> None:
+    """A pool's entries are K of each layer, then V of each layer."""
     config = {"architectures": [BLOCK_DRAFTERS[algorithm]], "model_type": "qwen3",
               "num_hidden_layers": 6, "num_key_value_heads": 8}  # fmt: skip
     cache = Cache("mha", layers=6, heads=8)
@@ -112,7 +111,7 @@ def test_a_block_drafters_layers(tmp_path: Path, algorithm: str) -> None:
     assert (layout.facts.algorithm, len(layout.facts.head_bytes)) == (algorithm, 12)
 
 
-def test_beside_context_parallelism_its_pages_are_larger(tmp_path: Path) -> None:
+def test_a_drafters_pages_are_larger_with_dcp(tmp_path: Path) -> None:
     _, page_size, *_ = found(tmp_path, Cache("mha", heads=4), build=larger_pages)
     assert page_size == 2 * CASE.page_size
 
@@ -143,10 +142,10 @@ BLOCK = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 12
         ("DSPARK", W | FA3, {"layer_types": [SLIDING]}, 127),
     ],
 )
-def test_how_far_a_drafter_reads(
+def test_the_window_of_a_drafter(
     tmp_path: Path, algorithm: str, flags: Any, config: Any, window: int | None
 ) -> None:
-    """None stands for the whole prompt, if the window is not known."""
+    """None is the whole prompt, also if the window is unknown."""
     if algorithm in BLOCK_DRAFTERS:
         config = BLOCK | {"architectures": [BLOCK_DRAFTERS[algorithm]], **config}
     cache = Cache("mha", heads=4)
@@ -174,7 +173,7 @@ def changed(**attributes: Any) -> Callable[[Cache, int], Any]:
     ],
     ids=["scales", "another layout", "other heads"],
 )
-def test_a_pool_that_cannot_be_cut_does_not_start(
+def test_a_pool_that_cannot_be_split_by_heads_is_refused(
     tmp_path: Path, build: Callable[[Cache, int], Any], reason: str
 ) -> None:
     answer = found(tmp_path, Cache("mha", heads=4), build=build)
@@ -190,16 +189,16 @@ def test_a_pool_with_scales_of_any_name_is_refused(scale: str) -> None:
         draft_pool.of_pool(pool)
 
 
-def test_a_pool_that_does_not_say_its_layout_is_refused() -> None:
+def test_a_pool_without_a_known_layout_is_refused() -> None:
     with pytest.raises(MixKVError, match=r"MIXKV-START-05.*SimpleNamespace with layout None"):
         draft_pool.of_pool(SimpleNamespace())
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", None])
-def test_each_fact_of_a_pool_is_of_its_own_source(
+def test_each_fact_comes_from_its_own_source(
     algorithm: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K of each layer, then V, which are narrower here; and the last of four ranks."""
+    """On rank 3 of 4, with V narrower than K, every fact has a value that no other source has."""
     cache = Cache("mha", layers=2, heads=8, k_bytes=16)
     pool = sglang_pool(CASE, cache, 4, 3, cache.layers)
     pool.maybe_get_custom_mem_pool = lambda: "its memory"
@@ -223,7 +222,7 @@ def test_each_fact_of_a_pool_is_of_its_own_source(
     assert (made.rows.head_bytes, made.rows.heads) == (facts.head_bytes, range(6, 8))
 
 
-def test_the_drafters_configuration_is_the_one_that_sglang_loads(
+def test_the_drafters_configuration_is_loaded_as_sglang_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = {"speculative_draft_model_path": "a path", "speculative_draft_model_revision": "main"}
@@ -239,7 +238,7 @@ def test_the_drafters_configuration_is_the_one_that_sglang_loads(
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("mla", [True, False])
 @pytest.mark.parametrize("count", [0, 2])
-def test_sglang_may_move_a_drafter_only_behind_an_mla_target(
+def test_sglang_moves_a_drafter_only_with_an_mla_target(
     count: int, mla: bool, hybrid: bool
 ) -> None:
     kv_args = SimpleNamespace(num_draft_entries=count, is_hybrid_mla_backend=hybrid)
@@ -252,7 +251,8 @@ def test_sglang_may_move_a_drafter_only_behind_an_mla_target(
 
 
 class Queue:
-    """SGLang's, with this draft pool; `seen`: what `_init_kv_manager` saw and what was handed."""
+    """A stand-in for SGLang's queue with this draft pool. `seen`: the queue's pool and the current
+    pool context during `_init_kv_manager`."""
 
     def __init__(self, pool: Any) -> None:
         self.draft_token_to_kv_pool, self.seen = pool, None
@@ -264,7 +264,7 @@ class Queue:
 
 
 def manager_of(entries: list[int], state: list[list[int]], **local: Any) -> Any:
-    """The plugin's, with these pointers."""
+    """Make a stand-in for the plugin's manager with these pointers."""
     args = SimpleNamespace(kv_data_ptrs=entries, state_data_ptrs=state)
     return SimpleNamespace(kv_args=args, **({"local": None} | local))
 
@@ -293,16 +293,16 @@ def of_mla(cache: Cache) -> Any:
     ("pool", "is_hidden"),
     [
         (of_heads, True),
-        (lambda: SimpleNamespace(full_kv_pool=of_heads()), True),  # inside a hybrid one
+        (lambda: SimpleNamespace(full_kv_pool=of_heads()), True),  # nested in a hybrid pool
         (lambda: of_mla(Cache("mla")), False),
-        (lambda: of_mla(Cache("mla", k_bytes=24, index_k=(True,))), False),  # keys are state
+        (lambda: of_mla(Cache("mla", k_bytes=24, index_k=(True,))), False),  # sent as state
         (lambda: None, False),
-        (lambda: SimpleNamespace(windows=[128]), False),  # DeepSeek-V4's: without heads
+        (lambda: SimpleNamespace(windows=[128]), False),  # DeepSeek-V4's, which has no heads
     ],
     ids=["heads", "hybrid", "mla", "index keys", "none", "windows"],
 )
 @forks.in_own_process
-def test_a_pool_of_heads_is_hidden_and_others_are_left_to_sglang(
+def test_only_a_pool_with_heads_is_hidden_from_sglang(
     pool: Callable[[], Any], is_hidden: bool
 ) -> None:
     from sglang.srt.runtime_context import publish
@@ -314,10 +314,10 @@ def test_a_pool_of_heads_is_hidden_and_others_are_left_to_sglang(
 
 @pytest.mark.parametrize("inner", [of_heads, lambda: of_mla(Cache("mla"))], ids=["heads", "mla"])
 @forks.in_own_process
-def test_layers_with_pages_and_heads_of_their_own_are_refused(
+def test_a_pool_with_sliding_window_layers_is_refused(
     inner: Callable[[], Any],
 ) -> None:
-    """SGLang's pool keeps the other layers in an inner pool, and the channel would serve only
+    """SWAKVPool keeps its full-attention layers in an inner pool, and the channel would move only
     those."""
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.runtime_context import publish
@@ -333,10 +333,10 @@ def test_layers_with_pages_and_heads_of_their_own_are_refused(
     ):
         pool_hooks.around_init(Queue.init, queue)
     assert queue.draft_token_to_kv_pool is pool
-    assert (queue.seen is None) == (inner is of_heads), "SGLang is not asked"
+    assert (queue.seen is None) == (inner is of_heads), "SGLang's function was called"
 
 
-def test_the_pool_is_back_where_sglang_fails() -> None:
+def test_the_pool_is_restored_if_sglang_raises() -> None:
     def fails(_queue: Queue) -> None:
         raise ZeroDivisionError
 
@@ -348,9 +348,9 @@ def test_the_pool_is_back_where_sglang_fails() -> None:
 
 
 @pytest.mark.parametrize("shape", ["a component of state", "an entry", "another plugin's manager"])
-def test_an_sglang_that_moves_a_hidden_pool_does_not_start(shape: str) -> None:
-    """Made up, of shapes that branches of SGLang and other projects have: a drafter's KV as state
-    that is read from the allocator's own pool; a manager around what `get_kv_class` returned."""
+def test_a_manager_that_still_moves_a_hidden_pool_is_refused(shape: str) -> None:
+    """The shapes come from branches of SGLang and from other projects: a drafter's KV that is sent
+    as state, and a manager that wraps the class from `get_kv_class`."""
     pool = of_heads()
     value = pool.v_buffer[-1].data_ptr()
 
@@ -370,9 +370,9 @@ def test_an_sglang_that_moves_a_hidden_pool_does_not_start(shape: str) -> None:
     assert queue.draft_token_to_kv_pool is pool
 
 
-def test_only_mooncakes_storage_is_attached_beside_a_drafter() -> None:
-    """`PUT /hicache/storage-backend` is answered with the reason; without a drafter SGLang
-    answers."""
+def test_with_a_drafter_only_mooncakes_storage_can_be_attached() -> None:
+    """`PUT /hicache/storage-backend` for another storage is rejected with the reason. Without a
+    drafter, SGLang handles the request."""
     answers = {}
     for drafts, pool in (True, of_heads()), (False, None):
         pool_hooks.around_init(Queue.init, queue := Queue(pool))
@@ -385,7 +385,7 @@ def test_only_mooncakes_storage_is_attached_beside_a_drafter() -> None:
     assert set(answers.values()) == {"SGLang's"}
 
 
-def test_not_opted_in_no_pool_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pool_is_hidden_without_opting_in(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv import plugin
 
     monkeypatch.setattr(plugin, "_published", lambda: None)

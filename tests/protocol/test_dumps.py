@@ -1,5 +1,6 @@
-"""SGLang pickles its arguments into dumps of requests: they are read where the plugin is not
-installed, and those of a server that has not opted in are as if it were not."""
+"""SGLang pickles its ServerArgs into request dumps, which can be read without the plugin.
+
+A dump of a server that has not opted in is identical to one made without the plugin."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ for name, flags in {"stock": [], "opted_in": ["--enable-mixkv", "--mixkv-staging
 READ = """
 import pickle, sys
 from pathlib import Path
-sys.modules["sglang_mixkv"] = None  # as where it is not installed
+sys.modules["sglang_mixkv"] = None  # as if the plugin were not installed
 folder = Path(sys.argv[1])
 names = "stock", "opted_in"
 stock, found = (pickle.loads((folder / name).read_bytes())["server_args"] for name in names)
@@ -35,7 +36,7 @@ assert (found.model_path, found._mixkv["staging_mb"]) == ("m", 7)
 
 
 def test_a_dump_is_read_without_the_plugin(tmp_path: Path) -> None:
-    """SGLANG_PLUGINS leaves the plugin out, as if it were not installed."""
+    """SGLANG_PLUGINS=none excludes the plugin, as if it were not installed."""
     others, own = tmp_path / "without", tmp_path / "with"
     runs = (MADE, others, "none"), (MADE, own, "mixkv"), (READ, own, "none")
     for text, folder, plugins in runs:

@@ -1,4 +1,5 @@
-"""SGLang's early sends leave once they are written; where nobody waits for that, they are off."""
+"""SGLang's early chunks are sent only after their KV is written. If neither SGLang nor the plugin
+waits for that, the plugin switches early sends off."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from sglang_mixkv.guards.early_sends import (
 
 
 class HeldBack:
-    """A torch.cuda.Event, recorded after a forward that is over when `is_over`, and then has
-    written."""
+    """A stand-in for a torch.cuda.Event after a forward that ends when `is_over` returns True; its
+    rows are written then."""
 
     def __init__(self, is_over: Callable[[], bool], write: Callable[[], None]) -> None:
         self._is_over, self._write = is_over, write
@@ -43,8 +44,9 @@ class HeldBack:
 
 
 def first_held_back(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
-    """Write the first chunk of request 0 only once request 1 has ended, which is sent after all of
-    request 0 and into the same queue. Until then the target's and the drafter's rows are wrong."""
+    """Write the first chunk of request 0 only after request 1 has ended. Request 1 is sent after
+    all of request 0, through the same queue. Until then, the rows of target and drafter are
+    wrong."""
     number = sender.ring_number
     if number == 1 and 0 in rank.open and rank.open[0].chunks:
         rank.open[1].chunks.insert(0, chunk)
@@ -69,12 +71,13 @@ REQUESTS = (Request(23, chunk_pages=2), Request(8))
 
 
 @pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=["P > D", "P < D"])
-def test_nixl_holds_back_an_early_send_and_no_other_request(tp: tuple[int, int]) -> None:
+def test_over_nixl_an_early_chunk_waits_and_others_do_not(tp: tuple[int, int]) -> None:
     right(Case(*tp, backend="nixl", requests=REQUESTS, special=Special(send=first_held_back)))
 
 
 def test_stocks_early_send_over_nixl_does_not_wait() -> None:
-    """Target and drafter are wrong, without an error. If this fails, the guard can go."""
+    """The KV of target and drafter is wrong, without an error. If this test fails, SGLang waits,
+    and the guard can be removed."""
     special = Special(send=first_held_back)
     case = Case(1, 1, backend="nixl", requests=REQUESTS, special=special)
     outcome = run(replace(case, prefill_mixkv=False, decode_mixkv=False))
@@ -87,7 +90,7 @@ def test_stocks_early_send_over_nixl_does_not_wait() -> None:
 
 
 class Event:
-    """Comes when it has been asked `asks` times; raises with a negative number."""
+    """An event that is done after `asks` queries; a negative number makes each query raise."""
 
     def __init__(self, asks: int) -> None:
         self.left = asks
@@ -122,23 +125,23 @@ def test_a_chunk_waits_for_its_event_and_for_earlier_chunks() -> None:
     held, late = Event(NEVER), Event(100)
     queue = queue_of((1, 0, held), (1, 1, None), (2, 0, late), (2, 1, None), (3, 0, None))
     assert take(queue, 3) == [(3, 0), (2, 0), (2, 1)]
-    assert held.left < NEVER - 50, "asked again and again"
+    assert held.left < NEVER - 50, "the event was not polled"
     held.left = 0
     assert take(queue, 2) == [(1, 0), (1, 1)]
 
 
-def test_a_chunk_that_comes_while_another_is_held_back_passes_it() -> None:
+def test_a_later_chunk_overtakes_one_that_waits() -> None:
     queue = queue_of((1, 0, Event(NEVER)))
     later = SimpleNamespace(room=2, number=0)
     threading.Timer(0.05, queue.put, [later]).start()
     assert take(queue, 1) == [(2, 0)]
 
 
-def test_a_chunk_whose_event_cannot_be_queried_never_leaves(
+def test_a_chunk_whose_event_cannot_be_queried_is_never_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Later chunks of its room stay as well, so that no request succeeds with KV that is not
-    written. SGLang's worker goes on."""
+    """The room's later chunks are not sent either, so that no request succeeds with KV that was not
+    written. SGLang's worker continues with other rooms."""
     caplog.set_level("ERROR", "sglang")
     queue = queue_of((1, 0, Event(-1)), (1, 1, None), (2, 0, Event(100)), (3, 0, None))
     assert take(queue, 2) == [(3, 0), (2, 0)]
@@ -147,10 +150,11 @@ def test_a_chunk_whose_event_cannot_be_queried_never_leaves(
 
 
 @pytest.mark.parametrize("hip", [None, "6.4"])
-def test_a_worker_spares_captures_before_it_asks(
+def test_a_worker_spares_captures_before_it_queries_an_event(
     hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that has not said so ends what another one captures, by asking for an event."""
+    """On CUDA, a thread that queries an event breaks another thread's graph capture, unless it has
+    called spare_captures before."""
     done = list[Any]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -163,7 +167,7 @@ def test_a_worker_spares_captures_before_it_asks(
     assert done == [worker.ident][: hip is None] + ["asked"] * 2
 
 
-# ---------------------------------------------------------------- where they are off
+# ---------------------------------------------------------------- switched off
 
 
 @pytest.mark.parametrize(
@@ -171,11 +175,11 @@ def test_a_worker_spares_captures_before_it_asks(
     [("nixl", "0.5.23", True), ("nixl", "0.6.0", True), ("mooncake", "0.5.21.post1", True),
      ("mooncake", "0.5.22", False), ("mooncake", "0.10.0", False)],
 )  # fmt: skip
-def test_early_sends_are_off_if_neither_sglang_nor_a_queue_waits(
+def test_early_sends_are_off_if_nothing_waits_for_the_kv(
     backend: str, release: str, off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator's own setting stays. A NIXL manager that keeps its queues elsewhere may be one
-    that was not tested."""
+    """An operator's setting is not changed. A NIXL manager without `transfer_queues` belongs to an
+    untested release, where the plugin's queue has no effect."""
     theirs: dict[str, Any] = {"transfer_queues": [object()]} if backend == "mooncake" else {}
     manager = SimpleNamespace(backend=backend, **theirs)
     for value in ("0", "1"):
@@ -187,21 +191,21 @@ def test_early_sends_are_off_if_neither_sglang_nor_a_queue_waits(
     assert os.environ.get(EARLY_SENDS) == ("0" if off else None)
 
 
-def says_what_is_set(rank: Rank) -> None:
+def report_setting(rank: Rank) -> None:
     rank.report.reasons.append(f"{rank.side}: {os.environ.get(EARLY_SENDS)}")
 
 
-SAYS_SO = ["prefill 0: INFO sglang-mixkv", "prefill: 0"]
+SWITCHED_OFF = ["prefill 0: INFO sglang-mixkv", "prefill: 0"]
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_a_prefill_rank_sets_it_where_nobody_waits_and_says_so(
+def test_a_prefill_rank_switches_early_sends_off_and_logs_it(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = backend == "nixl" or sglang_version() != "0.5.21"
-    expected = ["prefill: None"] if waits else SAYS_SO
+    expected = ["prefill: None"] if waits else SWITCHED_OFF
     monkeypatch.delenv(EARLY_SENDS, raising=False)
-    faults = {(side, 0): says_what_is_set for side in ("prefill", "decode")}
+    faults = {(side, 0): report_setting for side in ("prefill", "decode")}
     special = Special(faults=faults, before={("prefill", 0): keep_lines(EARLY_SENDS)})
     outcome = run(Case(1, 1, backend=backend, requests=(Request(8),), special=special))
     assert outcome.wrong == []

@@ -1,10 +1,9 @@
-"""Faults, each tried for real: what the request gets, and that the next one works.
+"""A fault affects one request as expected, and the next request on the same servers is correct.
 
-The first request meets the fault. The second one is clean, follows on the same servers, and must
-be right to the last byte, as must every byte of every decode buffer that is not the failed
-request's own. A drafter's trouble ends no request: the one that met it is served, cold where rows
-did not come. What ends a request are faults of SGLang's own transfer, and a decode rank that cannot
-even clear its rows. Aborts by prefill: test_aborts.py; ranks that go away: test_traffic.py.
+Every byte of every decode buffer is compared, except the pages of the failed request. A fault of
+the drafter fails no request: the request is served, with a cold drafter if rows did not arrive. A
+request fails only after a fault of SGLang's own transfer, or if decode cannot clear its rows.
+Aborts by prefill are in test_aborts.py, ranks that are killed or stopped in test_traffic.py.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from sglang_mixkv.draft.rows import DraftRows
 pytestmark = pytest.mark.transports(1)
 
 DECODE, DRAFT_ONLY = ("decode", 0), ("prefill", 1)
-"""Ranks: of prefill's two, one sends an MLA target."""
+"""Ranks. Prefill rank 0 sends the MLA target, rank 1 sends draft KV only."""
 TWO_ROUNDS: dict[str, Any] = {"requests": (Request(12), Request(9)), "rounds": ((0,), (1,))}
 
 
 def first(name: str, method: str, what: Callable[..., Any], of: Any = None) -> Inject:
-    """Replace this rank's first call of a method, of SGLang's class of that kind or of the class
-    `of`."""
+    """Replace a rank's first call of a method. `name` is the kind of SGLang's class (`receiver`);
+    `of`, if given, is the class instead."""
 
     def inject(rank: Rank) -> None:
         cls, met = of or rank.kv_class[name], []
@@ -70,7 +69,7 @@ def all_of(*injected: Inject) -> Inject:
 
 
 def thread_ends(rank: Rank) -> None:
-    """End this rank's channel thread at its next piece of work."""
+    """End this rank's channel thread at its next poll."""
 
     def end(*_: Any) -> None:
         raise SystemExit
@@ -83,7 +82,7 @@ PACK = first("", "pack", no_memory, DraftRows)
 NEITHER = all_of(*(first("", name, no_memory, DraftRows) for name in ("unpack", "clear")))
 AFTER = first("receiver", "send_metadata", aborts(0))
 
-# What is wrong, where, how the first request ends on decode, and words of its reason.
+# Per fault: the rank, the injection, how the first request ends on decode, and part of the reason.
 FAULTS: dict[str, tuple[Any, Inject, str, str]] = {
     "decode aborts before its metadata":
         (DECODE, first("receiver", "init", aborts(0)), "failed", "borted by"),
@@ -121,10 +120,10 @@ def test_fault(name: str) -> None:
 
 
 @pytest.mark.parametrize("aborted", [False, True], ids=["served", "aborted"])
-def test_the_same_room_number_again(aborted: bool) -> None:
-    """The number is used again once its first use has ended, as by SGLang's retraction. An OPEN
-    that comes when its request has ended waits for the next one of this number, which may be cold
-    then."""
+def test_a_room_number_can_be_reused(aborted: bool) -> None:
+    """A room number is reused after its first use has ended, as in SGLang's retraction. An OPEN
+    that arrives after its request has ended waits for the next request with this number, which may
+    then be cold."""
     faults = {DECODE: first("receiver", "send_metadata", aborts(0.002))} if aborted else {}
     special = Special(faults=faults, rooms=[100, 100], pause=4 if aborted else 1)
     outcome = run(Case(2, 1, special=special, **TWO_ROUNDS))

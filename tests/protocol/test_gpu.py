@@ -1,4 +1,4 @@
-"""The pools of tests/gpu are laid out as SGLang's."""
+"""The pools of tests/gpu have the same memory layout as SGLang's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from gpu import pools
 
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_pools_and_pages_are_sglangs(page: int) -> None:
-    """K and V of a layer are halves of one allocation, and a backend's pages a view of its rows."""
+    """K and V of a layer are halves of one allocation. An attention backend's pages are a view of
+    the rows."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     layout = pytest.importorskip("sglang.srt.mem_cache.layout.paged_view")

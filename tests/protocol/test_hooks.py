@@ -1,6 +1,6 @@
-"""The plugin's hooks and checks one by one, in the order of their steps, without a launcher.
+"""Each of the plugin's hooks and checks, and the order of its steps, without a launcher.
 
-What a launcher and its ranks do with them is in test_startup.py and test_launchers.py.
+test_startup.py and test_launchers.py test them in launchers and ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def given(record: Config | None = ON) -> Any:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """Record all calls of the hooks in one list."""
+    """Record all calls that the hooks make in one list."""
     made = MagicMock()
     for name in ("check", "check_once", "stop_if"):
         monkeypatch.setattr(releases, name, getattr(made, name))
@@ -47,8 +47,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 def test_a_launcher_is_checked_after_sglangs_own_checks(
     record: Config | None, steps: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's functions are not checked, since a launcher imports their modules later. Its ranks
-    follow its decision, even if the environment opts in and the launcher did not."""
+    """A launcher does not check SGLang's functions, since it imports their modules later. A
+    recorded decision (`_mixkv`) overrides the environment."""
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
     args, seen = given(record), list[Any]()
     steps.check.side_effect = lambda of, **_: seen.append(of._mixkv)
@@ -59,7 +59,7 @@ def test_a_launcher_is_checked_after_sglangs_own_checks(
     assert config.config_of(args).enabled == (record is not OFF)
 
 
-def test_flags_are_sglangs_and_then_the_plugins() -> None:
+def test_the_plugins_flags_are_added_to_sglangs() -> None:
     parser = argparse.ArgumentParser()
     plugin.add_flags(lambda parser: parser.add_argument("--theirs"), parser)
     flags = parser.parse_args(["--theirs", "1", "--enable-mixkv", "--mixkv-staging-mb", "7"])
@@ -70,7 +70,7 @@ def test_flags_are_sglangs_and_then_the_plugins() -> None:
     assert (made._mixkv["enabled"], made._mixkv["staging_mb"]) == (True, 7)
 
 
-def test_a_plugin_that_fails_to_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_failure_is_reported_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
     monkeypatch.setattr(plugin, "_register", MagicMock(side_effect=KeyError("why")))
     with pytest.raises(SystemExit) as stopped:
@@ -84,7 +84,7 @@ def test_a_plugin_that_fails_to_load_says_why(monkeypatch: pytest.MonkeyPatch) -
 def test_a_tokenizer_worker_loads_plugins_with_its_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SGLang loads none in its --tokenizer-worker-num workers."""
+    """SGLang itself loads no plugins in the workers of --tokenizer-worker-num."""
     done: list[int] = []
     monkeypatch.setattr(workers, "load_plugins", lambda: done.append(1))
     info = {"max_req_input_len": 7}
@@ -123,7 +123,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 def test_a_class_is_handed_out_after_a_check_of_its_arguments(
     steps: MagicMock, published: Callable[[Any], None]
 ) -> None:
-    """Arguments of another server are checked on their own."""
+    """Arguments are checked once, not per request; another server's are checked again."""
     for args in (given(), given()):
         published(args)
         for backend in (MOONCAKE, NIXL, FAKE):
@@ -135,7 +135,7 @@ def test_a_class_is_handed_out_after_a_check_of_its_arguments(
                 ]  # fmt: skip
                 steps.reset_mock(side_effect=False)
                 assert plugin.kv_class(steps.original, backend, kind).of == of  # type: ignore[attr-defined]
-                assert steps.mock_calls == [], "a request waits for this"
+                assert steps.mock_calls == [], "a repeated lookup must not check again"
 
 
 def test_no_class_is_handed_out_for_an_unserved_backend(
@@ -152,13 +152,14 @@ def test_no_class_is_handed_out_for_an_unserved_backend(
     for _ in range(2):
         with pytest.raises(SystemExit):
             plugin.kv_class(steps.original, MOONCAKE, SENDER)
-    assert steps.mock_calls == [call.check_once(args)] * 2, "what was refused stays refused"
+    assert steps.mock_calls == [call.check_once(args)] * 2, "a refusal must not be forgotten"
 
 
-def test_before_arguments_are_published_nothing_is_checked(
+def test_nothing_is_checked_before_arguments_are_published(
     steps: MagicMock, published: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A check of them comes with the manager: the environment says who has opted in."""
+    """Until then only the environment decides whether the plugin is active. The manager checks the
+    arguments later."""
     published(None)
     assert plugin.kv_class(steps.original, MOONCAKE, SENDER) == "SGLang's"
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
@@ -166,7 +167,7 @@ def test_before_arguments_are_published_nothing_is_checked(
     assert not steps.check_once.mock_calls
 
 
-def test_not_opted_in_each_hook_is_sglangs_own(
+def test_every_hook_calls_sglangs_function_without_opting_in(
     steps: MagicMock, published: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = MagicMock(return_value="ours")
@@ -175,7 +176,7 @@ def test_not_opted_in_each_hook_is_sglangs_own(
     assert plugin.kv_class(steps.original, MOONCAKE, SENDER) == "SGLang's"
     assert steps.mock_calls == [call.original(MOONCAKE, SENDER)]
     names = set(HOOKS.values())
-    looks = {"plugin.add_flags", "plugin.attach_config", "plugin.kv_class"}  # for itself
+    looks = {"plugin.add_flags", "plugin.attach_config", "plugin.kv_class"}  # check it themselves
     assert looks < names
     for name in names:
         found = plugin._around(name, steps.original, 1, two=2)
@@ -188,7 +189,7 @@ def test_not_opted_in_each_hook_is_sglangs_own(
 
 
 @pytest.mark.parametrize("error", [ImportError, ValueError])
-def test_arguments_that_are_not_published_are_none(
+def test_unpublished_arguments_are_none(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt import runtime_context
@@ -202,8 +203,8 @@ def test_arguments_that_are_not_published_are_none(
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Install an SGLang of this version, with these problems, hooks that were not applied and
-    rules."""
+    """Return a function that simulates an SGLang of this version: with `problems` missing
+    functions, `dead` hooks that were not applied, and one more rule."""
     from sglang.srt.arg_groups import overrides
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -252,7 +253,7 @@ def test_a_mismatch_stops_unless_an_untested_release_is_allowed(
         assert said.count("expected") == found
 
 
-def test_hooks_and_rules_stop_in_this_order_for_each_reason(installed: Any) -> None:
+def test_missing_hooks_stop_the_server_before_rules_do(installed: Any) -> None:
     args = given()
     rule = Rule("--a-flag", lambda one: getattr(one, "of", one) is args, "drop it")
     for dead in (2, 1):
@@ -266,7 +267,7 @@ def test_hooks_and_rules_stop_in_this_order_for_each_reason(installed: Any) -> N
     assert codes(given()) == ""
 
 
-def test_a_check_looks_at_the_environment(installed: Any, monkeypatch: Any) -> None:
+def test_a_check_includes_the_environment(installed: Any, monkeypatch: Any) -> None:
     installed(NEWEST)
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     assert codes(given()).startswith("[MIXKV-START-03]")
@@ -313,13 +314,13 @@ def takes(one: int, *, other: int = 0) -> None: ...
         ("takes", ("one", "other"), ()),
         ("takes", ("one", "two", "three"), ("two", "three")),
         ("gone", ("one",), ("one",)),
-        ("NEWEST", ("one",), ("one",)),  # no function
+        ("NEWEST", ("one",), ("one",)),  # not a function
     ],
 )
-def test_a_seam_that_differs_is_named_with_what_is_missing(
+def test_a_changed_seam_is_reported_with_the_missing_names(
     path: str, names: tuple[str, ...], missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names that this release of SGLang does not have yet are not missing."""
+    """A name in LATER, which only newer releases of SGLang have, is not reported."""
     seam = f"{__name__}:{path}"
     monkeypatch.setattr(releases, "sglang_version", lambda: NEWEST)
     for later in ((), *([(missing[0],)] if path in ("Under", "takes") and missing else [])):

@@ -1,8 +1,7 @@
-"""KV that is not written yet when SGLang hands it over: one test for each event of the channel.
+"""The channel waits for each CUDA event before it copies KV that may not be written yet.
 
-The events are SGLang's in all but their clock: each is done a while after it was recorded, and
-what the GPU would do until then happens in its last moment. A plugin that does not wait moves
-other bytes.
+The tests replace SGLang's events: each completes some time after it was recorded, and the rows are
+written just before that. A plugin that does not wait would move wrong bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ REQUESTS = (Request(23, chunk_pages=2), Request(8))
 
 
 class Late:
-    """A torch.cuda.Event; `then` is what the stream does before it, waited for or not."""
+    """A stand-in for a torch.cuda.Event. `then`: the stream's work before the event, which runs
+    whether or not anyone waits for the event."""
 
     def __init__(self, then: Callable[[], None], seconds: float = DELAY_S) -> None:
         self._then, self._done = then, threading.Event()
@@ -51,7 +51,8 @@ class Late:
 
 
 def written_late(rank: Rank, pages: np.ndarray) -> Late:
-    """Give the drafter's rows of these pages other values until the event."""
+    """Invert the drafter's rows in these pages, and restore them when the returned event is
+    done."""
     entries = rank.pools["draft"]
     truth = [entry[pages].copy() for entry in entries]
     for entry in entries:
@@ -70,32 +71,33 @@ def early(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
 
 
 def indices(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
-    """Mooncake's page numbers are a pinned tensor that is being filled."""
+    """Send page numbers in an array that is filled later, as Mooncake's pinned tensor is."""
     filled, tokens = np.zeros_like(chunk), tokens_in(rank, sender, chunk)
     event = Late(partial(np.copyto, filled, chunk))
     sender.send(filled, state, num_kv_tokens=tokens, indices_event=event)
 
 
 def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
-    """SGLang sends it in prefill.py, maybe_send_cached_prefix_chunk."""
+    """SGLang sends such a chunk in prefill.py, maybe_send_cached_prefix_chunk."""
     right(Case(2, 1, requests=REQUESTS, special=Special(send=early)))
 
 
 @pytest.mark.mooncake_only
-def test_page_numbers_are_read_once_they_are_there() -> None:
-    """SGLang sends them late in prefill.py, _send_kv_chunk, with supports_host_tensor_indices."""
+def test_page_numbers_are_read_after_their_event() -> None:
+    """SGLang passes unfinished page numbers in prefill.py, _send_kv_chunk, if the sender has
+    supports_host_tensor_indices."""
     right(Case(2, 1, requests=REQUESTS, special=Special(send=indices)))
 
 
 def a_forward_under_way(rank: Rank) -> None:
-    """Let rows be written late: with pipeline stages chunks are sent while their forward may run
-    (process_prefill_chunk)."""
+    """Write the rows of the last pipeline stage late. With stages, SGLang sends a chunk while its
+    forward may still run (process_prefill_chunk)."""
     from sglang_mixkv.engine import sender as module
 
     real = module.DraftSender.send
 
     def send(self: Any, pages: np.ndarray, *args: Any, **kwargs: Any) -> None:
-        event = written_late(rank, pages)  # whoever waits for it
+        event = written_late(rank, pages)
         module.forward_event = lambda _scheduler: event
         real(self, pages, *args, **kwargs)
 
@@ -103,7 +105,7 @@ def a_forward_under_way(rank: Rank) -> None:
         module.DraftSender.send = send  # type: ignore[method-assign]
 
 
-def test_a_stages_chunk_waits_for_its_forward() -> None:
+def test_a_pipeline_stages_chunk_waits_for_its_forward() -> None:
     faults = {("prefill", number): a_forward_under_way for number in range(2)}
     target = Cache("mla", layers=4, k_bytes=24)
     special = Special(faults=faults)
@@ -111,7 +113,8 @@ def test_a_stages_chunk_waits_for_its_forward() -> None:
 
 
 def an_earlier_forward(rank: Rank) -> None:
-    """Let a finished request still write where this one's pages are (decode.py)."""
+    """Write to a new request's pages after its metadata are sent, as a finished request's last
+    forward may do (decode.py)."""
     from sglang_mixkv.engine import receiver as module
 
     tables = page_tables(rank.case, "decode")
@@ -132,11 +135,15 @@ def an_earlier_forward(rank: Rank) -> None:
 
 @pytest.mark.parametrize("lack", [None, "prefill"], ids=["warm", "cold"])
 def test_rows_wait_for_a_forward_that_may_still_write_them(lack: str | None) -> None:
-    """The channel unpacks the rows, or zeroes them if prefill has no drafter."""
+    """The channel neither unpacks rows nor, if prefill has no drafter, zeroes them before the
+    earlier forward has ended."""
     special = Special(faults={("decode", 0): an_earlier_forward}, pause=2 * FORWARD_S)
     if lack is not None:
         special.draft_on = {lack: False}
-    requests = (Request(24, chunk_pages=2), Request(8))  # whole pages: a forward may write all
+    requests = (
+        Request(24, chunk_pages=2),
+        Request(8),
+    )  # whole pages, since the forward writes all rows
     outcome = run(Case(2, 1, requests=requests, special=special))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
@@ -145,8 +152,8 @@ def test_rows_wait_for_a_forward_that_may_still_write_them(lack: str | None) -> 
 def test_the_event_of_a_forward_is_recorded_on_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The scheduler's current stream would be the wrong one. Without a forward stream there is
-    nothing to wait for."""
+    """The event is recorded on the scheduler's forward stream, not on its current stream. Without a
+    forward stream there is no event."""
 
     class Stream: ...
 
@@ -162,6 +169,6 @@ def test_the_event_of_a_forward_is_recorded_on_its_stream(
     scheduler = SimpleNamespace(forward_stream=Stream(), copy_stream=Stream())
     events = [forward_event(scheduler) for _ in range(2)]
     assert [event.recorded for event in events] == [[scheduler.forward_stream]] * 2
-    assert events[0] is not events[1], "a second record would move the first one"
+    assert events[0] is not events[1], "recording an event again would move it"
     assert forward_event(SimpleNamespace(forward_stream=nullcontext())) is None
     assert forward_event(SimpleNamespace()) is None

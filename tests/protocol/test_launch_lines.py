@@ -1,7 +1,7 @@
-"""Launch lines in the documents that need a cluster: SGLang's own parsers take them.
+"""SGLang's own parsers accept the documented launch commands that need a cluster.
 
-The lines of README.md, those that docs/deploy.md shows as printed, one for each of its topologies,
-made by the launch scripts, those of docs/gpu.md, and those of the demo and of tests/gpu.
+The commands are those in README.md, docs/deploy.md and docs/gpu.md, those that the launch scripts
+print for deploy.md's topologies, and those of the demo and tests/gpu.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ def commands_of(page: Path) -> list[str]:
 
 
 def written() -> list[str]:
-    """Return all lines that start a server or a router."""
+    """Return all documented lines that start a server or a router."""
     commands = commands_of(ROOT / "README.md") + commands_of(GPU)
     shown = [line for block in blocks(DEPLOY) for line in (block.shown or "").splitlines()]
     return [line for line in (*commands, *shown) if ".launch_" in line]
 
 
 def printed() -> list[str]:
-    """Return the lines of deploy.md's topologies and of docs/gpu.md, printed by the launch
-    scripts."""
+    """Return the lines that the launch scripts print for the commands in deploy.md and gpu.md."""
     found = re.findall(r"`((?:\w+=\S+ )*(?:prefill|decode)\.sh)`", DEPLOY.read_text())
     commands = [re.sub(r"(\w+\.sh)", r"scripts/launch/\1", command) for command in found]
     return [dry_run(c) for c in (*commands, *commands_of(GPU)) if "scripts/launch/" in c]
@@ -84,7 +83,7 @@ def test_sglang_accepts_the_line(line: str, accepted: Callable[[Sequence[str]], 
     assert (server_args.disaggregation_mode == "null") is is_single
 
 
-def test_sglang_accepts_what_the_demo_and_tests_on_gpus_start(
+def test_sglang_accepts_the_demos_and_gpu_tests_commands(
     accepted: Callable[[Sequence[str]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin = ("--enable-mixkv",)

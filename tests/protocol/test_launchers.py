@@ -1,7 +1,7 @@
-"""Each way to start SGLang opts in whole or not at all: the launcher, then what a rank is given.
+"""With every way to start SGLang, the launcher and its ranks opt in together or not at all.
 
-What a launcher does up to the start of its schedulers is real (rig/launchers.py). Refusals that
-need no launcher are in test_startup.py; whole servers in tests/e2e.
+The launchers are SGLang's and Dynamo's own, up to the start of the schedulers (launchers.py).
+test_startup.py has the refusals that need no launcher, tests/e2e has whole servers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def call(sglang_with_plugin: Call) -> Call:
 
 
 def packages(call: Call, launched: Ended, **environ: str) -> set[str]:
-    """Return the packages whose classes a rank gets, or `stopped` with the reason."""
+    """Return the packages of a rank's KV classes, or `stopped: ` and the reason."""
     assert launched.value is not None, launched.said[-2000:]
     rank = call(kv_classes, launched.value, **environ)
     return {rank.value[kind] for kind in KINDS} if rank.value else {f"stopped: {rank.said}"}
@@ -50,7 +50,8 @@ def test_a_launcher_and_its_ranks_opt_in_together(
     call: Call, launcher: Launcher, given: tuple[str, ...], environ: dict[str, str],
     package: str, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """The record travels with ServerArgs: some ranks of a server would else be stock."""
+    """ServerArgs carry the decision to the ranks. Otherwise some ranks of a server could be
+    stock."""
     file = tmp_path / "server.yaml"
     file.write_text("enable-mixkv: true\n")
     words = [str(file) if word == file.name else word for word in given]
@@ -61,7 +62,7 @@ def test_a_launcher_and_its_ranks_opt_in_together(
 
 
 @pytest.mark.parametrize("more", [(), ASCEND])
-def test_a_rank_looks_where_no_hook_saw_the_arguments(call: Call, more: tuple[str, ...]) -> None:
+def test_a_rank_checks_arguments_that_no_hook_has_seen(call: Call, more: tuple[str, ...]) -> None:
     launched = call(engine_of_resolved, [*FLAGS, *more], **ENV)
     (said,) = packages(call, launched, **ENV)
     assert OTHER in said if more else said == "sglang_mixkv"
@@ -73,10 +74,10 @@ def test_a_rank_looks_where_no_hook_saw_the_arguments(call: Call, more: tuple[st
         (launch_server, ASCEND, ENV, OTHER),
         (dynamo, (), MAYBE, "1 or 0; got 'maybe'"),
         (launch_server, (FLAG,), {"SGLANG_PLUGINS": "other"}, UNKNOWN),
-        (dynamo, (FLAG,), ENV, UNKNOWN),  # its parser is built before plugins are loaded
+        (dynamo, (FLAG,), ENV, UNKNOWN),  # Dynamo builds its parser before plugins are loaded
     ],
 )  # fmt: skip
-def test_what_is_refused_or_not_known_stops_the_launcher(
+def test_a_refused_or_unknown_flag_stops_the_launcher(
     call: Call, launcher: Launcher, given: tuple[str, ...], environ: dict[str, str],
     said: str,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""The ring's cutting rule is SGLang's: compare with what QKVParallelLinear really loads."""
+"""The ring assigns heads to ranks as SGLang does, which QKVParallelLinear's weights show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEAD_SIZE = 2
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_heads_on_rank(kv_heads: int, tp: int) -> None:
+def test_a_rank_has_the_heads_that_sglang_loads(kv_heads: int, tp: int) -> None:
     from sglang.srt.layers.linear import QKVParallelLinear
     from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import ServerArgs

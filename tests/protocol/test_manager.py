@@ -1,5 +1,5 @@
-"""The construction of a rank and its manager, and what a decode rank forgets of a prefill
-server."""
+"""The construction of a rank's context and manager, and a decode rank's state about prefill
+servers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from sglang_mixkv.guards.early_sends import EarlySends
 from sglang_mixkv.series import ABORTED
 
 
-def test_sizes_are_bounded_before_sglang_lists_ranks() -> None:
+def test_server_sizes_are_checked_before_sglang_lists_ranks() -> None:
     listed = list[Any]()
 
     class Stock:
@@ -71,7 +71,7 @@ PLAIN = Config(enabled=True, staging_mb=1)
 
 
 class Plane:
-    """A data plane that takes what it is made of, and what is registered."""
+    """A data plane that records its arguments and the memory registered with it."""
 
     endpoint = b"endpoint"
 
@@ -84,7 +84,7 @@ class Plane:
 
 @pytest.fixture
 def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
-    """Make this rank with a configuration: its context, its store and its row."""
+    """Return a function that makes a rank with a configuration: its context, store and row."""
     draft = Draft(
         LAYOUT, DraftRows([torch.zeros(8, 2, 16, dtype=torch.uint8)] * 2, LAYOUT.heads), 4
     )
@@ -125,8 +125,8 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
     return make
 
 
-def test_a_ranks_row_has_each_of_its_facts(rank_of: Callable[[Config], Any]) -> None:
-    """Each fact has another value, so that none can stand in another's place."""
+def test_a_ranks_row_contains_all_facts(rank_of: Callable[[Config], Any]) -> None:
+    """All values differ, so that no fact can be confused with another."""
     one, store, row = rank_of(Config(enabled=True, staging_mb=2, patience=0.7))
     slots, size = slots_of(2)
     assert msgspec.structs.asdict(row) == {
@@ -147,7 +147,7 @@ SETTINGS = {
         (one.slots.count, one.slot_bytes), (store.staging.count, store.staging.slot_bytes),
         (row.staging.slots, row.staging.slot_bytes)), slots_of),
     "patience": (2.5, lambda one, store, row: (row.patience, one.times.patience), None),
-    "port": (2000, lambda one, store, row: (one.port,), lambda port: port + 5),  # of GPU 5
+    "port": (2000, lambda one, store, row: (one.port,), lambda port: port + 5),  # on GPU 5
     "data_plane": ("nixl", lambda one, store, row: (
         one.choice.name, store.plane.name, row.staging.data_plane), None),
     "nixl_params": ({"a": "b"}, lambda one, store, row: (store.plane.made_of[-1],), None),
@@ -159,7 +159,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_reaches_all_that_depends_on_it(
+def test_a_setting_reaches_every_place_that_uses_it(
     rank_of: Callable[[Config], Any], name: str
 ) -> None:
     value, look, meaning = SETTINGS[name]
@@ -171,7 +171,7 @@ def test_a_setting_reaches_all_that_depends_on_it(
     assert all(one != expected for one in plain)
 
 
-def test_the_data_plane_has_the_slots(
+def test_the_staging_buffer_is_registered_with_the_data_plane(
     rank_of: Callable[[Config], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools: list[Any] = []
@@ -208,7 +208,7 @@ def other_rank(config: Config = PLAIN, **kv_args: Any) -> Any:
 
 
 @pytest.mark.usefixtures("rank_of")
-def test_a_rank_without_a_drafter_has_no_store_and_says_so(
+def test_a_rank_without_a_drafter_has_no_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ranks.pool_hooks, "current", lambda: DraftPoolContext(None, "scheduler"))
@@ -242,7 +242,7 @@ def test_a_rank_is_checked_with_its_arguments_slots_and_times(
 
 @pytest.mark.usefixtures("rank_of")
 @pytest.mark.parametrize(("gpu", "asked", "port"), [(5, 0, 0), (None, 0, 0), (None, 2000, 2000)])
-def test_a_port_of_its_own_or_any_free_one(gpu: Any, asked: int, port: int) -> None:
+def test_the_configured_port_is_used_or_any_free_one(gpu: Any, asked: int, port: int) -> None:
     config = msgspec.structs.replace(PLAIN, port=asked)
     one = ranks.RankContext(
         SimpleNamespace(gpu_id=gpu), SimpleNamespace(_mixkv=config), "prefill", "mooncake"
@@ -283,12 +283,12 @@ def test_a_port_of_its_own_or_any_free_one(gpu: Any, asked: int, port: int) -> N
     ],
 )
 @pytest.mark.usefixtures("rank_of")
-def test_a_target_is_what_sglangs_lists_say_of_it(
+def test_the_targets_facts_come_from_sglangs_kv_args(
     manager: dict[str, Any], kv_args: dict[str, Any], expected: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The lists include a drafter that SGLang moves after the target; decode's have no number of
-    heads."""
+    """SGLang's lists include a drafter that SGLang moves itself, after the target's entries. On
+    decode they lack the number of heads."""
     plain = {"kv_item_lens": [7, 8, 9], "num_draft_entries": 1, "kv_layer_ids": [0],
              "total_kv_head_num": 6, "page_size": 1, "state_types": [], "state_item_lens": [],
              "state_dim_per_tensor": []} | kv_args  # fmt: skip
@@ -335,8 +335,8 @@ def test_a_store_on_a_gpu_names_it_and_has_its_kernels(
 def built(
     monkeypatch: pytest.MonkeyPatch, mode: str = "prefill", drafting: bool = True, **rank: Any
 ) -> tuple[Any, Any]:
-    """Build a manager of a rank, with the record of calls that made it. SGLang's own manager knows
-    the rank."""
+    """Build a manager, and return it with a record of the calls that built it. `rank`: attributes
+    that SGLang's manager sets."""
     made = MagicMock()
     made.switch_off_early_sends.return_value = "; a note"
     made.RankContext.return_value.banner.return_value = "the banner"
@@ -353,7 +353,7 @@ def built(
     class Theirs:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             made.stock(*args, **kwargs)
-            assert self.kv_status_msg_carries_reason, "it is read while SGLang's is made"
+            assert self.kv_status_msg_carries_reason, "SGLang reads it in its constructor"
             plain = {"pp_rank": None, "pp_size": None, "attn_tp_rank": 0, "attn_cp_rank": 0,
                      "attn_dp_rank": 0, "system_dp_rank": 0}  # fmt: skip
             vars(self).update(plain, local_ip="10.0.0.9", **rank)
@@ -368,7 +368,7 @@ def built(
 
 
 def arguments(kind: Any, made: Any) -> dict[str, Any]:
-    """Return the arguments of the only object of this class, by the names of its parameters."""
+    """Return the arguments, by parameter name, with which `made`, a mock of `kind`, was called."""
     ((args, kwargs),) = [(one.args, one.kwargs) for one in made.call_args_list]
     return dict(inspect.signature(kind).bind(*args, **kwargs).arguments)
 
@@ -423,13 +423,14 @@ def test_a_prefill_manager_without_a_drafter_has_no_channel(
 
 
 @pytest.mark.parametrize("drafting", [True, False])
-def test_a_decode_manager_has_a_channel_and_knows_servers(
+def test_a_decode_manager_has_a_channel_and_prefill_servers(
     drafting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It forgets the server of a peer that was restarted, and looks after that of a lost one."""
+    """If a peer was restarted, the manager forgets its server; if a peer was lost, it checks the
+    server again."""
     manager, made = built(monkeypatch, "decode", drafting)
     local = made.RankContext.return_value
-    assert not made.switch_off_early_sends.mock_calls, "prefill sends"
+    assert not made.switch_off_early_sends.mock_calls, "only prefill sends"
     local.store.assert_called_once_with("10.0.0.9")
     machine, store = made.DecodeMachine.return_value, local.store.return_value
     assert arguments(DECODE[0], made.DecodeMachine) == {
@@ -468,11 +469,11 @@ RANK_NAMES = "attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank"
      ({"pp_rank": 0, "pp_size": 3}, False), *(({name: 1}, False) for name in RANK_NAMES)],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_one_rank_of_a_server_has_its_banner_in_the_log(
+def test_one_rank_per_server_logs_its_banner_at_info(
     mode: str, rank: dict[str, Any], is_said: bool, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """The first rank of the stage that drafts logs its banner at INFO, the others at DEBUG."""
+    """The first rank of the drafter's stage logs its banner at INFO, all others at DEBUG."""
     with caplog.at_level(logging.DEBUG, "sglang.sglang_mixkv.engine.manager"):
         built(monkeypatch, mode, **rank)
     ((level, text),) = [(one.levelno, one.getMessage()) for one in caplog.records]
@@ -482,7 +483,7 @@ def test_one_rank_of_a_server_has_its_banner_in_the_log(
 
 @pytest.mark.parametrize("kind", [*MIXINS, "kvargs"])
 @pytest.mark.parametrize("backend", ["mooncake", "nixl", "fake"])
-def test_sglangs_class_is_handed_out_with_its_mixin_and_backend(backend: str, kind: str) -> None:
+def test_sglangs_class_gets_the_plugins_mixin(backend: str, kind: str) -> None:
     class Theirs: ...
 
     found: Any = mixed(Theirs, backend, kind)
@@ -492,7 +493,7 @@ def test_sglangs_class_is_handed_out_with_its_mixin_and_backend(backend: str, ki
     guards = (EarlySends,) if (backend, kind) == ("nixl", "manager") else ()
     assert found.__bases__ == (*guards, MIXINS[kind], Theirs)
     assert (found.__name__, found.backend) == ("DraftTheirs", backend)
-    assert mixed(Theirs, backend, kind) is found, "a second one would be another class"
+    assert mixed(Theirs, backend, kind) is found, "the class must be made only once"
     assert found.__module__.startswith("sglang_mixkv.")
 
 
@@ -511,7 +512,7 @@ REASON = "PermissionError(13, 'TRITON_CACHE_DIR')"
         ("torch", UnsafeError(REASON), False),
     ],
 )
-def test_nothing_takes_the_kernels_place_in_silence(
+def test_torch_copies_replace_the_kernels_only_with_a_warning(
     asked: str, found: Any, starts: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     def gpu_rows(*what: Any) -> Any:
@@ -525,12 +526,14 @@ def test_nothing_takes_the_kernels_place_in_silence(
     with error:
         assert gpu.kernels_of("rows", 64, "staging", asked) is found
     said = [(one.levelname, one.message) for one in caplog.records]
-    assert len(said) == (asked == "auto" and found is REASON), "what was asked for is no fault"
+    assert len(said) == (asked == "auto" and found is REASON), (
+        "an explicit setting needs no warning"
+    )
     assert all(level == "WARNING" and "MIXKV-START-07" in text for level, text in said)
 
 
 class Stock:
-    """The methods of SGLang's managers that are overridden."""
+    """A stand-in for SGLang's manager with the methods that the plugin overrides."""
 
     def __init__(self) -> None:
         self.prefill_info_table: dict[str, Any] = {}
@@ -550,8 +553,8 @@ class Manager(DraftManager, Stock):
         Stock.__init__(self)
 
 
-def test_sglangs_table_has_no_server_before_it_is_connected_to() -> None:
-    """The scheduler takes one that is there for ready."""
+def test_a_server_enters_sglangs_table_only_once_connected() -> None:
+    """The scheduler treats a server in `prefill_info_table` as ready."""
     manager = Manager()
     for address, info in ((ADDRESS, "its sizes"), (OTHER, None)):
         assert manager.resolve(address) == info
@@ -560,8 +563,9 @@ def test_sglangs_table_has_no_server_before_it_is_connected_to() -> None:
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("reason", [ABORTED, "another", None])
-def test_what_prefill_says_of_a_request_is_handed_on(deferred: bool, reason: Any) -> None:
-    """An abort without deferred release is ignored, since SGLang may still write."""
+def test_prefills_status_of_a_request_is_passed_to_sglang(deferred: bool, reason: Any) -> None:
+    """Prefill's status reaches SGLang, except an abort without deferred release: prefill may still
+    write to the pages."""
     manager = Manager()
     manager.enable_deferred_decode_kv_release = deferred
     status = {"bootstrap_room": 7, "status": 0, "prefill_unique_rank": 1}
@@ -570,11 +574,11 @@ def test_what_prefill_says_of_a_request_is_handed_on(deferred: bool, reason: Any
     assert manager.applied == ([] if is_ignored else [(reason, status)])
 
 
-ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # has the same beginning
+ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # one is a prefix of the other
 
 
 class Locked(dict[str, Any]):
-    """Nobody may look at it, or change it, without its lock."""
+    """A dict that may be read or changed only with its lock held."""
 
     def __init__(self, lock: Any, **entries: Any) -> None:
         super().__init__(entries)
@@ -594,9 +598,10 @@ class Locked(dict[str, Any]):
         super().__delitem__(key)
 
 
-def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
-    """SGLang's heartbeats may not have noticed. Its keys of a connection: as in
-    CommonKVReceiver._setup_bootstrap_infos. Its threads change that table under the lock."""
+def test_a_server_with_a_restarted_rank_is_forgotten() -> None:
+    """After a restart that SGLang's heartbeats may have missed, SGLang's cached connections to that
+    server are dropped too. Their keys are made in CommonKVReceiver._setup_bootstrap_infos; SGLang's
+    threads change the table under a lock."""
     lock, entries = threading.Lock(), {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
     pool, table = Locked(lock, **entries), dict.fromkeys((ADDRESS, OTHER))
     manager: Any = SimpleNamespace(
@@ -604,26 +609,26 @@ def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     )
     PrefillServers(manager, own=None).forget(ADDRESS)  # type: ignore[arg-type]
     assert list(table) == [OTHER]
-    with lock:  # which is free again
+    with lock:  # blocks unless `forget` has released it
         assert list(pool) == [f"{OTHER}_0_0_0"]
 
 
-def test_a_slot_that_holds_no_token_is_refused_with_what_would() -> None:
-    facts = DraftFacts("Llama", "EAGLE3", 8, (256,) * 16, "bfloat16")  # 32 KiB a token
+def test_a_slot_smaller_than_a_token_is_refused_with_a_remedy() -> None:
+    facts = DraftFacts("Llama", "EAGLE3", 8, (256,) * 16, "bfloat16")  # 32 KiB per token
     small, larger = slots_of(1)[1], slots_of(2)[1]
     ranks.check_slots(DraftLayout(facts, 1, 0), larger)
     ranks.check_slots(DraftLayout(facts, 2, 0), small)
     with pytest.raises(MixKVError, match=r"MIXKV-START-04.*--mixkv-staging-mb to be 2 or more"):
         ranks.check_slots(DraftLayout(facts, 1, 0), small)
-    facts = msgspec.structs.replace(facts, head_bytes=(1 << 20,) * 5)  # more than the largest slot
+    facts = msgspec.structs.replace(facts, head_bytes=(1 << 20,) * 5)  # larger than any slot
     with pytest.raises(MixKVError, match=r"MIXKV-START-04.*a token of 4 MiB at most"):
         ranks.check_slots(DraftLayout(facts, 8, 0), slots_of(16384)[1])
 
 
-def test_an_open_waits_as_long_as_sglang_lets_a_request_wait(
+def test_an_open_is_retained_for_sglangs_request_timeouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SGLang's error messages advise 600 s for either timeout if TTFT may be long."""
+    """SGLang's error messages advise 600 s for each timeout if TTFT may be long."""
     names = [f"SGLANG_DISAGGREGATION_{of}_TIMEOUT" for of in ("WAITING", "BOOTSTRAP")]
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -644,7 +649,8 @@ OF_GPUS = json.dumps({"0": "mlx5_0", "1": "mlx5_2,mlx5_3"})
 def test_the_data_plane_uses_sglangs_rdma_devices_for_its_gpu(
     given: str | None, taken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """SGLang's NIXL manager joins them in the same way (nixl/conn.py _resolve_ucx_device_list)."""
+    """The plugin joins device names as SGLang's NIXL manager does (nixl/conn.py,
+    _resolve_ucx_device_list)."""
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     monkeypatch.delenv(planes.NIXL_ENV, raising=False)
@@ -656,8 +662,8 @@ def test_the_data_plane_uses_sglangs_rdma_devices_for_its_gpu(
     assert devices == taken
     _, found = planes.nixl_backend(devices, params)
     assert found == ({"device_list": taken.replace(",", ", ")} if taken else {})
-    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_9:1")  # SGLang leaves the choice to it
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_9:1")  # then SGLang passes no device list either
     assert planes.nixl_backend(devices, params) == ("UCX", {})
-    monkeypatch.setenv("MC_FORCE_TCP", "0")  # Mooncake looks whether it is set
-    kv_args.gpu_id = 7  # SGLang does not look at it without RDMA
+    monkeypatch.setenv("MC_FORCE_TCP", "0")  # Mooncake checks only whether it is set
+    kv_args.gpu_id = 7  # not in the file, which is not read without RDMA
     assert gpu.rdma_devices(kv_args) == ""

@@ -1,4 +1,5 @@
-"""Every attention-TP pair, head count and kind of target: every byte of every decode buffer."""
+"""Every byte of every decode buffer is correct for all attention-TP pairs, head counts and kinds of
+targets."""
 
 from __future__ import annotations
 
@@ -48,24 +49,24 @@ def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
 
 GQA = Cache("mha", layers=4, heads=4, k_bytes=4, v_bytes=4)
 MLA = Cache("mla", layers=4)
-# Hybrid pools publish layer ids, and have linear-attention state that is cut by TP rank. Each stage
-# sends its layers, the last one the drafter and the aux row.
+# Hybrid pools publish layer ids, and have linear-attention state that is split by TP rank. Each
+# pipeline stage sends its layers; the last one also sends the drafter and the metadata row.
 TARGETS: dict[str, dict[str, Any]] = {
     "gqa": {"target": GQA, **with_drafter("gqa8")},
     "gqa, block drafter": {"target": GQA, **with_drafter("DFLASH")},
     "gqa, stages": {"target": GQA, "prefill_pp": 2, **with_drafter("gqa4")},
     "gqa, hybrid": {"target": GQA, "hybrid": True, **with_drafter("gqa2")},
     "gqa, hybrid stages": {"target": GQA, "hybrid": True, "prefill_pp": 2, **with_drafter("gqa1")},
-    # Layers with a window have pages of their own, sent as state; the drafter's pages are those of
-    # the full layers, all of them.
+    # Sliding-window layers have their own pages, sent as state. The drafter uses the pages of the
+    # full-attention layers.
     "gqa, window": {"target": GQA, "target_window": 9, **with_drafter("gqa2")},
     "mla, hybrid": {"target": MLA, "hybrid": True, **with_drafter("DSPARK")},
     "mla, stages": {"target": MLA, "prefill_pp": 2, **with_drafter("gqa4")},
-    # Kimi-K3's shape. SGLang lets DSPARK alone have stages with a drafter of heads.
+    # Kimi-K3's shape. SGLang allows pipeline stages with a KV-head drafter only for DSPARK.
     "mla, four hybrid stages": {
         "target": replace(MLA, layers=8), "hybrid": True, "prefill_pp": 4, **with_drafter("DSPARK")
     },
-    "mla drafter": {"draft": Cache("mla", k_bytes=12)},  # SGLang moves that itself
+    "mla drafter": {"draft": Cache("mla", k_bytes=12)},  # SGLang moves MLA drafters itself
     "without a drafter": {"draft": None},
     "gqa without a drafter": {"target": GQA, "draft": None},
 }  # fmt: skip
@@ -76,7 +77,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_targets(prefill_tp: int, decode_tp: int, name: str, backend: str) -> None:
     if (name, prefill_tp, backend) == ("gqa, stages", decode_tp, "nixl"):
-        pytest.skip("SGLang moves no such target over NIXL (test_target_alone.py)")
+        pytest.skip("SGLang cannot move this target over NIXL (test_target_alone.py)")
     right(Case(prefill_tp, decode_tp, requests=REQUESTS, **TARGETS[name]))
 
 
@@ -95,9 +96,9 @@ POOLS = {"plain": {}, "stages": {"prefill_pp": 2}, "hybrid": {"hybrid": True}}
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("draft", ["none", "heads", "mtp"])
 def test_dsa_target(prefill_tp: int, decode_tp: int, index_k: str, pool: str, draft: str) -> None:
-    """DeepSeek-V3.2, GLM-5 and LongCat have index keys in pages of their own, sent as state, which
-    some layers have and some do not. Those of DeepSeek's own MTP layer follow the target's in one
-    list; beside linear attention, whose state is cut by TP rank, it has none."""
+    """DSA targets (DeepSeek-V3.2, GLM-5, LongCat) keep index keys in their own pages, which SGLang
+    sends as state; not every layer has them. The index keys of DeepSeek's MTP layer follow the
+    target's in one list. In a hybrid model, the MTP layer has none."""
     of_mtp = Cache("mla", k_bytes=24, index_k=() if pool == "hybrid" else (True,))
     drafts = {"none": None, "heads": Cache("mha", heads=2), "mtp": of_mtp}
     target = Cache("mla", layers=4, k_bytes=24, index_k=INDEX_K[index_k])
@@ -112,8 +113,7 @@ def test_dsa_target(prefill_tp: int, decode_tp: int, index_k: str, pool: str, dr
 @few
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4)])
 def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
-    """DeepSeek-V4's DSPARK: its KV is state without heads. Both sides speculate, and SGLang's
-    own transfer sends it all."""
+    """The KV of DeepSeek-V4's DSPARK is state without heads, which SGLang's own transfer sends."""
     special = Special(draft_is_state=True)
     case = Case(prefill_tp, decode_tp, draft=None, algorithm="DSPARK", special=special)
     outcome = right(replace(case, requests=REQUESTS))
@@ -126,7 +126,7 @@ def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (4, 2, 1, 2)],
 )
 def test_dp_attention(prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int) -> None:
-    """Routes depend on the attention-TP sizes inside a DP rank; each DP rank is a peer."""
+    """Routes depend on the attention-TP sizes within a DP rank, and each DP rank is a peer."""
     sizes = {"prefill_dp": prefill_dp, "decode_dp": decode_dp}
     right(Case(prefill_tp, decode_tp, requests=REQUESTS, **sizes, **with_drafter("gqa4")))
 
@@ -135,7 +135,7 @@ def test_dp_attention(prefill_tp: int, decode_tp: int, prefill_dp: int, decode_d
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_several_prefill_servers(prefill_tp: int, decode_tp: int, dp: int) -> None:
-    """One decode server takes requests of two prefill servers in turns."""
+    """One decode server alternates between requests from two prefill servers."""
     requests = (*REQUESTS, Request(17, chunk_pages=1), Request(5), Request(9), Request(30))
     right(Case(prefill_tp, decode_tp, prefills=2, decode_dp=dp, requests=requests))
 
@@ -144,8 +144,8 @@ def test_several_prefill_servers(prefill_tp: int, decode_tp: int, dp: int) -> No
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4), (2, 1)])
 def test_page_sizes_and_page_edges(prefill_tp: int, decode_tp: int, page_size: int) -> None:
-    """Prompts of page_size x k - 1, x k and x k + 1 tokens, in one chunk and in several, with
-    and without a prefix that the decode side has cached."""
+    """Prompts have 2 x page_size - 1, 2 x page_size and 2 x page_size + 1 tokens, in one or several
+    chunks, with and without a prefix cached on decode."""
     requests = tuple(
         Request(max(1, page_size * 2 + edge), prefix, chunk)
         for edge in (-1, 0, 1)
@@ -172,29 +172,27 @@ def test_dtypes(prefill_tp: int, decode_tp: int, target: str, draft: str) -> Non
     ("prefill_tp", "decode_tp", "heads"),
     [(3, 1, 3), (1, 3, 3), (6, 3, 6), (3, 6, 6), (6, 2, 6), (6, 3, 3), (2, 6, 6)],
 )
-def test_sizes_that_are_no_powers_of_two(prefill_tp: int, decode_tp: int, heads: int) -> None:
-    """SGLang allows sizes where heads and ranks divide each other, and one TP size the other."""
+def test_sizes_that_are_not_powers_of_two(prefill_tp: int, decode_tp: int, heads: int) -> None:
+    """SGLang requires that the number of heads and the TP size divide one another, and likewise the
+    two TP sizes."""
     draft = Cache("mha", heads=heads, layers=3)
     right(Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS))
 
 
-# ---------------------------------------------------------------- pages that hold no token to send
+# ---------------------------------------------------------------- surplus pages
 
 
 @few
 @pytest.mark.parametrize("surplus", [0, 2])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-def test_rows_are_those_of_the_prompt(
+def test_only_the_prompts_rows_are_moved(
     prefill_tp: int, decode_tp: int, surplus: int, backend: str
 ) -> None:
-    """Prefill can send more pages than the prompt fills; `num_kv_tokens` says how many tokens are
-    sent. Decode names those that the prompt fills (`req_to_token[prefix:origin_input_len]`).
-    Prompts end on a page's boundary and one token before it, in one chunk and in several, of which
-    the last has only surplus pages, with a prefix and without.
-
-    Prompts end on a page's boundary, and one token before; in one chunk and in several, of which
-    the last has surplus alone; with a prefix and without."""
-    # A last chunk for which decode has no page at all fails SGLang's own transfer over NIXL.
+    """Prefill may send more pages than the prompt fills; `num_kv_tokens` is the number of tokens
+    sent. Decode allocates only the pages that the prompt fills. Prompts end at a page boundary or
+    one token before it, in one or several chunks, with and without a prefix. The last of several
+    chunks may have only surplus pages."""
+    # SGLang's own transfer over NIXL fails if decode has no page for the last chunk.
     chunks = (0,) if (backend, surplus) == ("nixl", 2) else (0, 1)
     requests = tuple(itertools.starmap(Request, itertools.product((8, 7), (0, 2), chunks)))
     special = Special(surplus={"prefill": surplus})
@@ -202,8 +200,8 @@ def test_rows_are_those_of_the_prompt(
 
 
 @few
-def test_a_prompt_that_decode_has_whole_needs_nothing() -> None:
-    """SGLang's last chunk has no page then (decode.py, a prefix as long as the prompt)."""
+def test_a_fully_cached_prompt_needs_no_draft_kv() -> None:
+    """If decode has cached the whole prompt, SGLang's last chunk has no page (decode.py)."""
     right(Case(2, 1, requests=(Request(0, prefix_pages=2), Request(8))))
 
 
@@ -216,7 +214,7 @@ def test_a_prompt_that_decode_has_whole_needs_nothing() -> None:
 def test_a_side_without_a_drafter_is_served(
     prefill_tp: int, decode_tp: int, dcp: int, lacks_it: str
 ) -> None:
-    """The target is right. On decode the drafter's rows of these requests are zero."""
+    """The target is correct, and the drafter's rows on decode are zero."""
     case = Case(
         prefill_tp, decode_tp, dcp=dcp, requests=REQUESTS[:3],
         special=Special(draft_on={lacks_it: False}),
@@ -242,8 +240,8 @@ def test_an_mla_drafter_beside_a_gqa_target_is_refused_at_start() -> None:
 # ---------------------------------------------------------------- decode context parallelism
 
 
-# The target is dealt out by tokens, the drafter cut by heads. With a prefix of one of decode's
-# pages, and chunks that end inside of them.
+# DCP distributes the target's tokens over ranks, while the drafter is split by heads. One request
+# has a prefix of one decode page, and some chunks end inside a decode page.
 DCP_REQUESTS = (
     Request(23, chunk_pages=1),
     Request(8),
@@ -271,7 +269,8 @@ def test_dcp_from_a_server_without_it(
 @pytest.mark.transports(2)
 @pytest.mark.parametrize(("stages", "tp"), [(4, 4), (2, 8)])
 def test_dcp_from_stages_of_one_rank(stages: int, tp: int) -> None:
-    """Kimi-K3's shape, in small: a drafter of 16 heads. Over NIXL stock hangs (test_stock.py)."""
+    """This is a small model of Kimi-K3's shape, with 16 draft heads. Stock SGLang hangs over NIXL
+    (test_stock.py)."""
     right(
         Case(
             1, tp, prefill_pp=stages, dcp=tp, hybrid=True, requests=DCP_REQUESTS,
@@ -326,15 +325,16 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("what", MISFITS)
 @pytest.mark.parametrize("decode_tp", [1, 2])
 def test_other_buffers_are_refused(what: str, decode_tp: int) -> None:
-    """Those of another model, or of the same one with other flags."""
+    """The sides serve different models, or the same model with different flags."""
     both, changes = MISFITS[what]
     fits = Case(2, 2, **both)
     assert what in refusal_of(fits, replace(fits, decode_tp=decode_tp, **changes))
 
 
 def refusal_of(fits: Case, misfit: Case) -> str:
-    """Return why a decode server is refused. One that fits and comes later is served: SGLang's
-    threads on prefill would end at what the first one registers, so they must not see it."""
+    """Return why the decode server `misfit` refuses its request. A fitting decode server that
+    starts later is served, so the first must not have registered with prefill: that would end
+    SGLang's threads there."""
     requests, ports = (Request(8), Request(23)), [free_port()]
     with ExitStack() as ends:
 

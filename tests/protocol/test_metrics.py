@@ -1,4 +1,4 @@
-"""The channel's series after real transfers, and the hooks that lead to a request's drafts."""
+"""The channel's metrics after real transfers, and the hooks that count a request's drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def measured(case: Case, **special: Any) -> Outcome:
 
 
 def states(outcome: Outcome) -> dict[tuple[str, ...], float]:
-    """Rooms by state and reason, over all decode ranks; and all of them by prefill server."""
+    """Count rooms by state and reason over all decode ranks, and check that the series by prefill
+    server has the same totals."""
     names = {at for r in outcome.decode for at in r.counted if at[0] == "rooms_total"}
     found = {at[1:]: count for at in names if (count := outcome.total(*at))}
     for at, count in found.items():
@@ -45,7 +46,7 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
     needed = outcome.total("needed_bytes_total", "draft")
     assert needed == outcome.total("sent_bytes_total", "draft") > 0
     assert outcome.total("wait_seconds", "warm") == decode_tp * len(REQUESTS)
-    assert outcome.total("ready_seconds") == CHUNKS * max(prefill_tp, decode_tp), "by reader"
+    assert outcome.total("ready_seconds") == CHUNKS * max(prefill_tp, decode_tp), "per reader"
     for report in outcome.prefill + outcome.decode:
         assert report.counted["copy_seconds_total",] > 0
         assert report.counted["slots", __version__] >= report.counted["slots_used",]
@@ -55,7 +56,7 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
         assert report.counted["breaker_open",] == 0
 
 
-def test_without_enable_metrics_no_series_is_made() -> None:
+def test_no_metrics_are_made_without_enable_metrics() -> None:
     outcome = measured(Case(1, 1, requests=REQUESTS), metrics=False)
     assert not any(report.counted for report in outcome.prefill + outcome.decode)
     assert not any(report.cold for report in outcome.decode)
@@ -65,7 +66,8 @@ def test_without_enable_metrics_no_series_is_made() -> None:
 
 
 def test_sglang_counts_accepted_drafts_in_one_list() -> None:
-    """It is extended in place; a request that is retracted keeps it."""
+    """SGLang extends `spec_correct_drafts_histogram` in place and does not reset it when it
+    retracts the request."""
     from sglang.srt.managers.schedule_batch import Req
 
     request = Req.__new__(Req)
@@ -76,11 +78,11 @@ def test_sglang_counts_accepted_drafts_in_one_list() -> None:
     assert "spec_correct_drafts_histogram" not in inspect.getsource(Req.reset_for_retract)
 
 
-def test_a_room_learns_its_request() -> None:
+def test_a_rooms_handle_gets_its_request() -> None:
     handle, request = SimpleNamespace(), object()
     ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(handle=handle))
     others = [SimpleNamespace(req=object(), kv_receiver=r) for r in (object(), None)]
-    for first in (others[:0], others[:1], others):  # whoever came before it
+    for first in (others[:0], others[:1], others):  # at each place in the list
         handle.request = None
         given = [*first, ours, *others]
         assert pool_hooks.around_extend(lambda *_: "SGLang's", None, given) == "SGLang's"
@@ -101,10 +103,11 @@ def draft_of(pages: int) -> Any:
 
 
 @pytest.mark.parametrize("backup", ["cpu_tensor", "host_pool"])
-def test_rows_that_a_backup_leaves_out_are_zeroed(
+def test_draft_rows_missing_from_a_backup_are_zeroed(
     backup: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only rows of SGLang's resumed requests are zeroed."""
+    """After a retraction, a CPU-tensor backup restores no draft rows, so the plugin zeroes the
+    resumed request's. A host-pool backup includes them."""
     monkeypatch.setattr(
         retraction, "get_disagg",
         lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),
@@ -130,10 +133,10 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
 
 @pytest.mark.parametrize("bad", range(3))
 @pytest.mark.parametrize("where", ["reporter", "rows"])
-def test_trouble_with_a_resumed_request_is_no_other_ones(
+def test_an_error_in_one_resumed_request_affects_no_other(
     bad: int, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A resumed request whose rows are not cleared would read another request's."""
+    """Draft rows that are not cleared may hold another request's KV."""
     done: dict[str, list[int]] = {"reporter": [], "rows": []}
 
     def note(name: str, request: int) -> None:
@@ -150,7 +153,7 @@ def test_trouble_with_a_resumed_request_is_no_other_ones(
     assert caplog.text.count("MIXKV-SELF-01") == 1
 
 
-def test_trouble_with_a_resumed_request_stays_in_the_plugin(
+def test_an_error_in_a_resumed_request_never_reaches_sglang(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     resumed, queue = [object()], SimpleNamespace(kv_manager=SimpleNamespace(local=object()))

@@ -1,7 +1,7 @@
 """The calls between SGLang's classes and the channel, and their order, without a ring.
 
-`Stock` stands for SGLang's sender or receiver: what is called of it, and of all that the manager
-holds, is in one list of calls.
+`Stock` stands in for SGLang's sender or receiver. A MagicMock as the manager records its calls and
+those of the manager's attributes in one list.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.guards.room_reuse import newest
 
 NUMBERS = itertools.count(1 << 40)
-PAGE, OTHER_PAGE = 4, 16  # the drafter's, and the target's
+PAGE, OTHER_PAGE = 4, 16  # the page sizes of drafter and target
 STATUSES = [KVPoll.Failed, KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring]
 
 
@@ -53,7 +53,7 @@ for _name in (*METHODS, "ensure_abort_notified"):
 
 
 def use(mixin: type, **local: Any) -> tuple[Any, Any]:
-    """Make a sender or receiver, and its manager."""
+    """Make a sender or receiver with this mixin, and its manager."""
     manager = MagicMock(pp_size=1)
     manager.kv_args.page_size = OTHER_PAGE
     draft = SimpleNamespace(page_size=PAGE, in_reach=lambda first, pages: (first, pages))
@@ -64,7 +64,7 @@ def use(mixin: type, **local: Any) -> tuple[Any, Any]:
 
 
 def calls(manager: Any, *names: str) -> list[Any]:
-    """Return the calls of these names, in their order."""
+    """Return the recorded calls of these names, in order."""
     return [one for one in manager.mock_calls if one[0] in names]
 
 
@@ -75,9 +75,9 @@ def rows_of(pages: Any, size: int) -> list[int]:
 # ---------------------------------------------------------------- prefill
 
 
-def test_a_sender_begins_its_room_once_and_not_without_a_drafter() -> None:
+def test_a_sender_begins_its_room_once_if_there_is_a_drafter() -> None:
     one, manager = use(DraftSender)
-    for _ in range(2):  # SGLang begins again what it had retracted
+    for _ in range(2):  # SGLang calls init again after a retraction
         one.init(7, "more", aux=1)
     assert calls(manager, "stock.init") == [call.stock.init(7, "more", aux=1)] * 2
     assert calls(manager, "prefill_channel.begin") == [
@@ -102,8 +102,8 @@ def test_a_sender_begins_its_room_once_and_not_without_a_drafter() -> None:
 def test_chunks_are_the_tokens_that_sglang_sends(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each chunk has the event that SGLang waits for, and begins at the first token that decode
-    lacks; one without tokens has none. The last chunk is the one with the last page."""
+    """A chunk has the events that SGLang waits for, and its tokens follow those of the previous
+    chunk, beginning after decode's prefix. The chunk with the last page is marked as the last."""
     drawn, expected = random.Random(seed), list[Any]()
     one, manager = use(DraftSender)
     manager.pp_size = drawn.choice([1, 2])
@@ -124,7 +124,7 @@ def test_chunks_are_the_tokens_that_sglang_sends(
         def takes_it_away(
             *_: Any, _early: str | None = one._early_send_wait_event, **__: Any
         ) -> None:
-            assert manager.early == _early, "NIXL's queue takes it for this chunk's"
+            assert manager.early == _early, "NIXL's queue reads the chunk's event here"
             one._early_send_wait_event = None
 
         manager.stock.send.side_effect = takes_it_away
@@ -155,13 +155,13 @@ def test_a_chunk_that_the_channel_rejects_still_reaches_sglang(
     manager.prefill_channel.add_chunk.side_effect = ZeroDivisionError
     one.send([0])
     assert caplog.text.count("MIXKV-SELF-01") == 1
-    manager.stock.send.side_effect = KeyError  # SGLang's own error comes out
+    manager.stock.send.side_effect = KeyError  # SGLang's own error is raised
     with pytest.raises(KeyError):
         one.send([0])
 
 
 @pytest.mark.parametrize("released", [True, False])
-def test_of_a_senders_statuses_success_alone_waits(released: bool) -> None:
+def test_only_a_senders_success_waits_for_the_channel(released: bool) -> None:
     one, manager = use(DraftSender)
     one.init(1)
     manager.prefill_channel.release.return_value = released
@@ -183,11 +183,11 @@ def test_of_a_senders_statuses_success_alone_waits(released: bool) -> None:
         (None, "abort", "aborted on prefill"),
     ],
 )
-def test_the_channel_reads_no_page_after_the_end_of_a_sender(
+def test_the_channel_ends_a_room_before_sglang_frees_its_pages(
     state: Any, does: str, reason: str
 ) -> None:
-    """The channel is notified before SGLang frees the pages, and decode of an abort before SGLang
-    forgets its ranks."""
+    """The channel ends the room before SGLang frees the pages. After an abort, decode is notified
+    before SGLang forgets its ranks."""
     one, manager = use(DraftSender)
     one.init(1)
     one.conclude_state, ends = state, call.prefill_channel.end(one.handle, reason)
@@ -196,7 +196,7 @@ def test_the_channel_reads_no_page_after_the_end_of_a_sender(
     assert manager.mock_calls[2:] == [ends, *aborted, getattr(call.stock, does)()]
 
 
-def test_an_abort_goes_on_if_decode_cannot_be_notified(
+def test_an_abort_completes_if_decode_cannot_be_notified(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, manager = use(DraftSender)
@@ -212,7 +212,7 @@ PLAN = Plan(("a", "b"), 9, "another drafter")  # type: ignore[arg-type]
 
 
 def opening(**local: Any) -> tuple[Any, Any]:
-    """Make a receiver with a plan, of a server that is not refused."""
+    """Make a receiver that has a plan, from a server that is not refused."""
     one, manager = use(DraftReceiver, **{"mode": "decode"} | local)
     manager.servers.refuse.return_value = ""
     manager.servers.plan.return_value = PLAN
@@ -222,8 +222,8 @@ def opening(**local: Any) -> tuple[Any, Any]:
 
 
 def failed(one: Any, manager: Any, reason: str) -> bool:
-    """Return True if the request has failed for this reason, which must be final: SGLang's record,
-    its state, and then prefill, to which SGLang sends the state."""
+    """Return True if the request has failed for this reason. The failure must be complete: recorded
+    in SGLang, set as the request's state, and then sent to prefill."""
     record = call.record_failure(one.bootstrap_room, f"sglang-mixkv: {reason}")
     found = calls(manager, "record_failure", "stock.ensure_abort_notified")
     if not found:
@@ -234,7 +234,7 @@ def failed(one: Any, manager: Any, reason: str) -> bool:
     return True
 
 
-def test_a_receiver_has_the_plan_of_its_server_and_ranks() -> None:
+def test_a_receiver_gets_its_plan_when_it_is_initialized() -> None:
     one, manager = opening()
     address = one.bootstrap_addr
     assert manager.mock_calls == [
@@ -247,9 +247,7 @@ def test_a_receiver_has_the_plan_of_its_server_and_ranks() -> None:
 
 @pytest.mark.parametrize("infos", [None, [], ["info"]])
 @pytest.mark.parametrize("concluded", ["before", "by SGLang", None])
-def test_a_request_that_sglang_has_ended_gets_no_plan_or_reason(
-    concluded: str | None, infos: Any
-) -> None:
+def test_a_request_that_sglang_has_ended_is_left_alone(concluded: str | None, infos: Any) -> None:
     one, manager = use(DraftReceiver, mode="decode")
     manager.servers.refuse.return_value, one.bootstrap_infos = "", infos
     if concluded == "before":
@@ -286,7 +284,7 @@ def test_a_request_to_a_refused_server_or_without_a_plan_fails(refused: bool) ->
 def test_a_room_is_opened_after_sglangs_metadata(
     drafting: bool, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank without a drafter opens it with no tokens from its first one on."""
+    """A rank without a drafter opens the room with an empty token range."""
     monkeypatch.setattr(receiver, "forward_event", lambda of: f"forward of {of}")
     draft = Draft(None, None, PAGE, window=2 * PAGE) if drafting else None  # type: ignore[arg-type]
     one, manager = opening(draft=draft)
@@ -312,13 +310,13 @@ def test_a_room_is_opened_after_sglangs_metadata(
     assert list(handle.pages.rows(0, size * len(written))) == rows_of(written, size)
 
 
-def test_a_room_that_cannot_be_opened_fails_its_request_alone(
+def test_a_room_that_cannot_be_opened_fails_only_its_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, manager = opening()
     manager.decode_channel.open.side_effect = ZeroDivisionError("why")
     one.send_metadata([1])
-    assert one.handle is None, "what was not opened is not closed"
+    assert one.handle is None, "a room that was not opened must not be closed"
     text = "[MIXKV-SELF-01] its room could not be opened: ZeroDivisionError('why')"
     assert failed(one, manager, text)
     assert "[MIXKV-SELF-01]" in caplog.text
@@ -329,7 +327,7 @@ def test_a_room_that_cannot_be_opened_fails_its_request_alone(
 def test_only_a_receivers_success_waits_for_the_channel(state: State | None, lost: bool) -> None:
     one, manager = opening()
     manager.stock.poll.return_value = KVPoll.Success
-    assert one.poll() == KVPoll.Success, "it has no room"
+    assert one.poll() == KVPoll.Success, "no room is open yet"
     one.send_metadata([1])
     channel, one.handle.state, one.handle.reason = manager.decode_channel, state, "why"
     channel.is_lost.return_value = lost
@@ -366,8 +364,8 @@ def test_a_rooms_gate_is_closed_before_sglang_frees_its_pages() -> None:
 def test_a_room_that_failed_is_closed_with_a_reason(
     state: Any, records: dict[int, str], reason: str
 ) -> None:
-    """Even if this rank has none: without one it would be counted by its drafter. `records`: by how
-    far the room's number is from this one's."""
+    """A failed room is closed with a reason even if this rank recorded none; otherwise it would be
+    counted as warm or cold. `records`: failure reasons, by the offset of their room number."""
     one, manager = opening()
     one.send_metadata([2, 3])
     manager.failure_records = {one.bootstrap_room + by: text for by, text in records.items()}
@@ -377,7 +375,7 @@ def test_a_room_that_failed_is_closed_with_a_reason(
     assert found == [call.decode_channel.close(one.handle, reason)]
 
 
-# ---------------------------------------------------------------- numbers
+# ---------------------------------------------------------------- room numbers
 
 
 def second(first: Any, manager: Any, number: Any = None) -> Any:
@@ -385,7 +383,7 @@ def second(first: Any, manager: Any, number: Any = None) -> Any:
 
 
 def refused(manager: Any, again: Any, got: str) -> bool:
-    """Return True if the request has failed from the start, under a number that no request has."""
+    """Return True if the request failed when it was made, under an unused negative number."""
     if again.conclude_state is None:
         assert not manager.request_status
         assert not calls(manager, "record_failure", "local.reporter")
@@ -403,8 +401,8 @@ def refused(manager: Any, again: Any, got: str) -> bool:
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("mixin", [DraftSender, DraftReceiver])
-def test_a_second_use_of_a_number_fails_alone_and_is_counted(mixin: type, mode: str) -> None:
-    """Decode alone counts it, and the same number of another manager does not clash."""
+def test_only_the_second_use_of_a_number_fails(mixin: type, mode: str) -> None:
+    """Only decode counts the failed use. The same number in another manager is independent."""
     reporter = MagicMock()
     first, manager = use(mixin, mode=mode, reporter=reporter)
     manager.request_status, room = {}, first.bootstrap_room
@@ -431,7 +429,7 @@ def test_a_number_is_free_once_its_use_is_cleared(mixin: type) -> None:
     third = second(first, manager)
     assert not refused(manager, third, "")
     first.clear()
-    assert len(calls(manager, "stock.clear")) == 1, "what it would clear is the next use's"
+    assert len(calls(manager, "stock.clear")) == 1, "a second clear would clear the next use"
     assert newest.get(first.bootstrap_room) is third
 
 
@@ -441,8 +439,8 @@ def test_a_number_is_free_once_its_use_is_cleared(mixin: type) -> None:
 def test_a_sender_that_has_succeeded_frees_its_number(
     mixin: type, status: Any, is_packed: bool
 ) -> None:
-    """Decode may resend a retracted request while the first one is still being packed, whose sender
-    waits for that under its new number."""
+    """Decode may resend a retracted request while its first sender is still packing. That sender
+    moves to a new number and completes there."""
     first, manager = use(mixin)
     room = first.bootstrap_room
     if mixin is DraftSender:
@@ -469,8 +467,9 @@ def test_an_invalid_number_fails_at_the_start_of_its_use(number: Any) -> None:
 # ---------------------------------------------------------------- around SGLang's queues
 
 
-def test_what_a_queue_hands_over_is_its_threads_own() -> None:
-    """SGLang's manager is returned, with the innermost of nested pools."""
+def test_the_pool_context_belongs_to_one_thread() -> None:
+    """The pool context contains the innermost pool, is visible only in the thread that builds the
+    manager, and SGLang's manager is returned unchanged."""
     taken = list[Any]()
     inner = SimpleNamespace(k_buffer=[], v_buffer=[])
     queue = SimpleNamespace(
@@ -493,8 +492,8 @@ def test_what_a_queue_hands_over_is_its_threads_own() -> None:
 
 
 def test_another_projects_manager_stays_below_the_mixin() -> None:
-    """Made up, of the shape of Dynamo's for checkpoints: it replaces `get_kv_class` before plugins
-    are loaded. Loaded after them it is refused (test_draft_pool.py)."""
+    """Dynamo's checkpoints replace `get_kv_class` in this way before plugins are loaded. A wrapper
+    that is loaded after the plugins is refused (test_draft_pool.py)."""
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
     snapshot = type("SnapshotNixlKVManager", (NixlKVManager,), {"restored": lambda self: "theirs"})
@@ -505,7 +504,7 @@ def test_another_projects_manager_stays_below_the_mixin() -> None:
     assert found.restored is snapshot.restored
 
 
-def test_hooks_hand_on_what_sglang_gives_and_takes() -> None:
+def test_hooks_pass_sglangs_arguments_and_results_through() -> None:
     original = MagicMock(return_value=None)
     context = pool_hooks.DraftPoolContext(None, None)
     local = SimpleNamespace(reporter=MagicMock(), pool_context=context)
@@ -513,7 +512,7 @@ def test_hooks_hand_on_what_sglang_gives_and_takes() -> None:
     assert pool_hooks.around_resume(original, queue, 1, at_most=2) is None
     assert original.mock_calls == [call(queue, 1, at_most=2)]
     assert pool_hooks.around_resume(lambda *_: ["request"], queue) == ["request"]
-    assert local.reporter.mock_calls == [call.retracted("request")], "without a pool, too"
+    assert local.reporter.mock_calls == [call.retracted("request")], "counted even without a pool"
 
     order = list[str]()
     handle = SimpleNamespace()
@@ -530,7 +529,9 @@ def test_hooks_hand_on_what_sglang_gives_and_takes() -> None:
 # ---------------------------------------------------------------- a forward's event
 
 
-def test_an_event_is_behind_the_forward_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forwards_event_is_recorded_on_the_forward_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from sglang_mixkv.engine import gpu
 
     class Stream: ...

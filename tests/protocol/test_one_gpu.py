@@ -1,5 +1,5 @@
-"""The demo on one GPU (mixkv_demo/one_gpu), as far as it shows without one: SGLang's own
-GroupCoordinator over its collectives, with tensors in host memory, and the flags it chooses."""
+"""The one-GPU demo (mixkv_demo/one_gpu) as far as it can be tested without a GPU: its collectives
+under SGLang's GroupCoordinator, with tensors in host memory, and the flags that it chooses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rank(rank: int, port: int, pipe: Any) -> None:
     group = state.init_model_parallel_group([[0, 1]], rank, BACKEND, group_name="tp", **NO_OTHERS)
     mine = torch.arange(8, dtype=torch.bfloat16).view(4, 2) + 100 * rank
     half = torch.empty(2, 2, dtype=torch.bfloat16)
-    dist.reduce_scatter_tensor(half, mine, group=group.device_group)  # SGLang's is CUDA's alone
+    dist.reduce_scatter_tensor(half, mine, group=group.device_group)  # SGLang's needs CUDA
     swapped = torch.empty(4, 2, dtype=torch.float8_e4m3fn)
     dist.all_to_all_single(swapped, mine.to(swapped.dtype), group=group.device_group)
     held = group.broadcast_tensor_dict({"held": mine} if rank == 0 else None, src=0)
@@ -76,7 +76,7 @@ def test_collectives() -> None:
 
 def _hooked() -> Any:
     support.install()
-    HookRegistry.apply_hooks()  # only logs what it cannot apply
+    HookRegistry.apply_hooks()  # logs hooks that it cannot apply, without an error
     with CudaSRTPlatform().reindex_device_id(1) as number:
         seen = (number, os.environ["CUDA_VISIBLE_DEVICES"])
     return seen, HookRegistry._patched & {*support.HOOKED}
@@ -94,7 +94,7 @@ def test_rank_1_gets_the_card_too(
     assert in_fork(_hooked) == ((0, card), {*support.HOOKED})
 
 
-def test_what_is_missing_is_chosen_otherwise_and_said() -> None:
+def test_the_setup_replaces_missing_parts_and_gives_reasons() -> None:
     lacking = {one_gpu.SHARED_ENV, one_gpu.NO_DUAL_GEMM_ENV}
     for cards, packages, chosen, reasons in (
         (1, frozenset(), lacking, 3), (2, frozenset({"cutlass"}), set(), 1),
@@ -105,7 +105,7 @@ def test_what_is_missing_is_chosen_otherwise_and_said() -> None:
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("3", 1), ("0,1", 2)])
-def test_cards_that_a_server_may_use(
+def test_cuda_visible_devices_limits_the_number_of_cards(
     visible: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

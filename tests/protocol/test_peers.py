@@ -1,8 +1,8 @@
-"""Stock peers, which have no channel.
+"""Pairs in which one side is stock SGLang, without a channel.
 
-prefill    decode    what a request gets
-stock      ours      refused by decode, with a message, before any message of SGLang's
-ours       stock     its target; prefill counts a room that nobody opens, and says so once
+prefill    decode    result
+stock      plugin    decode refuses the request with a reason, before SGLang sends any message
+plugin     stock     the target is transferred; prefill counts an unopened room, and logs it once
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_silent(rank: Rank) -> None:
-    """Keep this decode rank from sending any of SGLang's messages."""
+    """Replace SGLang's sending on this decode rank: record each message as an error."""
 
     def send(_: Any, *, bootstrap_info: Any, message: Any, operation: str) -> bool:
         rank.report.wrong.append(f"decode sent {operation}")
@@ -41,9 +41,10 @@ def is_silent(rank: Rank) -> None:
 def refused_by_decode(
     words: str, prefill_tp: int, decode_tp: int, stock_ranks: Any = (), **case: Any
 ) -> Outcome:
-    """Check that every request is refused in these words, and that nothing was sent. Decode refuses
-    at once, and repeats prefill's ABORT for 8 s, which a rank that is not up would never get: with
-    faults all ranks are up when a request begins."""
+    """Check that decode refuses every request with these words, and sends nothing.
+
+    Decode refuses immediately, and repeats the ABORT to prefill for 8 s only. With `faults`, the
+    ring starts requests after all ranks are up, so every prefill rank receives it."""
     faults = {("decode", rank): is_silent for rank in range(decode_tp)}
     special = Special(faults=faults, failed_rooms_stay_clean=True, stock_ranks=stock_ranks)
     outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, special=special, **case))
@@ -59,7 +60,7 @@ def refused_by_decode(
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
 def test_a_stock_prefill_is_refused(prefill_tp: int, decode_tp: int) -> None:
-    """It would write the drafter's rows into the target's pages."""
+    """A stock prefill server would write the drafter's rows into the target's pages."""
     words = "it does not run sglang-mixkv"
     outcome = refused_by_decode(words, prefill_tp, decode_tp, prefill_mixkv=False)
     assert all(report.counted["peers_refused_total", "no_plugin"] for report in outcome.decode)
@@ -71,7 +72,7 @@ def test_a_prefill_with_one_stock_rank_is_refused() -> None:
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
 def test_a_stock_decode_gets_its_target_and_is_counted(prefill_tp: int, decode_tp: int) -> None:
-    """Prefill cannot refuse what it does not see."""
+    """Prefill cannot refuse a stock decode server, since that sends it no facts."""
     before = {("prefill", rank): keep_lines("did not open") for rank in range(prefill_tp)}
     special = Special(draft_stays=True, before=before)
     case = Case(prefill_tp, decode_tp, requests=REQUESTS, decode_mixkv=False, special=special)

@@ -1,5 +1,6 @@
-"""A launch that is only planned (SGLANG_MIXKV_PLAN), by SGLang's own launchers and Dynamo's: its
-row, its exit status, and what `plan` makes of two rows. No server starts."""
+"""SGLANG_MIXKV_PLAN makes SGLang's and Dynamo's launchers write a row for `plan` and exit.
+
+The tests check the row, the exit status, and the report of `plan` on two rows. No server starts."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def server_in(file: Path) -> dict[str, Any]:
 def test_two_servers_write_rows_that_plan_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One opted in, the other not: the row is the same in the file and in the log."""
+    """Only prefill has opted in. The log contains the same row as the file."""
     prefill, decode = tmp_path / "prefill.json", tmp_path / "decode.json"
     done = launched(prefill, [*SERVER, *mode("prefill", "--tp 2")], SGLANG_ENABLE_MIXKV="1")
     assert (done.returncode, rows_in(done.stdout)) == (0, [json.loads(prefill.read_text())])
@@ -82,11 +83,11 @@ def test_two_servers_write_rows_that_plan_reads(
         (launch_server, "", {"SGLANG_MIXKV_PLAN_GPU": "blackwell"}, {"gpu": "blackwell"}),
     ],
 )  # fmt: skip
-def test_what_a_launch_resolves_to(
+def test_a_launchs_row_has_its_resolved_settings(
     sglang_with_plugin: Call, tmp_path: Path, launcher: Any, more: str, environ: dict[str, str],
     found: dict[str, Any],
 ) -> None:  # fmt: skip
-    """The row is written after SGLang's last check, whatever that raises."""
+    """The row is written after SGLang's last check, even if that check raises."""
     file = tmp_path / "row.json"
     sglang_with_plugin(launcher, mode("decode", more), SGLANG_MIXKV_PLAN=str(file), **environ)
     server = server_in(file)
@@ -95,8 +96,9 @@ def test_what_a_launch_resolves_to(
     assert bool(server["refused"]) == ("SGLANG_RUST_SERVER" in environ or "grpc" in more)
 
 
-def test_what_writes_no_server(sglang_with_plugin: Call, tmp_path: Path) -> None:
-    """Another node, a model that SGLang cannot read, a GPU that plan does not know."""
+def test_launches_that_write_no_server(sglang_with_plugin: Call, tmp_path: Path) -> None:
+    """Nodes other than the first write no row; an unreadable model yields a row without a server;
+    an unknown GPU is an error."""
     file = tmp_path / "row.json"
     second = mode("decode", "--tp 2 --nnodes 2 --node-rank 1 --dist-init-addr 127.0.0.1:5000")
     sglang_with_plugin(launch_server, second, SGLANG_MIXKV_PLAN=str(file))
@@ -111,7 +113,7 @@ def test_what_writes_no_server(sglang_with_plugin: Call, tmp_path: Path) -> None
 
 
 def test_a_row_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    """A FIFO that nobody reads keeps no launch waiting, and the log has the row anyway."""
+    """A FIFO without a reader does not block the launch, and the row is still in the log."""
     os.mkfifo(tmp_path / "fifo")
     done = launched(tmp_path / "fifo", [*SERVER, *mode("decode")])
     assert done.returncode == 1
@@ -119,8 +121,8 @@ def test_a_row_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert len(rows_in(done.stdout)) == 1
 
 
-def test_nothing_is_registered_without_the_variable(sglang_with_plugin: Call) -> None:
-    """The variable also adds to the row what `validate` refuses."""
+def test_no_plan_hook_is_registered_without_the_variable(sglang_with_plugin: Call) -> None:
+    """Without SGLANG_MIXKV_PLAN, no hook is registered that `plan` needs."""
     assert sglang_with_plugin(hooked).value == []
     assert sglang_with_plugin(hooked, SGLANG_MIXKV_PLAN="f").value == ["checks", "resolves"]
 
@@ -135,8 +137,11 @@ def hooked() -> list[str]:
     return sorted(names[target] for target in HookRegistry._patched if target in names)
 
 
-def test_a_script_answers_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A script that plan does not read prints the command instead, and so do the launch scripts."""
+def test_a_script_that_plan_cannot_parse_writes_its_own_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a script that it cannot parse, `plan` prints a command that makes the script write its
+    row. The launch scripts write rows in the same way."""
     script = tmp_path / "run.sh"
     script.write_text(
         f"MORE=()\nwhile [ $# -gt 0 ]; do MORE+=($1); shift; done\n"
@@ -160,8 +165,8 @@ DYNAMO = max((Path(sys.prefix) / "dynamo").glob("*[0-9]"), default=Path())
 
 
 @pytest.mark.skipif(not DYNAMO.name, reason="NOT TESTED: this environment has no Dynamo")
-def test_a_worker_of_dynamo_answers(tmp_path: Path) -> None:
-    """It needs neither etcd nor NATS with the variables that docs/tools.md names."""
+def test_dynamos_worker_writes_a_row(tmp_path: Path) -> None:
+    """With the variables in docs/tools.md, Dynamo's worker needs neither etcd nor NATS."""
     page = (ROOT / "docs" / "tools.md").read_text()
     named = {"DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
     assert " ".join(f"{name}={value}" for name, value in named.items()) in page
@@ -196,8 +201,9 @@ print(unlike, both, args.tp_size, len(refused), *ends)
 
 
 @pytest.mark.skipif(not DYNAMO.name, reason="NOT TESTED: this environment has no Dynamo")
-def test_dynamos_own_parser_is_asked_where_it_is() -> None:
-    """Without Dynamo's parser, plan knows its flags, and takes none of SGLang's for one of them."""
+def test_plan_uses_dynamos_parser_if_installed() -> None:
+    """If Dynamo is installed, `plan` uses its parser. Otherwise it recognizes Dynamo's flags by a
+    pattern, which must match all of Dynamo's flags and none of SGLang's."""
     path = os.pathsep.join([str(DYNAMO), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", ASKED], env={**os.environ, "PYTHONPATH": path}, text=True,
@@ -213,7 +219,7 @@ OLDER = SUPPORTED_SGLANG[-2]
 
 
 def test_a_row_of_another_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Written there and read here: the releases themselves are compared, too."""
+    """The older release writes the row and this one reads it. `plan` also compares the releases."""
     python = ROOT / f".venv-{OLDER}" / "bin" / "python"
     if not python.exists():
         pytest.skip(f"NOT TESTED: MIXKV_SGLANG={OLDER} bash scripts/test.sh makes {python}")

@@ -15,8 +15,8 @@ from sglang_mixkv.errors import MixKVError
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return a function that names the data plane chosen for a backend and devices, without making
-    an engine."""
+    """Return a function that returns the name of the data plane chosen for a backend and devices,
+    without making an engine."""
     monkeypatch.setattr(nixl, "Nixl", lambda *_: "nixl")
     monkeypatch.setattr(mooncake, "Mooncake", lambda *_: "mooncake")
 
@@ -33,25 +33,29 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ("backend", "devices", "asked", "plane"),
     [
         ("mooncake", (), "", "mooncake"),
-        # A reader over UCX's TCP could take its peer with it.
+        # A reader that dies over UCX's TCP can crash its peer.
         ("nixl", (), "", "mooncake"),
         ("nixl", ("mlx5_0",), "", "nixl"),
         ("nixl", (), "nixl", "nixl"),
         ("nixl", ("mlx5_0",), "mooncake", "mooncake"),
     ],
 )
-def test_each_backend_has_its_own_or_what_the_operator_asks_for(
+def test_the_data_plane_follows_the_backend_or_the_operator(
     taken: Any, backend: str, devices: tuple[str, ...], asked: str, plane: str
 ) -> None:
     assert taken(backend, devices, asked) == plane
 
 
-def test_another_nixl_backend_is_not_ucx(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nixl_backend_other_than_ucx_needs_no_rdma(
+    taken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", "LIBFABRIC")
     assert taken("nixl") == "nixl"
 
 
-def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_without_rdma_or_mooncake_is_refused(
+    taken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(*_: object) -> None:
         raise ImportError("No module named 'mooncake'")
 
@@ -60,7 +64,7 @@ def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.Monk
         taken("nixl")
 
 
-def test_nixls_backend_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixls_backend_and_parameters_are_sglangs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.environ import envs
 
     for name in (planes.NIXL_ENV, f"{planes.NIXL_ENV}_PARAMS", "UCX_NET_DEVICES"):

@@ -1,6 +1,6 @@
-"""Random cases over all axes at once; each number is one reproducible case.
+"""Random combinations of all parameters; each number is a reproducible case.
 
-A sample runs by default, the wide matrix with --full. `MIXKV_RANDOM_CASES=lo-hi` runs others.
+By default a sample runs, with --full many more. `MIXKV_RANDOM_CASES=lo-hi` selects other numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def cache(draw: random.Random, name: str, stages: int) -> Cache:
-    """Draw a target (whole layers per stage) or a drafter of 1 to 3 layers."""
+    """Draw a target with the same number of layers per stage, or a drafter with 1 to 3 layers."""
     kind = draw.choice(["mla", "mla", "mha"] if name == "target" else ["mla", "mha", "mha", "mha"])
     layers = stages * draw.choice([1, 2]) if name == "target" else draw.choice([1, 2, 3])
     dtype = draw.choice(["bf16", "bf16", "fp8"])
@@ -30,7 +30,7 @@ def cache(draw: random.Random, name: str, stages: int) -> Cache:
 
 
 def with_index_keys(draw: random.Random, target: Cache) -> Cache:
-    """Add DSA's index keys: the first layer has them, and each other layer may."""
+    """Add DSA's index keys to the first layer and to randomly drawn other layers."""
     own = (True, *(draw.random() < 0.5 for _ in range(target.layers - 1)))
     return replace(target, index_k=own)
 
@@ -86,10 +86,9 @@ def numbers() -> list[object]:
 
 
 def is_refused(case: Case) -> bool:
-    """Return True if SGLang's own transfer of a GQA target over NIXL cannot do this. Layers of
-    prefill's stages are paired by their numbers, which such a pool does not tell
-    (_build_transfer_dst_indices); heads that several prefill ranks have are not cut for more decode
-    ranks (_init_hetero_tp_prep_handle)."""
+    """Return True if SGLang cannot transfer this GQA target over NIXL. It needs layer ids to pair
+    the layers of prefill's stages, which this pool lacks (_build_transfer_dst_indices), and it
+    cannot split replicated heads for more decode ranks (_init_hetero_tp_prep_handle)."""
     if case.backend != "nixl" or case.target.is_mla:
         return False
     if case.prefill_tp == case.decode_tp:

@@ -1,4 +1,4 @@
-"""A room number that two requests use at once: the second fails alone, the first is right."""
+"""If two requests use a room number at once, only the second fails; the first is correct."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
     [(2, 1, "mla", 100), (1, 2, "mla", 100), (2, 1, "mha", 100), (2, 1, "mla", 1 << 64),
      (1, 2, "mha", -1)],
 )  # fmt: skip
-def test_a_number_that_is_in_use_or_cannot_be_sent_fails_alone(
+def test_a_request_with_an_unusable_room_number_fails_alone(
     prefill: int, decode: int, kind: str, bad: int
 ) -> None:
     target = Cache("mla", layers=2, k_bytes=24) if kind == "mla" else Cache("mha", 2, heads=2)
@@ -63,11 +63,11 @@ TOP = (1 << 63) - 1
      ("1", False), ([[1]], False), ([7, TOP + 1], False), ([-1, 7], False), ([7, "8"], False)],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_an_invalid_number_is_refused_when_a_request_is_taken(
+def test_an_invalid_room_number_is_refused_on_arrival(
     rooms: Any, is_taken: bool, mode: str
 ) -> None:
-    """Health checks are refused, too, and so is a batch that SGLang numbers from one room, if
-    adding to it leaves the bounds."""
+    """This holds for health checks too, and for a batch that SGLang numbers upward from one room,
+    if its last number is out of bounds."""
     for host in "h", FAKE_BOOTSTRAP_HOST:
         many = isinstance(rooms, list)
         check_taken(mode, is_taken, [[1]] * len(rooms) if many else [1], rooms, host)
@@ -76,7 +76,7 @@ def test_an_invalid_number_is_refused_when_a_request_is_taken(
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_only_health_checks_of_a_batch_may_share_a_number(mode: str) -> None:
+def test_a_batch_shares_a_number_only_in_health_checks(mode: str) -> None:
     for host in "h", FAKE_BOOTSTRAP_HOST:
         check_taken(mode, host != "h", [[1], [1]], [7, 7], host)
 
@@ -96,7 +96,7 @@ def test_only_health_checks_of_a_batch_may_share_a_number(mode: str) -> None:
 def test_an_unusable_prefill_address_is_refused_on_arrival(
     host: Any, port: Any, on_prefill: bool, on_decode: bool, batch: int, mode: str
 ) -> None:
-    """One element of a batch is enough."""
+    """One such address in a batch is enough to refuse the whole batch."""
     prompts: Any = [[1]] * batch if batch else [1]
     rooms, hosts, ports = list(range(batch)), ["h"] * batch, [8998] * batch
     given: tuple[Any, ...] = (
@@ -108,9 +108,7 @@ def test_an_unusable_prefill_address_is_refused_on_arrival(
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("wrong", range(3))
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_lists_of_other_lengths_than_the_batch_are_refused(
-    wrong: int, count: int, mode: str
-) -> None:
+def test_lists_not_as_long_as_the_batch_are_refused(wrong: int, count: int, mode: str) -> None:
     given: list[list[Any]] = [[7, 8], ["h", "h"], [1, 1]]
     given[wrong] = (given[wrong] * 2)[:count]
     check_taken(mode, False, [[1], [2]], *given)
@@ -119,8 +117,8 @@ def test_lists_of_other_lengths_than_the_batch_are_refused(
 def check_taken(
     mode: str, is_taken: bool, prompts: Any, room: Any, host: Any, port: Any = None
 ) -> None:
-    """Check whether a request is taken. A ValueError is HTTP 400, and the state of a refused
-    request is not begun."""
+    """Check whether a request is accepted. A refusal is a ValueError, which SGLang turns into HTTP
+    400, and leaves no request state."""
     request = GenerateReqInput(
         input_ids=prompts, bootstrap_room=room, bootstrap_host=host, bootstrap_port=port
     )
@@ -138,8 +136,8 @@ def check_taken(
 
 
 def taking(mode: str) -> tuple[Any, Any]:
-    """Make a server of this kind, and a function that begins a request of one number or a batch
-    there."""
+    """Make the tokenizer manager of a prefill or decode server, and a function that sends it a
+    request or a batch with these room numbers."""
     manager = TokenizerManager.__new__(TokenizerManager)
     manager.rid_to_state, manager.enable_trace = {}, False
     manager.disaggregation_mode = DisaggregationMode(mode)
@@ -157,9 +155,9 @@ def taking(mode: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("again", [7, [7, 8], [8, 7]])
 @pytest.mark.parametrize("first", [7, [7, 9], [9, 7]])
-def test_a_number_is_refused_while_a_request_on_decode_has_it(first: Any, again: Any) -> None:
-    """Prefill leaves this to decode. A request that SGLang has removed holds no number, whoever
-    still has its state, and one with the same rid is another."""
+def test_decode_refuses_a_number_that_is_in_use(first: Any, again: Any) -> None:
+    """Only decode checks this. A number is free once SGLang has removed its request, even if the
+    request's state still exists, or a later request has the same rid."""
     manager, take = taking("prefill")
     take(first)
     take(again)
@@ -168,13 +166,13 @@ def test_a_number_is_refused_while_a_request_on_decode_has_it(first: Any, again:
     held = dict(manager.rid_to_state)
     with pytest.raises(MixKVError, match=r"MIXKV-PAIR-09.*got 7, which is in use\. "):
         take(again)
-    assert manager.rid_to_state == held, "what is refused is not begun"
+    assert manager.rid_to_state == held, "a refused request left state behind"
     take(10)
     manager.rid_to_state = dict.fromkeys(held)
     take(again)
 
 
-def test_a_request_that_sglang_does_not_take_has_no_number() -> None:
+def test_a_request_that_sglang_rejects_reserves_no_number() -> None:
     manager, take = taking("decode")
     manager.rid_to_state["a"] = "another's"
     with pytest.raises(ValueError, match=r"(?i)duplicate"):
@@ -185,7 +183,7 @@ def test_a_request_that_sglang_does_not_take_has_no_number() -> None:
         take(11, rid="b")
 
 
-def test_what_sglang_gives_and_takes_is_handed_on() -> None:
+def test_the_hook_passes_sglangs_arguments_and_result_through() -> None:
     manager, _ = taking("prefill")
     original = MagicMock(return_value="SGLang's")
     request = SimpleNamespace(rid="a", bootstrap_room=7)
@@ -194,7 +192,7 @@ def test_what_sglang_gives_and_takes_is_handed_on() -> None:
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_samples_of_a_request_are_refused_and_warm_ups_are_not(mode: str) -> None:
+def test_parallel_samples_are_refused_and_warm_ups_are_not(mode: str) -> None:
     _, take = taking(mode)
     many = {"sampling_params": {"n": 2}}
     for host in "h", FAKE_BOOTSTRAP_HOST:
@@ -204,7 +202,7 @@ def test_samples_of_a_request_are_refused_and_warm_ups_are_not(mode: str) -> Non
         take(13, FAKE_BOOTSTRAP_HOST)
 
 
-def test_a_batch_numbered_from_one_room_is_refused_beyond_bounds() -> None:
+def test_a_batch_numbered_beyond_the_bounds_is_refused() -> None:
     for first, is_taken in ((TOP - 1, True), (TOP, False)):
         request = GenerateReqInput(input_ids=[[1], [2]], bootstrap_room=first, bootstrap_host="h")
         request.normalize_batch_and_arguments()
@@ -213,8 +211,9 @@ def test_a_batch_numbered_from_one_room_is_refused_beyond_bounds() -> None:
             around_request(lambda *_: None, manager, request)
 
 
-def test_a_release_of_pages_leaves_the_numbers_next_use_alone() -> None:
-    """SGLang clears a receiver when it fails, and again when its pages are released."""
+def test_a_second_clear_does_not_affect_a_numbers_next_use() -> None:
+    """SGLang clears a failed receiver twice: when it fails, and when its pages are released. The
+    second time, the number may belong to the next request."""
     kind = type("Receiver", (DraftReceiver, CommonKVReceiver), {})
     manager = CommonKVManager.__new__(CommonKVManager)
     empty = (
@@ -237,7 +236,7 @@ def test_a_release_of_pages_leaves_the_numbers_next_use_alone() -> None:
 
 
 class Stock:
-    """SGLang's sender or receiver, as far as a request's end goes."""
+    """A stand-in for SGLang's sender or receiver that can only be cleared."""
 
     def clear(self) -> None: ...
 
@@ -245,9 +244,11 @@ class Stock:
 @pytest.mark.parametrize("record", [None, "of another number", "its own"])
 @pytest.mark.parametrize("state", [None, KVPoll.Success, KVPoll.Failed])
 @pytest.mark.parametrize("mixin", [DraftReceiver, DraftSender])
-def test_what_failed_never_ends_as_what_succeeded(mixin: type, state: Any, record: Any) -> None:
-    """A failure needs no reason of its own: otherwise decode would count a failed request as warm,
-    and neither side would tell the other's channel that it has ended."""
+def test_a_failed_request_never_ends_like_a_successful_one(
+    mixin: type, state: Any, record: Any
+) -> None:
+    """A failed request is closed with a reason even if none was recorded. Without one, decode would
+    count it as warm, and neither side would notify the other's channel."""
     use: Any = object.__new__(type("Use", (mixin, Stock), {}))
     ended = MagicMock()
     use.kv_mgr = SimpleNamespace(
@@ -265,10 +266,10 @@ def test_what_failed_never_ends_as_what_succeeded(mixin: type, state: Any, recor
 
 
 def again(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
-    """Send the request again, as decode's retraction does, before prefill's scheduler has seen that
-    the first one succeeded."""
+    """Send the request again, as after a retraction on decode, before prefill's scheduler has seen
+    the first one's Success."""
     send(rank, sender, chunk, state)
-    tables = rank.manager.transfer_infos  # SGLang's worker takes the first one's away
+    tables = rank.manager.transfer_infos  # SGLang's worker removes the first request's entry
     if sender.curr_idx == sender.num_kv_indices:
         while sender.poll() != KVPoll.Success or sender.bootstrap_room in tables:
             time.sleep(0.001)
@@ -286,9 +287,9 @@ def test_a_number_is_free_once_its_use_has_succeeded() -> None:
 
 
 @pytest.mark.parametrize("come", [(), ("transfer_infos",), ("transfer_infos", "prefix")])
-def test_the_next_use_begins_once_all_its_metadata_have_come(come: tuple[str, ...]) -> None:
-    """True retraction begins it before the former use's end was seen: metadata of only one decode
-    rank are no reason to send."""
+def test_the_next_use_begins_once_all_its_metadata_arrived(come: tuple[str, ...]) -> None:
+    """True retraction can reuse a number before the end of its previous use was seen. The new use
+    may send only after all decode ranks' metadata have arrived."""
     tables = SimpleNamespace(
         request_status={7: KVPoll.Success},
         failure_records={},

@@ -1,8 +1,8 @@
-"""seams.py lists all that the plugin overrides, calls, hooks or reads inside SGLang.
+"""seams.py lists everything in SGLang that the plugin overrides, calls, hooks or reads.
 
-The source shows what is used: methods of ours that SGLang's classes have too, methods of SGLang's
-classes that ours call, SGLang's functions that are imported by name, and every attribute that one
-of the classes in the table has, whatever the variable is called that it is read from.
+The tests find these uses in the plugin's source: methods that override SGLang's, calls of SGLang's
+methods, calls of functions imported from SGLang, and every attribute whose name a class in the
+table has, whatever variable it is read from.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SOURCES += sorted(PACKAGE.glob("guards/*.py"))
 OURS = (*manager.MIXINS.values(), EarlySends, RoomUse)
 METHODS = {path.rpartition(".")[2] for path in SEAMS if ".conn:" in path}
 FUNCTIONS = (FunctionType, staticmethod, classmethod)
-# Names in SGLang's classes that the plugin uses of other objects alone: Python's, its own, and a
-# model's configuration.
+# Attribute names that SGLang's classes have but that the plugin only uses on other objects:
+# Python's, its own, and a model's configuration.
 OF_OTHERS = {
     "__class__", "__module__", "add", "close", "current", "get", "name", "run", "set", "value",
     "_connect", "config", "free_slots", "port", "reset", "size", "staging", "store",
@@ -53,7 +53,7 @@ OF_OTHERS = {
 
 @cache
 def stock_methods() -> set[str]:
-    """Return the methods of the classes that SGLang's backends have in common."""
+    """Return the methods of the base classes that SGLang's backends share."""
     from sglang.srt.disaggregation.common import conn
 
     kinds = ("Manager", "Sender", "Receiver", "BootstrapServer")
@@ -69,7 +69,7 @@ def overridden() -> set[str]:
 
 
 def called(source: str) -> Iterator[str]:
-    """Yield what a module of ours calls in SGLang: a method's name, or a function's path."""
+    """Yield what this source calls in SGLang: a method's name, or a function's path."""
     tree = ast.parse(source)
     imported = {
         alias.name: f"{node.module}:{alias.name}" for node in ast.walk(tree)
@@ -95,31 +95,33 @@ def touched() -> set[str]:
     return found
 
 
-def test_everything_touched_is_listed() -> None:
+def test_every_used_function_of_sglang_is_listed() -> None:
     assert touched() - METHODS - set(SEAMS) - OF_OTHERS == set()
     assert set(HOOKS) <= {path.replace(":", ".") for path in SEAMS}
 
 
-def test_nothing_is_listed_in_vain_and_there_are_few() -> None:
-    """Each is work with each release of SGLang, and one that nobody uses would refuse an SGLang for
-    nothing."""
+def test_every_listed_seam_is_used_and_there_are_few() -> None:
+    """Each seam must be reviewed for each release of SGLang, and an unused one could refuse a
+    release needlessly."""
     assert METHODS - touched() == set()
     assert len(SEAMS) <= 50
 
 
 @cache
 def rules_ask_for() -> set[str]:
-    """Rules read what is missing as off: the table has it."""
+    """Return the argument names that the rules read. A rule treats a missing argument as off, so
+    the table must list them all."""
     asked = Asked()
     for rule in releases.rules():
-        with suppress(TypeError):  # of a comparison with a number
+        with suppress(TypeError):  # a rule compares the text with a number
             rule.applies(asked)
     assert len(asked.names) >= 20
     return asked.names
 
 
 class Asked:
-    """Arguments whose names are noted as rules read them. What they answer opens each `and`."""
+    """Stands in for ServerArgs and records the names that are read. The values are truthy, so that
+    a rule evaluates all operands of an `and`."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -129,9 +131,9 @@ class Asked:
         return "nixl" if name.endswith("_backend") else "set"
 
 
-def test_the_installed_release_is_as_its_source_says(tmp_path: Path) -> None:
-    """tests/pure/engine/test_releases.py knows each release from its source alone; compare it with
-    the release that runs."""
+def test_the_tables_agree_with_the_installed_release(tmp_path: Path) -> None:
+    """tests/pure/engine/test_releases.py relies on tables made from each release's source. For the
+    installed release, they agree with the imported modules."""
     root = Path(next(iter(sglang.__path__))).parent
     path = tmp_path / f"sglang-{releases.sglang_version()}-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -156,7 +158,7 @@ MODULES = [*SOURCES, PACKAGE / "refusals.py", PACKAGE / "draft" / "window.py"]
 
 
 def attributes_of(path: Path) -> Iterator[str]:
-    """Yield the name of each attribute that a module reads or sets, as code or as a text."""
+    """Yield the name of each attribute that a module reads or sets, also by getattr or hasattr."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -165,17 +167,17 @@ def attributes_of(path: Path) -> Iterator[str]:
 
 
 def test_every_attribute_of_sglang_is_listed() -> None:
-    """A name that SGLang's classes have must be in the table, or belong to other objects alone."""
+    """An attribute name that SGLang's classes have must be in ATTRIBUTES or in OF_OTHERS."""
     used = {name for path in MODULES for name in attributes_of(path)}
     theirs = {n for n in used for owner in OWNERS.values() if releases.has_attribute(owner, n)}
     methods = {path.rpartition(".")[2] for path in SEAMS}
     assert theirs - LISTED - methods - OF_OTHERS == set()
     assert OF_OTHERS - used == set()
-    asked = {*SIZES, *SCALES, *rules_ask_for()}  # by names that are computed
-    assert asked - LISTED == {"disaggregation_decode_draft_bootstrap"}, "of no release so far"
+    computed = {*SIZES, *SCALES, *rules_ask_for()}
+    assert computed - LISTED == {"disaggregation_decode_draft_bootstrap"}, "in no release yet"
 
 
-def test_no_attribute_is_listed_in_vain() -> None:
+def test_every_listed_attribute_is_used() -> None:
     text = "\n".join(path.read_text() for path in MODULES if path.name != "seams.py")
     words = set(re.findall(r"\w+", text)) | rules_ask_for()
     assert LISTED - words == set()
@@ -183,8 +185,8 @@ def test_no_attribute_is_listed_in_vain() -> None:
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """Rename an attribute of SGLang's, declared or assigned, in the class or a base."""
-    if isinstance(owner, EnumMeta):  # whose members cannot be deleted
+    """Rename an attribute of SGLang's class, declared or assigned there or in a base class."""
+    if isinstance(owner, EnumMeta):  # an enum's members cannot be deleted
         members = {one.name.replace(name, f"{name}_"): one.value for one in owner}
         monkeypatch.setattr(f"{owner.__module__}.{owner.__name__}", Enum(owner.__name__, members))
         return
@@ -202,11 +204,11 @@ def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [(path, name) for path, names in ATTRIBUTES.items() for name in names]
 )
-def test_one_that_was_renamed_ends_the_start(
+def test_a_renamed_attribute_stops_the_start(
     path: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name in LATER.get(releases.sglang_version(), ()):
-        pytest.skip("this release does not have it")
+        pytest.skip("this release does not have the attribute")
     before = releases.problems()
     assert before == []
     renamed(monkeypatch, OWNERS[path], name)
@@ -221,5 +223,5 @@ ENGINE = importlib.import_module("mixkv_cpu.support")
 @pytest.mark.parametrize(
     "path", sorted(v for v in vars(ENGINE).values() if str(v).startswith("sglang.srt."))
 )
-def test_what_the_cpu_engine_hooks_is_there(path: str) -> None:
-    pkgutil.resolve_name(path)  # raises where it is not
+def test_the_cpu_engines_hook_targets_exist(path: str) -> None:
+    pkgutil.resolve_name(path)  # raises if the path does not exist

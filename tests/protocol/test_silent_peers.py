@@ -1,7 +1,7 @@
-"""A prefill rank that is silent, at whatever point of a connection, costs its own requests alone.
+"""A prefill rank that stops answering while decode connects to it affects only its own requests.
 
-With the real threads of both sides, real sockets, and reads over the real engine. What is silent
-stands for a prefill rank's engine: its facts fit, and its channel's port answers.
+The tests use the real threads of both sides, real sockets and the real engine. The silent part
+impersonates a prefill rank's engine: the rank's facts fit, and its channel's port answers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from . import impostor
 from .impostor import standing_for
 
 HOST, TOKENS, MOST = "127.0.0.1", 20, 24
-HURRY_S = 0.7  # for each of two steps of connecting, which is 10 s
-PATIENT = Times(10)  # a busy machine makes none cold: SLOW_S says what takes too long
-SLOW_S = 1.0  # a request takes some ms; with the channel's thread held up, 10 s
+HURRY_S = 0.7  # the limit of each of two connection steps, 10 s by default
+PATIENT = Times(10)  # so that no request goes cold on a busy machine; SLOW_S is the test's limit
+SLOW_S = 1.0  # a request takes a few ms, or 10 s if the channel's thread is blocked
 WAYS = (
     impostor.silent,
     impostor.silent_from_the_opening,
@@ -41,7 +41,8 @@ WAYS = (
 
 
 class Ranks:
-    """A decode rank that reads from a prefill rank, and another one whose facts others copy."""
+    """A decode rank, a prefill rank that it reads from, and another prefill rank whose facts the
+    impostors use."""
 
     def __init__(self) -> None:
         os.environ.update(MC_FORCE_TCP="1", GLOG_minloglevel="3", MC_LOG_LEVEL="ERROR")
@@ -58,8 +59,8 @@ class Ranks:
         return found
 
     def request(self) -> float:
-        """Send a request to the rank that answers, check that it is warm and right, and return its
-        seconds."""
+        """Send a request to the rank that answers, check that it is warm and correct, and return
+        its duration in seconds."""
         room, began = next(self._rooms), time.monotonic()
         sent = self.good.send(room, TOKENS)
         handle = self.decode.open(room, TOKENS, self.peer)
@@ -74,15 +75,15 @@ class Ranks:
         return took
 
     def row(self, endpoint: bytes) -> Any:
-        """Facts that fit, of a rank whose channel answers."""
+        """Make the facts of a rank whose channel answers, with this endpoint."""
         staging = msgspec.structs.replace(self.other.row.staging, endpoint=endpoint)
         address = self.other.channel.address
         return SimpleNamespace(instance=draw_instance(), address=address, staging=staging)
 
     @contextmanager
     def dialing(self, rows: list[Any]) -> Iterator[list[BaseException]]:
-        """Dial all at once, and yield how each ended, within the time that SECURITY.md gives
-        them."""
+        """Connect to all ranks at once, and yield a list that collects the errors. Each attempt
+        must end within 20 s of the block's end."""
         ends: list[BaseException] = []
 
         def dial(row: Any) -> None:
@@ -116,8 +117,9 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @in_own_process
-def test_requests_to_others_are_decided_as_if_it_were_not_there(way: impostor.Answer) -> None:
-    """Several silent peers, a drawn number, are dialled at once."""
+def test_silent_ranks_do_not_delay_requests_to_other_ranks(way: impostor.Answer) -> None:
+    """Requests to other ranks succeed without delay while decode connects to several silent
+    ranks."""
     ranks, count = Ranks(), random.Random(way.__name__).randint(1, MOST)
     with ExitStack() as stack:
         endpoint = ranks.other.row.staging.endpoint
@@ -161,8 +163,8 @@ STRANGE: dict[str, Callable[[int, dict[str, Any]], bytes]] = {
 
 
 @in_own_process
-def test_strange_answers_end_the_connection_and_nothing_else() -> None:
-    """None of them reaches Mooncake."""
+def test_malformed_answers_end_only_their_own_connection() -> None:
+    """Malformed answers are rejected before Mooncake gets them, and other requests succeed."""
     ranks = Ranks()
     endpoint = ranks.other.row.staging.endpoint
     for name, answer in STRANGE.items():

@@ -1,4 +1,6 @@
-"""Opted in and not fully active: the server does not start. In forks, as hooks stay for good."""
+"""A server that has opted in does not start unless the plugin is fully active.
+
+Each start runs in a fork, since SGLang's hooks cannot be removed."""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def resolve(*flags: str) -> Any:
 
 
 def serve(**changed: Any) -> None:
-    """Publish ServerArgs whose resolution ran without the plugin: a dummy model ends it early."""
+    """Publish ServerArgs that were resolved without the plugin's check, since resolution ends early
+    for a dummy model."""
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
@@ -53,7 +56,7 @@ def serve_nothing() -> None:
 
 
 def ask(kind: str = "manager", backend: str = "mooncake") -> str:
-    """Return the package that SGLang's own lookup answers from."""
+    """Return the package of the class that SGLang's lookup returns."""
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
     found = get_kv_class(TransferBackend(backend), KVClassType(kind))
@@ -61,7 +64,8 @@ def ask(kind: str = "manager", backend: str = "mooncake") -> str:
 
 
 def in_fork(what: Callable[[], Any]) -> str:
-    """Return what a forked process printed: `ok ...` or the text of its SystemExit."""
+    """Call the function in a fork, and return `ok ` and its result, or the text of its
+    SystemExit."""
 
     def text(error: BaseException) -> str:
         return str(error) if isinstance(error, SystemExit) else f"error {error!r}"
@@ -74,7 +78,7 @@ def launcher() -> None:
 
 
 def rank() -> None:
-    """Make a process that no launcher with the plugin has checked."""
+    """Act as a rank whose launcher did not check the arguments."""
     serve()
     ask()
 
@@ -88,7 +92,7 @@ def opted_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--enable-mixkv"], []])
-def test_a_setting_outside_of_its_bounds_stops_who_has_opted_in(
+def test_an_invalid_setting_stops_a_server_that_has_opted_in(
     monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "nan")
@@ -100,7 +104,7 @@ def test_a_setting_outside_of_its_bounds_stops_who_has_opted_in(
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_a_plugin_that_fails_to_load_stops_who_has_opted_in(
+def test_a_load_failure_stops_a_server_that_has_opted_in(
     monkeypatch: pytest.MonkeyPatch, flag: bool
 ) -> None:
     monkeypatch.setattr(plugin, "_register", lambda: 1 / 0)
@@ -118,10 +122,10 @@ def test_a_plugin_that_fails_to_load_stops_who_has_opted_in(
 @pytest.mark.parametrize(
     ("process", "path"), [(launcher, PATHS[0]), *((rank, path) for path in PATHS)]
 )
-def test_a_hook_that_was_not_applied_stops_it(
+def test_a_hook_that_was_not_applied_stops_the_server(
     monkeypatch: pytest.MonkeyPatch, process: Callable[[], None], path: str
 ) -> None:
-    """SGLang would move the drafter's KV."""
+    """Without one of its hooks, SGLang would move the drafter's KV."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {path})
@@ -130,7 +134,7 @@ def test_a_hook_that_was_not_applied_stops_it(
     assert path in said
 
 
-# ------------------------------------------------------ a release of SGLang that is not known
+# ------------------------------------------------------ an unknown release of SGLang
 
 NEWER, CODE = "99.0", "[MIXKV-START-01]"
 GONE = "sglang.srt.server_args:ServerArgs.gone"
@@ -138,8 +142,8 @@ GONE = "sglang.srt.server_args:ServerArgs.gone"
 
 @pytest.fixture
 def version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Gives the installed SGLang another version. Its rules stay: what is installed may be older
-    than the newest that is known, with other defaults."""
+    """Return a function that changes the version of the installed SGLang. The rules stay those of
+    the installed release, whose defaults may differ from the newest one's."""
     rules = releases.rules()
     monkeypatch.setattr(releases, "rules", lambda: rules)
     return lambda other: monkeypatch.setattr(releases, "sglang_version", lambda: other)
@@ -160,7 +164,7 @@ def warned() -> Iterator[list[str]]:
 
 @both
 @pytest.mark.usefixtures("opted_in")
-def test_a_known_release_starts_without_a_word(
+def test_a_known_release_starts_without_a_warning(
     process: Callable[[], None], warned: list[str]
 ) -> None:
     assert in_fork(lambda: [process(), warned]) == "ok [None, []]"
@@ -169,7 +173,7 @@ def test_a_known_release_starts_without_a_word(
 @both
 @pytest.mark.usefixtures("opted_in")
 @pytest.mark.parametrize("untested", [NEWER, "0.5.23.dev1"])
-def test_another_release_does_not_start(
+def test_an_unknown_release_does_not_start(
     process: Callable[[], None], version: Callable[[str], None], untested: str
 ) -> None:
     version(untested)
@@ -181,12 +185,12 @@ def test_another_release_does_not_start(
 
 @both
 @pytest.mark.usefixtures("opted_in")
-def test_the_variable_starts_it_with_a_warning_per_difference(
+def test_allowing_untested_releases_warns_per_difference(
     process: Callable[[], None], version: Callable[[str], None], warned: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG", "1")
-    # Nothing else: an older release lacks some of what its successors have.
+    # Only this difference: an older installed release lacks other seams too.
     monkeypatch.setattr(releases, "SEAMS", {GONE: ()})
     monkeypatch.setattr(releases, "ATTRIBUTES", {})
     version(NEWER)
@@ -206,7 +210,7 @@ def test_a_changed_seam_of_a_known_release_stops_the_rank(monkeypatch: pytest.Mo
     assert "ALLOW_UNTESTED" not in said
 
 
-# ------------------------------------------------------ processes that were not checked at start
+# ------------------------------------------------------ processes that no launcher has checked
 
 
 @pytest.fixture
@@ -220,7 +224,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.usefixtures("opted_in")
 @pytest.mark.parametrize("kind", ["manager", "bootstrap_server"])
 def test_an_unchecked_process_with_another_backend_stops(kind: str) -> None:
-    """Whatever it asks for first: by its ServerArgs, or by the backend that it asks for."""
+    """The backend is checked in ServerArgs and in each lookup of a KV class, whichever kind is
+    looked up first."""
     ascend = {"disaggregation_transfer_backend": "ascend"}
     assert OTHER in in_fork(lambda: [serve(**ascend), ask(kind)])
     assert OTHER in in_fork(lambda: [serve(), ask(kind), serve(**ascend), ask(kind)])
@@ -238,7 +243,8 @@ def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("opted_in")
 def test_a_supported_process_checks_itself_once(checks: list[Any]) -> None:
-    """Warm-up requests go to SGLang's fake backend."""
+    """The process is checked only at the first lookup. Classes of SGLang's fake backend, for
+    warm-up requests, are not changed."""
 
     def ours() -> tuple[Any, ...]:
         serve()
@@ -248,7 +254,7 @@ def test_a_supported_process_checks_itself_once(checks: list[Any]) -> None:
     assert in_fork(ours) == "ok ({'sglang_mixkv'}, {'sglang'}, 1)"
 
 
-def test_not_opted_in_nothing_is_checked(checks: list[Any]) -> None:
+def test_nothing_is_checked_without_opting_in(checks: list[Any]) -> None:
     def stock() -> tuple[Any, ...]:
         serve(disaggregation_transfer_backend="ascend")
         return ask(), ask(backend="ascend"), len(checks)

@@ -1,5 +1,5 @@
-"""Not opted in, SGLang is as it was: its own right and wrong bytes. That its classes are its own:
-test_launchers.py."""
+"""Without opting in, SGLang moves a drafter's KV as before: correctly for some pairs, and wrongly
+for others. test_launchers.py shows that its classes are unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT: dict[str, Case] = {
     "DCP with a hybrid target, P < D": stock(
         1, 2, dcp=2, hybrid=True, requests=(Request(23, chunk_pages=1), Request(8))
     ),
-    # Index keys are the same on every rank: they come from the one that sends the target.
+    # Index keys are the same on every rank: the rank that sends the target sends them.
     "DSA": stock(2, 2, **OF_DSA),
     "DSA with its MTP layer, stages": stock(
         2, 2, prefill_pp=2, draft=Cache("mla", k_bytes=24, index_k=(True,)), **OF_DSA
@@ -33,15 +33,16 @@ RIGHT: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_needs_no_plugin_is_right(name: str) -> None:
+def test_stock_is_correct_for_these_pairs(name: str) -> None:
     outcome = run(RIGHT[name])
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (4, 2)])
-def test_gather_is_wrong_without_an_error(prefill_tp: int, decode_tp: int) -> None:
-    """The fault this project exists for, and proof that the comparison sees it."""
+def test_gather_is_silently_wrong(prefill_tp: int, decode_tp: int) -> None:
+    """From more ranks to fewer, draft KV is wrong, and no request fails. This is the fault that the
+    plugin is for."""
     outcome = run(stock(prefill_tp, decode_tp))
     assert outcome.statuses == {"success"}
     assert outcome.wrong
@@ -49,7 +50,8 @@ def test_gather_is_wrong_without_an_error(prefill_tp: int, decode_tp: int) -> No
 
 
 def test_scatter_is_wrong_at_low_page_numbers() -> None:
-    """Stray bytes stay inside the pool at low page numbers; elsewhere the session dies."""
+    """From fewer ranks to more, draft KV is wrong. At low page numbers the stray bytes stay inside
+    the pool; at high ones the transfer fails."""
     requests = (Request(8), Request(4))
     outcome = run(stock(1, 2, requests=requests, shuffled=False))
     assert outcome.statuses == {"success"}
@@ -57,8 +59,8 @@ def test_scatter_is_wrong_at_low_page_numbers() -> None:
 
 
 def test_dcp_with_a_hybrid_target_is_silently_wrong() -> None:
-    """One of two prefill ranks sends nothing (P > D). test_matrix.py has the same case with the
-    plugin."""
+    """From more ranks to fewer, one of two prefill ranks sends nothing. test_matrix.py has this
+    case with the plugin."""
     outcome = run(stock(4, 2, dcp=2, hybrid=True, requests=(Request(8),)))
     assert outcome.statuses == {"success"}
     assert outcome.wrong
@@ -71,10 +73,11 @@ def test_dcp_with_a_hybrid_target_is_silently_wrong() -> None:
      pytest.param("nixl", False, marks=pytest.mark.full)],
     indirect=["backend"],
 )  # fmt: skip
-def test_context_parallelism_at_unequal_tp_ends_prefills_thread(
+def test_dcp_at_unequal_tp_ends_a_thread_of_prefill(
     monkeypatch: pytest.MonkeyPatch, hybrid: bool, backend: str
 ) -> None:
-    """No request of this prefill rank is served any more. With the plugin: test_matrix.py."""
+    """After that, this prefill rank serves no request. test_matrix.py has this case with the
+    plugin."""
     monkeypatch.setattr("rig.ring.rank.LIMIT_S", 20)
     outcome = run(stock(1, 2, dcp=2, hybrid=hybrid, requests=(Request(8),)))
     assert "success" not in outcome.statuses

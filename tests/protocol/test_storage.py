@@ -1,7 +1,7 @@
-"""HiCache's storage tier: SGLang's MooncakeStore on a real master, with the drafter's objects of
-ranks of both attention-TP sizes.
+"""HiCache's storage tier with draft KV: SGLang's MooncakeStore on a real Mooncake master, used by
+servers of two attention-TP sizes.
 
-What SGLang does without the plugin is here too: the sizes share names, and half a page is a
+Without the plugin, both sizes use the same object names, and reading half a page counts as a
 success.
 """
 
@@ -35,7 +35,7 @@ def shared() -> Iterator[dict[str, Any]]:
 
 
 def opt_in(patch: pytest.MonkeyPatch, algorithm: str | None = "EAGLE3", **config: bool) -> None:
-    # --tp-size is not the attention-TP size that ranks hold heads by (Rank's `tp`).
+    # --tp-size differs from the attention-TP size that splits the heads (Rank's `tp`).
     published = SimpleNamespace(speculative_algorithm=algorithm, tp_size=8)
     setattr(published, ATTRIBUTE, Config(**{"enabled": True, **config}))
     patch.setattr(plugin, "_published", lambda: published)
@@ -43,8 +43,7 @@ def opt_in(patch: pytest.MonkeyPatch, algorithm: str | None = "EAGLE3", **config
 
 
 class HostPool:
-    """A host pool like SGLang's, whose pages are contiguous. `parts`: K and V, or the one of MLA,
-    which has no heads."""
+    """A host pool with contiguous pages, as SGLang's. `parts`: 2 for K and V, 1 for MLA."""
 
     def __init__(self, parts: int, heads: int, value: int) -> None:
         import torch
@@ -64,7 +63,7 @@ class HostPool:
 
 
 class Rank:
-    """A rank's store, with pages of the target and the drafter. `value`: its heads' bytes."""
+    """A rank's store with pages of target and drafter. `value`: the byte that fills its heads."""
 
     def __init__(
         self, shared: dict[str, Any], tag: str, tp: int, rank: int, *, gqa: bool = False,
@@ -104,7 +103,7 @@ class Rank:
         assert all(self.store.batch_set_v2([self.of_draft(pages)])["draft"])
 
     def hits(self) -> tuple[int, int]:
-        """Pages with the target's rows alone, and with both."""
+        """Return the number of pages found for the target alone, and for target and drafter."""
         found = self.store.batch_exists_v2(KEYS, [self.of_draft()])
         return self.store.batch_exists(KEYS), found.kv_hit_pages
 
@@ -116,8 +115,8 @@ class Rank:
 
 
 def in_order(shared: dict[str, Any], tag: str) -> dict[str, Any]:
-    """Return what servers of two ranks and of one find in a store that they share: two write, and
-    one looks; it writes its first page, then all; each reads."""
+    """Return what a server of two ranks and a server of one rank find in a shared store, step by
+    step: the two ranks write, the one rank looks, writes its first page, then all; all read."""
     first, second = (Rank(shared, tag, 2, rank) for rank in (0, 1))
     other = Rank(shared, tag, 1, 0)
     seen: dict[str, Any] = {"nobody wrote": other.hits()}
@@ -151,7 +150,7 @@ def test_each_size_has_its_own_objects_and_a_gap_ends_the_hit(
     }
 
 
-def test_stock_reads_half_a_page_of_other_heads_as_a_success(
+def test_stock_reads_half_a_page_of_wrong_heads_as_a_success(
     shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opt_in(monkeypatch, enabled=False)
@@ -179,11 +178,12 @@ def suffixes(shared: dict[str, Any], tag: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", None])
-def test_what_has_the_size_in_its_name(
+def test_names_of_objects_with_heads_contain_the_tp_size(
     algorithm: str | None, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLA rows keep SGLang's names, as does everything without a drafter, and heads that SGLang
-    itself divides by the least common multiple of the sizes."""
+    """Objects with heads have the TP size in their names. SGLang's names stay for MLA rows, for
+    servers without a drafter, and for heads that SGLang itself splits by the least common multiple
+    of the sizes."""
     opt_in(monkeypatch, algorithm)
     size = "tp2_" if algorithm else ""
     parts = ["2", "3"]

@@ -1,11 +1,9 @@
-"""The transfer of a target by SGLang alone while the drafter's pool is hidden from it, which is the
-base of the draft channel.
+"""SGLang's own transfer of a target while the drafter's pool is hidden, as the plugin does.
 
-Each rank has a drafter's pool, and runs SGLang's own classes with KV args of the target alone.
-That such targets arrive is proved with the plugin (test_matrix.py, test_random.py),
-which changes nothing of their transfer. Here are the targets that SGLang moves wrongly with a
-drafter or without (sglang_mixkv/decode/compare.py), and what becomes of a pair of which one side
-alone hides its drafter.
+Each rank has a draft pool, and runs SGLang's own classes with the KV args of the target alone.
+test_matrix.py and test_random.py show that most targets arrive correctly. These tests show which
+targets SGLang moves wrongly even without a drafter, which sglang_mixkv/decode/compare.py refuses,
+and what happens if only one side hides its drafter.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ def alone(case: Case, draft_args: dict[str, str] = HIDDEN, **special: Any) -> Ca
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------- what SGLang does not move
+# ---------------------------------------------------------------- targets that SGLang moves wrongly
 
 
 RIGHT, WRONG, FAILED, NOBODY = "right", "wrong", "failed", "nobody"
-"""WRONG: bytes of the target differ, without an error. NOBODY: no request ends before it times out,
-since a thread of SGLang's has ended."""
+"""WRONG: bytes of the target differ, without an error. NOBODY: a thread of SGLang's has ended, so
+every request times out."""
 
 GQA = Cache("mha", layers=2, heads=4)
 WIDE_V, NARROW_V = (replace(GQA, k_bytes=k, v_bytes=v) for k, v in ((4, 12), (8, 4)))
@@ -47,16 +45,16 @@ THREE = replace(GQA, layers=3)
 UNEVEN = {"prefill_pp": 2, "uneven": True}  # two layers on the first stage, one on the second
 LONG = {"target": Cache("mha", heads=4), "page_size": 16}
 
-# Sizes, the case, and what becomes of it over Mooncake and over NIXL; "" where that is not tried.
+# TP sizes, the case, and the outcomes over Mooncake and over NIXL; "" is not tested.
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str, str]] = {
-    # K's length is taken for V's (send_kvcache_slice, NIXL's _init_hetero_tp_prep_handle), except
-    # by Mooncake with layer ids. A narrower V ends outside of the buffers.
+    # SGLang uses K's length for V (send_kvcache_slice, NIXL's _init_hetero_tp_prep_handle), except
+    # over Mooncake with layer ids. If V is narrower, the copy exceeds the buffers.
     "wider V, P > D": ((2, 1), {"target": WIDE_V}, WRONG, WRONG),
     "wider V, P < D": ((1, 2), {"target": WIDE_V}, WRONG, WRONG),
     "narrower V": ((2, 1), {"target": NARROW_V}, FAILED, NOBODY),
     "wider V, layer ids": ((2, 1), {"target": WIDE_V, "hybrid": True}, FAILED, ""),
     "narrower V, layer ids": ((2, 1), {"target": NARROW_V, "hybrid": True}, FAILED, ""),
-    # get_mha_kv_ptrs_with_pp guesses where V begins. Mooncake uses layer ids where there are any.
+    # get_mha_kv_ptrs_with_pp guesses where V begins. Mooncake uses layer ids if there are any.
     "uneven stages, P = D": ((1, 1), {"target": THREE, **UNEVEN}, WRONG, ""),
     "uneven stages, P > D": ((2, 1), {"target": THREE, **UNEVEN}, WRONG, WRONG),
     "uneven stages, P < D": ((1, 2), {"target": THREE, **UNEVEN}, WRONG, ""),
@@ -67,13 +65,13 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str, str]] = {
     "uneven stages, hybrid MLA": (
         (2, 1), {"target": Cache("mla", layers=3), "hybrid": True, **UNEVEN}, RIGHT, RIGHT
     ),
-    # NIXL asks for layer ids, which this pool does not have (build_transfer_entry_pairs).
+    # NIXL needs layer ids, which this pool lacks (build_transfer_entry_pairs).
     "stages without layer ids": ((1, 1), {"target": GQA, "prefill_pp": 2}, RIGHT, NOBODY),
-    # NIXL counts no group of heads, and an assertion fails (_init_hetero_tp_prep_handle).
+    # NIXL computes zero groups of heads, and an assertion fails (_init_hetero_tp_prep_handle).
     "replicated heads, P < D": ((2, 4), {"target": replace(GQA, heads=1)}, RIGHT, NOBODY),
-    # requires_dcp_relayout raises in the bootstrap thread.
+    # requires_dcp_relayout raises an error in the bootstrap thread.
     "equal DCP, unequal TP": ((4, 2), {"prefill_dcp": 2, "dcp": 2}, NOBODY, NOBODY),
-    # At unequal TP each token is a range, and one call over Mooncake's TCP has at most 2,048.
+    # At unequal TP each token is a range, and a call over Mooncake's TCP allows at most 2,048.
     "a long chunk": ((2, 1), {**LONG, "requests": (Request(4096),)}, FAILED, ""),
     "long chunks": ((2, 1), {**LONG, "requests": (Request(4096, chunk_pages=64),)}, RIGHT, ""),
 }  # fmt: skip
@@ -82,11 +80,13 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str, str]] = {
 @pytest.mark.full
 @pytest.mark.transports
 @pytest.mark.parametrize("name", CASES)
-def test_what_becomes_of_a_target(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outcome_of_sglangs_own_transfer(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (prefill_tp, decode_tp), fields, *expected = CASES[name]
     becomes = expected[backend == "nixl"]
     if not becomes:
-        pytest.skip("not tried")
+        pytest.skip("not tested")
     fields = {"requests": SHORT, **fields}
     special = {"stage_layers": (2, 1)} if fields.pop("uneven", False) else {}
     if becomes == NOBODY:
@@ -114,20 +114,20 @@ ON_DECODE = {"prefill": "appended", "decode": "hidden"}
 
 
 @pytest.mark.transports
-def test_hidden_on_prefill_alone_a_gqa_target_is_wrong() -> None:
-    """A target as deep as the drafter looks like all stages of a model twice as deep, and V goes to
-    the drafter's K (get_mha_kv_ptrs_with_pp)."""
+def test_a_gqa_target_hidden_on_prefill_alone_is_wrong() -> None:
+    """Decode's list of target and drafter looks like a model with twice the layers, so SGLang
+    writes the target's V to the drafter's K (get_mha_kv_ptrs_with_pp)."""
     target = Cache("mha", layers=1, heads=4)
     outcome = run(alone(Case(2, 1, target=target, requests=SHORT), ON_PREFILL))
     assert outcome.statuses == {"success"}
     assert buffers_in(outcome.wrong) == {"0 target entry 1", "0 draft entry 0"}
 
 
-def test_hidden_on_decode_alone_an_mla_target_is_overwritten() -> None:
-    """No error shows it: the drafter's K and V go to the last two layers. So decode must not
-    register with a prefill rank before it knows that this one hides its drafter as well."""
+def test_an_mla_target_hidden_on_decode_alone_is_overwritten() -> None:
+    """The drafter's K and V overwrite the target's last two layers, without an error. So decode
+    must not register with a prefill rank unless that rank hides its drafter as well."""
     if sglang_version() == "0.5.21":
-        pytest.skip("a thread of prefill ends there, as below")
+        pytest.skip("in this release a thread of prefill ends, as in the next test")
     outcome = run(alone(Case(2, 2, target=DEEP["mla"], requests=SHORT), ON_DECODE))
     assert outcome.statuses == {"success"}
     assert buffers_in(outcome.wrong) == {
@@ -142,13 +142,14 @@ def buffers_in(wrong: list[str]) -> set[str]:
 @pytest.mark.full
 @pytest.mark.transports
 @pytest.mark.parametrize("target", DEEP)
-def test_hidden_on_decode_alone_a_thread_of_prefill_ends(
+def test_hiding_on_decode_alone_ends_a_thread_of_prefill(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    """Decode has fewer entries. Mooncake's worker raises IndexError (_send_kvcache_generic),
-    NIXL's bootstrap thread ValueError (_prepare_payload_xfer): later requests hang."""
+    """Decode has fewer entries than prefill. Mooncake's worker raises IndexError
+    (_send_kvcache_generic), NIXL's bootstrap thread ValueError (_prepare_payload_xfer), and later
+    requests hang."""
     if (model.BACKEND, target) == ("mooncake", "mla"):
-        pytest.skip("the test above")
+        pytest.skip("covered by test_an_mla_target_hidden_on_decode_alone_is_overwritten")
     monkeypatch.setattr("rig.ring.rank.LIMIT_S", 20)
     outcome = run(alone(Case(1, 1, target=DEEP[target], requests=SHORT), ON_DECODE))
     assert is_served_to_nobody(outcome)
@@ -156,11 +157,11 @@ def test_hidden_on_decode_alone_a_thread_of_prefill_ends(
         assert any("(transfer_worker) has ended" in line for line in outcome.wrong)
 
 
-# ---------------------------------------------------------------- guards
+# ---------------------------------------------------------------- the comparison
 
 
 @pytest.mark.parametrize("what", ["target", "aux", "state"])
-def test_a_wrong_byte_is_found(what: str) -> None:
+def test_the_ring_detects_a_wrong_byte(what: str) -> None:
     def spoil(rank: Rank) -> None:
         memory = {"target": rank.pools["target"], "aux": rank.aux, "state": [*rank.state.values()]}
         memory[what][0][:] ^= 1

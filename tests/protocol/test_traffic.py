@@ -1,8 +1,8 @@
-"""The fate of other requests when a rank or a link is gone, slow, or stands still.
+"""A rank or a link that is down, slow or stopped does not affect requests to other ranks.
 
-Rank 1 of a prefill server of TP 2 sends draft KV alone, since one rank sends an MLA target. Server
-`A` meets the fault, server `B` does not; or one of two decode ranks that `A` serves does. Links are
-those of network namespaces of the tests' own.
+Rank 1 of a prefill server with TP 2 sends draft KV only, since rank 0 alone sends the MLA target.
+The fault affects server A and not server B, or one of two decode ranks that A serves. Links belong
+to network namespaces that the tests create.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ PATIENCE = 3
 TIMES = Times(PATIENCE)
 RESTART_S = 4
 EARLY_S = 0.3
-"""By which a probe may begin before its time, as SGLang sees it, which asks for a verdict later."""
+"""A probe may seem to begin this much too early, since SGLang polls a request's end late."""
 TRICKLE = "100kbit"
-"""A fortieth of what the draft KV of these requests needs."""
+"""A fortieth of the rate that the draft KV of these requests needs."""
 
 
 def full(*values: Any, **more: Any) -> Any:
@@ -50,7 +50,7 @@ def full(*values: Any, **more: Any) -> Any:
 
 
 def over(*by_default: str) -> Any:
-    """Parametrize with these data planes, and the others with --full. A link's tests need TCP."""
+    """Parametrize with these data planes by default, and with all of them under --full."""
     every = ("mooncake", "nixl", "nixl-tcp")
     some = [name if name in by_default else full(name) for name in every]
     return pytest.mark.parametrize("backend", some, indirect=True)
@@ -66,7 +66,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """Make a network with one host per rank of A, one for B and one for decode."""
+    """Make a network with a host for each rank of A, one for B and one for decode."""
     if reason := why_not():
         pytest.skip(f"LINKS ARE NOT TESTED: {reason}")
     with Network(4) as network:
@@ -76,8 +76,8 @@ def network() -> Iterator[Network]:
 def flow(
     rank: Key, seconds: float = 10, network: Network | None = None, every: float = 0.05, **more: Any
 ) -> Traffic:
-    """Requests to what the rank belongs to, and to others: long enough for what lasts so long, for
-    the probe after it, and for those in a row that are warm on a busy machine."""
+    """Plan requests to the rank's server and to another one. They last for a fault of `seconds`,
+    for the breaker's probe after it, and until requests are warm again on a busy machine."""
     tail = int((min(seconds, LONGEST_WAIT) + 15) / every)
     most = int(2 * (AT + (seconds + 5) / every + tail))
     sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
@@ -89,7 +89,7 @@ def flow(
 
 
 def for_a_while(seconds: float, begin: Callable[..., None], end: Callable[..., None]) -> Act:
-    """`begin` and `end`: of the running ring."""
+    """Return an action that begins a fault on the running ring, waits, and ends the fault."""
 
     def act(ring: Ring) -> None:
         begin(ring)
@@ -110,18 +110,18 @@ def cut(network: Network, seconds: float, *hosts: int) -> Act:
 
 
 def killed(*ranks: Key, restart: bool = False) -> Act:
-    """Kill ranks as SGLang ends a server, and start them again as an operator would."""
+    """Return an action that kills ranks, and starts them again later if `restart` is set."""
     return for_a_while(
         RESTART_S, lambda ring: ring.kill(*ranks), lambda ring: restart and ring.start(*ranks)
     )
 
 
 def by_sglang_alone(result: Result) -> None:
-    """Requests that failed, did for its reasons."""
+    """Check that no request failed for a reason of the plugin's."""
     assert [one for one in failed(result.ended) if "sglang-mixkv" in one.reason] == []
 
 
-# ---------------------------------------------------------------- the rank with draft KV alone
+# ---------------------------------------------------------------- the rank that sends only draft KV
 
 
 @over("mooncake")
@@ -132,12 +132,12 @@ def by_sglang_alone(result: Result) -> None:
         full(TRICKLE, 8),
     ],
 )  # fmt: skip
-def test_a_rank_that_sends_draft_kv_alone(
+def test_a_fault_of_the_rank_that_sends_only_draft_kv(
     end: str, seconds: int, backend: str, request: pytest.FixtureRequest
 ) -> None:
-    """It dies, or it goes on later. No request fails; B's notice nothing. Over a slow link draft KV
-    may come late, or not at all; progress is waited for a little longer. Once the breaker is open,
-    nobody waits but probes, one after the other."""
+    """If the rank dies, stops or has a slow link, no request fails, and requests to B are not
+    affected. Once the breaker is open, only probes wait, one at a time. Over a slow link, requests
+    that make progress wait longer."""
     network, host = None, DRAFT_ONLY[1]
     if "link" in end or end == TRICKLE:
         network = request.getfixturevalue("network")
@@ -175,7 +175,7 @@ def test_a_rank_that_sends_draft_kv_alone(
 @over("mooncake")
 @pytest.mark.parametrize("same_ports", [False, full(True)], ids=["other ports", "the same ports"])
 def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
-    """Requests fail that it had, by SGLang's own word; later ones are served, and warm."""
+    """SGLang fails the requests that the server had; later ones are served, and are warm."""
     act = killed(*ALL_OF_A, restart=True)
     result = run(flow(TARGET, RESTART_S, same_ports=same_ports, restarts=1), {AT: act})
     assert result.found() == []
@@ -189,15 +189,15 @@ def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
 
 @over("mooncake")
 @pytest.mark.parametrize("seconds", [6, full(40)])
-def test_all_links_of_a_server_go_down(
+def test_all_links_of_a_server_are_down(
     network: Network, seconds: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's own rules decide over its requests: they fail or wait until SGLang gives the server
-    up, after some 4 s. The others notice nothing.
+    """SGLang decides what happens to the server's requests: they fail, or they wait until SGLang
+    drops the server after about 4 s. Requests to other servers are not affected.
 
-    Later its requests may wait for as long again: decode's sockets to the prefill ranks' own ports,
-    SGLang's, try to connect at the kernel's growing intervals. After 40 s over NIXL it may fail
-    them all, since its agent on prefill does not connect to decode again."""
+    After the links are up, the server's requests may wait that long again, since SGLang's sockets
+    from decode to prefill reconnect at the kernel's growing intervals. After 40 s over NIXL, they
+    may all fail, since SGLang's agent on prefill does not connect to decode again."""
     for what in ("BOOTSTRAP", "WAITING"):
         monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{what}_TIMEOUT", "50")
     result = run(flow(TARGET, seconds, network), {AT: cut(network, seconds, 0, 1)})
@@ -218,15 +218,14 @@ def test_all_links_of_a_server_go_down(
     ("rank", "seconds", "tokens"),
     [
         (DRAFT_ONLY, 40, 96), (TARGET, 40, 96),
-        (DECODE, 40, 320),  # while SGLang writes to it, which Mooncake gives up
+        (DECODE, 40, 320),  # SGLang is writing to this rank, and Mooncake gives up the write
     ],
 )  # fmt: skip
-def test_a_rank_stands_still(
+def test_a_stopped_rank_continues_correctly(
     rank: Key, seconds: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stands still for longer than a request waits, than a read or a message may take, and than
-    a segment waits for a slot. Then it goes on with what it had begun: every byte is still
-    right."""
+    """A rank is stopped for longer than all time limits of requests, reads, messages and slots.
+    When it continues the work that it had started, every byte is still correct."""
     monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "50")
     result = run(flow(rank, seconds, tokens=tokens), {AT: stopped(rank, seconds)})
@@ -249,10 +248,12 @@ def test_a_rank_stands_still(
     ],
     indirect=["backend"],
 )  # fmt: skip
-def test_at_each_stage(end: str, rank: Key, backend: str, request: pytest.FixtureRequest) -> None:
-    """The link is cut for a second, or the rank is, at each stage of a room of its own, one after
-    the other. A prefill rank that is killed takes its server with it. Everybody waits while this
-    test holds decode's channel."""
+def test_a_fault_at_each_stage_of_a_room(
+    end: str, rank: Key, backend: str, request: pytest.FixtureRequest
+) -> None:
+    """At each stage of a room, a link is cut for a second, or a rank is stopped or killed. If a
+    prefill rank is killed, its server ends too. All requests wait while the test pauses decode's
+    channel at a stage, which `held` measures."""
     network = request.getfixturevalue("network") if end == "cut" else None
     others, held = [one for one in ALL_OF_A if one != rank] if rank in ALL_OF_A else [], [0.0]
 

@@ -1,5 +1,5 @@
-"""A drafter that reads the last tokens of a prompt alone gets those rows: what is before them stays
-on prefill, and decode's rows there are not touched."""
+"""If a drafter reads only the last tokens of a prompt, only their rows are moved. Earlier rows are
+not sent, and decode does not write theirs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from rig.ring.run import right
 
 pytestmark = pytest.mark.transports(1)
 
-# The window begins in a page and at one, in a chunk and behind one, or before the prompt.
+# The window begins inside a page or at its start, inside a chunk or at its start, or before the
+# prompt.
 REQUESTS = tuple(Request(n, chunk_pages=c) for n in (1, 9, 22, 24, 25) for c in (0, 1, 4))
 
 
 @pytest.mark.parametrize("window", [1, 8, 9])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_rows_in_reach_are_moved_and_no_others(
+def test_only_rows_in_the_window_are_moved(
     prefill_tp: int, decode_tp: int, window: int, page_size: int
 ) -> None:
     right(Case(prefill_tp, decode_tp, requests=REQUESTS, draft_window=window, page_size=page_size))
 
 
-def test_bytes_of_a_long_prompt() -> None:
-    """The plugin's own count shows how many bytes it saves."""
+def test_a_window_saves_most_bytes_of_a_long_prompt() -> None:
+    """With a window of 2,048 of 16,384 tokens, the plugin moves at most 15 % of the bytes."""
     long = Request(16 << 10, chunk_pages=32)
     case = Case(2, 1, draft=Cache("mha", layers=2, heads=4), requests=(long,), page_size=64)
     whole = right(case).total("needed_bytes_total")

@@ -1,12 +1,13 @@
-"""Traffic on the protocol ring: a schedule of requests, a disturbance, and a check.
+"""Traffic on the protocol ring: a schedule of requests, faults, and a check.
 
     run(Traffic(...), at={60: lambda ring: ring.stop(("prefill", 1))})  ->  Result
 
-Schedule: a steady flow of requests to several prefill servers, each in pages and a metadata row of
-its own, since what SGLang writes late to a failed request's must not look like a fault.
-Disturbance: what the test does to processes and links, by the number of requests that have ended.
-Check: each request's bytes as it succeeds, all memory at the end, and what ranks hold then (Rank);
-what became of each request: Result, and the functions after it.
+Schedule: a steady flow of requests to several prefill servers. Each request has its own pages and
+metadata row, so that late writes of SGLang to a failed request's pages are not mistaken for a
+fault.
+Faults: the test stops, kills or disconnects processes after given numbers of ended requests.
+Check: Rank compares a request's bytes when it succeeds, and all memory and resources at the end.
+Result and the functions after it examine how each request ended.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ from .netns import enter
 from .stages import Stop, hold_in_decode, hold_in_prefill
 
 RUN_S, STUCK_S, DROPPED_S = 240, 90, 5
-"""Of the whole; more than all timeouts of a request together; of one that nobody asks for."""
+"""Time limits: of the whole run; of a request, longer than all its timeouts together; of a request
+on prefill that decode no longer wants."""
 SLACK_S = 3.0
-"""What a whole request takes besides where others have the cores. With `Times.longest_wait` it is
-less than `Times.whole_wait`, which a request must not wait here, for any patience of the tests."""
+"""Time that a request may take on a busy machine in addition to the plugin's wait. The sum of this
+and `Times.longest_wait` is less than `Times.whole_wait`, for every patience in the tests."""
 LATE = re.compile(
     r"prefill \d+: left behind: "
     ".*(waiting left|transfers left|request_status|transfer_infos|prefix_len)"
 )
-"""SGLang's own entries of requests that were aborted, and rooms that no request came for, which
-are known for a minute."""
+"""Entries that SGLang retains for aborted requests, and OPENs without a request, which the plugin
+retains for a minute."""
 QUEUES = 16
-OF_FORMER = {"fds": 12, "sockets": 8}  # of a server that was restarted since
+OF_FORMER = {"fds": 12, "sockets": 8}  # that belonged to a server before its restart
 AT_ONCE = 4
 AT = 80
-"""Requests after which the disturbance comes, unless a test says otherwise."""
-WARM_AFTER = 35  # requests, a rank has made all that it needs
+"""The number of ended requests after which most tests begin their fault."""
+WARM_AFTER = 35  # requests after which a rank has allocated all its resources
 ENOUGH = WARM_AFTER + 5
-"""So many warm requests in a row to each server end the traffic once everything was done."""
+"""After all faults, this many consecutive warm requests to each server end the traffic."""
 UNKNOWN, BEGUN, ENDED = range(3)  # stages of a request, as decode sees it
 STARTS, READY, DONE = range(3)  # stages of a rank
 
@@ -65,15 +67,15 @@ STARTS, READY, DONE = range(3)  # stages of a rank
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests between servers: at most so many `requests`, of `tokens` each; once everything was
-    done to the ranks, `tail` more to each server, or fewer if ENOUGH in a row are warm.
+    """At most `requests` requests of `tokens` tokens each. After all faults, each server gets
+    `tail` more, or fewer if ENOUGH consecutive ones are warm.
 
-    `prefills` servers of TP 2; decode ranks of TP 1, in `decodes` DP ranks. Each of these has at
-    most AT_ONCE requests open at each server, and begins one there at most each `every` seconds.
-    `touched`: the prefill server, or the decode rank, that meets the fault. `hosts`: namespaces and
-    addresses of ranks that are not on this machine's loopback. `held`: the rank whose rooms are
-    held at a stage (stages.py). `same_ports`: a rank that starts again has its channel's port
-    again. `restarts`: how many servers, or ranks, start again."""
+    There are `prefills` servers of TP 2, and `decodes` decode DP ranks of TP 1. A decode rank has
+    at most AT_ONCE requests in flight per server, and starts one there every `every` seconds.
+    `touched`: the prefill server or decode rank with the fault. `hosts`: namespaces and addresses
+    of ranks that do not use the loopback. `held`: the rank whose rooms are paused at a stage
+    (stages.py). `same_ports`: a restarted rank uses its former channel port. `restarts`: the number
+    of servers or ranks that are restarted."""
 
     requests: int
     tail: int
@@ -104,11 +106,11 @@ class Traffic:
 
 @dataclass
 class OfTraffic(Shared):
-    """Arrays and values of processes that may be killed: none has a lock.
+    """Memory shared by processes that may be killed, and therefore without locks.
 
-    `stages`: of each request; `states`: by side, of each rank; `channel_ports`: of prefill ranks, 0
-    for any; `acted`: whether everything was done to the ranks; `over`: whether no request begins
-    any more; `stop`: where a room is held."""
+    `stages`: one per request; `states`: one per rank, by side; `channel_ports`: of prefill ranks, 0
+    for any; `acted`: whether all faults are done; `over`: whether no more requests start; `stop`:
+    pauses a room at a stage."""
 
     traffic: Traffic = field(default_factory=lambda: Traffic(0, 0, 0))
     stages: Any = None
@@ -140,19 +142,23 @@ class TrafficRank(Rank):
         if self.traffic.decodes > 1:
             self._have_a_queue_each(side, rank)
         super().__init__(case, side, rank, ports, life)
-        # those that the process had which this one takes the place of are lost with it
+        # requests of the killed process that this one replaces are lost
         stages, every = self.shared.stages, range(len(case.requests))
         self._numbers = [n for n in every if self.mine(n) and (not life or stages[n] == UNKNOWN)]
-        self._warm = [0] * self.traffic.prefills  # in a row, since everything was done
+        self._warm = [
+            0
+        ] * self.traffic.prefills  # consecutive requests per server, after all faults
 
     def _have_a_queue_each(self, side: str, rank: int) -> None:
-        """SGLang's writes to decode ranks wait in some queues, by the number of a rank's Mooncake
-        port (MooncakeKVManager.add_transfer_request). Two ranks share one here only where a test
-        says that SGLang has no other. Mooncake heeds a range of ports below 32,768 alone."""
+        """Give each decode rank its own queue of SGLang's writes on prefill. SGLang chooses the
+        queue by the rank's Mooncake port (MooncakeKVManager.add_transfer_request), so each rank
+        gets its own range of ports. Mooncake accepts only ranges below 32,768."""
         os.environ.setdefault("SGLANG_DISAGGREGATION_QUEUE_SIZE", str(QUEUES))
         os.environ["SGLANG_DISAGGREGATION_THREAD_POOL_SIZE"] = str(QUEUES)
         if side == "decode":
-            several = QUEUES // self.traffic.decodes  # SGLang's engine takes two, the plugin's too
+            several = (
+                QUEUES // self.traffic.decodes
+            )  # SGLang's and the plugin's engine take two each
             first = 20_000 + os.getpid() % 500 * QUEUES + rank * several
             os.environ["MC_MIN_PRC_PORT"] = str(first)
             os.environ["MC_MAX_PRC_PORT"] = str(first + several - 1)
@@ -197,9 +203,9 @@ class TrafficRank(Rank):
         self.compare()
 
     def _serve(self) -> None:
-        """Begin a request on prefill when decode's has begun. At the end, drop those that nobody
-        asks for any more. The sender is made as soon as decode has begun: SGLang loses a status
-        that arrives while it is made (update_status, disaggregation/common/conn.py)."""
+        """Begin a request on prefill as soon as decode has begun it, since SGLang loses a status
+        that arrives while the sender is made (update_status, disaggregation/common/conn.py). At the
+        end, abort requests that decode no longer wants."""
         over = self.shared.over
         queues = [
             deque(n for n in self._numbers if self.traffic.decode_of(n) == rank)
@@ -213,10 +219,10 @@ class TrafficRank(Rank):
                 if one.age > DROPPED_S:
                     one.handle.abort()
             self.step(STUCK_S)
-            time.sleep(2e-3)  # so that a request takes long enough to be met by what is done to it
+            time.sleep(2e-3)  # so that requests are still in flight when a fault begins
 
     def _ask(self) -> None:
-        """Serve requests until all have ended, or another rank has an error."""
+        """Start requests on decode until all have ended, or another rank has an error."""
         traffic, shared, of = self.traffic, self.shared, self.traffic.server_of
         servers, ends = range(traffic.prefills), False
         queues = [deque(n for n in self._numbers if of(n) == server) for server in servers]
@@ -246,14 +252,14 @@ class TrafficRank(Rank):
             self._warm[server] = (self._warm[server] + 1) * (is_warm and self.shared.acted.value)
 
     def _held(self) -> dict[str, int]:
-        """Slots as well: on prefill those whose ACK does not come are another thing, since they
-        are free again after `slot_aside`."""
+        """Return the resources that this rank holds, and its slots. Prefill's slots without an ACK
+        are not counted: they become free after `slot_aside`."""
         slots = self.plugin.slots
         return {**resources(), "slots": slots.count - slots.free_slots - len(slots._published)}
 
     def left_behind(self) -> list[str]:
         if not self.report.warm:
-            return ["leaks: it was never warm"]
+            return ["leaks: this rank ended too few requests to measure leaks"]
         warm = {**self.report.warm, "slots": 0}
         former = {name: self.traffic.restarts * count for name, count in OF_FORMER.items()}
         slack = {name: count + former.get(name, 0) for name, count in SLACK.items()}
@@ -261,20 +267,20 @@ class TrafficRank(Rank):
         return [*found, *(f"leaks: {line}" for line in leaks(warm, self._held, slack))]
 
 
-# ---------------------------------------------------------------- the disturbance
+# ---------------------------------------------------------------- the faults
 
 
 Act = Callable[["Ring"], None]
 
 
 class Ring(Servers):
-    """The processes of one traffic, until `end`, and what a test may do to them."""
+    """The processes of one traffic run, and the faults that a test can cause in them."""
 
     def __init__(self, traffic: Traffic) -> None:
         context, case = mp.get_context("fork"), traffic.case()
 
         def cells(count: int) -> np.ndarray[Any, Any]:
-            """Memory that all processes share: each is a fork of this one."""
+            """Allocate memory that the forked processes share."""
             return np.frombuffer(context.RawArray("b", count), np.int8)
 
         ranks = [side for side, _ in ranks_of(case)]
@@ -300,7 +306,7 @@ class Ring(Servers):
             os.kill(self._processes[key].pid, number)
 
     def at_stage(self, stage: str, act: Callable[[], object]) -> None:
-        """Once a room that is `held` is there (stages.py)."""
+        """Call `act` while a room of the `held` rank is paused at this stage (stages.py)."""
         self.shared.stop.act(stage, act)
 
     def kill(self, *keys: Key) -> None:
@@ -327,7 +333,7 @@ class Ring(Servers):
             time.sleep(0.02)
 
     def result(self, at: Mapping[int, Act]) -> Result:
-        """Run the traffic; every process has ended on return."""
+        """Run the traffic and its faults, and return once every process has ended."""
         marks: dict[int, tuple[float, float]] = {}
         problems: list[str] = []
         acting = threading.Thread(target=self._act, args=(at, marks, problems))
@@ -349,14 +355,15 @@ class Ring(Servers):
             self.shared.over.value = 1
 
     def _is_done(self) -> bool:
-        """Return True if each decode rank has ended its requests, or was killed for good."""
+        """Return True if each decode rank has ended its requests, or was killed and not
+        restarted."""
         return bool((self.shared.states["decode"] == DONE).all())
 
     def _act(self, at: Mapping[int, Act], marks: dict[int, Any], problems: list[str]) -> None:
         for number, act in sorted(at.items()):
             while np.count_nonzero(self.shared.stages == ENDED) < number:
                 if self.shared.over.value or self._is_done():
-                    problems.append(f"the traffic ended before {number} requests had")
+                    problems.append(f"the traffic ended before {number} requests had ended")
                     self.shared.over.value = 1
                     return
                 time.sleep(0.001)
@@ -370,7 +377,7 @@ class Ring(Servers):
 
 
 def run(traffic: Traffic, at: Mapping[int, Act]) -> Result:
-    """Run this traffic. `at`: what to do once so many requests have ended."""
+    """Run this traffic. `at`: the action for each number of ended requests."""
     return Ring(traffic).result(at)
 
 
@@ -379,7 +386,7 @@ def run(traffic: Traffic, at: Mapping[int, Act]) -> Result:
 
 @dataclass
 class Result:
-    """`marks`: when each action was done, by its number of ended requests."""
+    """`marks`: when each action began and ended, by the number of ended requests in `at`."""
 
     traffic: Traffic
     reports: dict[Key, RankReport]
@@ -388,36 +395,36 @@ class Result:
 
     @property
     def ended(self) -> list[Ended]:
-        """Decode's requests, in the order in which they began."""
+        """Return decode's requests in the order in which they began."""
         of_decode = [report for (side, _), report in self.reports.items() if side == "decode"]
         found = [one for report in of_decode for one in report.ended]
         return sorted(found, key=lambda one: one.began)
 
     def of(self, touched: bool) -> list[Ended]:
-        """Requests to the server, or the decode rank, that meets the fault, or all others."""
+        """Return the requests to the server or decode rank with the fault, or all others."""
         side, rank = self.traffic.touched
         of = self.traffic.server_of if side == "prefill" else self.traffic.decode_of
         return [one for one in self.ended if (of(one.number) == rank) is touched]
 
     def since(self, mark: int, touched: bool = True) -> list[Ended]:
-        """Return those that began after an action was done."""
+        """Return the requests that began after an action had ended."""
         return [one for one in self.of(touched) if one.began > self.marks[mark][1]]
 
     def during(self, mark: int, touched: bool = True) -> list[Ended]:
-        """Return those that began and ended during an action: one that is there when the fault ends
-        may be served."""
+        """Return the requests that began and ended during an action. A request still in flight when
+        the fault ends may be served."""
         began, ended = self.marks[mark]
         of = self.of(touched)
         return [one for one in of if began < one.began and one.began + one.seconds < ended]
 
     def before(self, mark: int, touched: bool = True) -> list[Ended]:
-        """Return those that ended before an action began."""
+        """Return the requests that ended before an action began."""
         start = self.marks[mark][0]
         return [one for one in self.of(touched) if one.began + one.seconds < start]
 
     def found(self, *, late: bool = True) -> list[str]:
-        """Return what is wrong or left. Not `late`: leave out what messages of SGLang and ours
-        leave for a time if their request has ended before they come."""
+        """Return all errors and leaks. Without `late`, omit the entries that late messages leave
+        for some time if their request has ended before they arrive."""
         return [line for line in self.problems if late or not LATE.match(line)]
 
 
@@ -434,8 +441,8 @@ def nobody_waited(requests: list[Ended], bound: float) -> None:
 
 
 def untouched(result: Result, bound: float, mark: int = AT) -> None:
-    """Requests to others are warm, none of them has waited for one that is touched, and they went
-    on meanwhile: if each waited, there would be far fewer than before."""
+    """Check that requests to other ranks are warm and within `bound`, and continued during the
+    fault at no less than a fifth of the earlier rate."""
     others = result.of(False)
     assert [one for one in others if (one.status, one.state) != ("success", "warm")] == []
     nobody_waited(others, bound)

@@ -168,8 +168,8 @@ def test_a_peer_that_was_restarted_at_its_address(reader: Reader) -> None:
 
 
 @over(*BOTH, peers=2)
-def test_connecting_to_a_stopped_peer_holds_up_nobody(reader: Reader) -> None:
-    data_planes.test_connecting_to_a_stopped_peer_holds_up_nobody.body(reader)
+def test_connecting_to_a_stopped_peer_delays_no_other_read(reader: Reader) -> None:
+    data_planes.test_connecting_to_a_stopped_peer_delays_no_other_read.body(reader)
 
 
 @over(*BOTH, peers=2)

@@ -84,7 +84,7 @@ NEWEST = "pure/decode/test_plan_drawn.py::test_a_pair_uses_the_newest_version_of
 COMPARED = "pure/channel/test_facts.py::test_what_two_rows_differ_in"
 UNLIKE = {
     "config.staging_mb": BYTES, "config.patience": BYTES,
-    "config.port": "protocol/test_manager.py::test_a_port_of_its_own_or_any_free_one",  # prefill's
+    "config.port": "protocol/test_manager.py::test_the_configured_port_is_used_or_any_free_one",
     "protocol": NEWEST,
     **dict.fromkeys(("rank_port", "attn_tp", "attn_tp_rank", "draft.tp", "draft.rank"), BY_RANK),
     "pp_rank": "protocol/test_matrix.py::test_dcp_from_stages_of_one_rank",
