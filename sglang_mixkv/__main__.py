@@ -1,8 +1,6 @@
-"""``sglang-mixkv COMMAND`` or ``python -m sglang_mixkv COMMAND``: find the tool of that name and
-run its ``main(argv) -> int``.
+"""The command line, ``sglang-mixkv`` or ``python -m sglang_mixkv``: runs a tool's ``main(argv)``.
 
-A tool's module is imported only when the tool is asked for, so the help text needs neither SGLang
-nor torch.
+Only the requested tool's module is imported, so the help text needs neither SGLang nor torch.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ COMMANDS = {
     "status": "running servers on one screen: drafters, transfers, what is wrong and what to do",
     "accept": "accept length of your pair of servers against a single server's, on your prompts",
 }
-"""Module in `tools` -> its line in the help text."""
+"""Maps a module in `tools` to its line in the help text."""
 
 USAGE = "usage: python -m sglang_mixkv COMMAND [options]\n\ncommands:\n" + "\n".join(
     f"  {name:<8}{text}" for name, text in COMMANDS.items()
@@ -29,7 +27,7 @@ USAGE = "usage: python -m sglang_mixkv COMMAND [options]\n\ncommands:\n" + "\n".
 
 
 def main() -> int:
-    """Run the tool that is asked for, and return its exit status; 2 for an unknown command."""
+    """Run the requested tool, and return its exit status; 2 for an unknown command."""
     command, *rest = sys.argv[1:] or [""]
     if command in COMMANDS:
         return int(importlib.import_module(f"sglang_mixkv.tools.{command}").main(rest))
@@ -42,7 +40,7 @@ def main() -> int:
 
 
 def run(tool: Callable[[], int] = main) -> int:
-    """Run a `main`; end silently on Ctrl-C, or when the reader of its output has gone (`head`)."""
+    """Run a `main`. Exit silently on Ctrl-C, or when its output is closed (as by `head`)."""
     try:
         try:
             return tool()

@@ -1,8 +1,8 @@
-"""An event loop in a thread of its own, threads for calls that may hang, and the end of them all.
+"""An event loop in its own thread, threads for calls that may hang, and their end at exit.
 
-Every thread of the plugin is a daemon, so that none holds up SGLang's exit. But CPython ends a
-daemon thread where it next asks for the GIL; if that is in a destructor of C++, as in torch or a
-data plane, the process aborts. So they are asked to end at exit, and joined briefly.
+Every thread of the plugin is a daemon, so that none delays SGLang's exit. At exit, CPython ends a
+daemon thread where it next requests the GIL. If that happens in a C++ destructor, as in torch or a
+data plane, the process aborts. So the plugin stops its threads first, and joins them briefly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-MAX_NOTICES = 4096  # in flight, and sockets for them; beyond that, a server waits for its timeout
+MAX_NOTICES = 4096  # in flight, each with a socket; beyond this, a server waits until it times out
 
 
 END_S = 0.5
@@ -28,11 +28,11 @@ END_S = 0.5
 
 class Stoppable(Protocol):
     def stop(self) -> None:
-        """Have the threads end soon, without waiting for them."""
+        """Have the threads end, without waiting for them."""
 
 
 stoppable: WeakSet[Stoppable] = WeakSet()
-"""What to stop at exit. Its threads keep it alive."""
+"""Objects to stop at exit. Each is kept alive by its own threads."""
 
 
 @atexit.register
@@ -47,7 +47,7 @@ def end_threads() -> None:
 
 
 def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run `call` in a daemon thread of its own; return its future."""
+    """Run `call` in a new daemon thread; return its future."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -61,7 +61,7 @@ def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 class Background:
-    """An event loop in a thread of its own. `threads`: how many blocking calls may run at once."""
+    """An event loop in its own thread. `threads`: how many blocking calls may run at once."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name, self._places = name, asyncio.Semaphore(threads)
@@ -95,7 +95,7 @@ class Background:
             return await asyncio.wrap_future(in_thread(self._name, call, *args))
 
     async def send(self, to: Any, message: Callable[..., None], **fields: Any) -> None:
-        """Call `message(**fields)` in a thread, one call at a time per `to`: SGLang's sends block
-        for up to 30 s if the other side is gone or stopped, so each `to` costs one thread."""
+        """Call `message(**fields)` in a thread, one call at a time per receiver `to`. SGLang's
+        sends block for up to 30 s if the receiver is gone, so each occupies at most one thread."""
         async with self._sending.setdefault(to, asyncio.Lock()):
             await self.in_thread(partial(message, **fields))

@@ -1,10 +1,10 @@
 """Configuration: one frozen record. Flags override the environment, which overrides defaults.
 
-`plugin.py` attaches the record of a server that has opted in to SGLang's ServerArgs as `_mixkv`.
-SGLang pickles ServerArgs with their attributes, so every process gets the same record. It is a
-plain dict there, since SGLang also pickles them into its dumps, which are read where the plugin is
-not installed. If a launcher builds ServerArgs without SGLang's command line, its environment
-decides, and the record is made when they are resolved.
+On a server that has opted in, `plugin.py` attaches the record to SGLang's ServerArgs as `_mixkv`.
+SGLang pickles ServerArgs with their attributes, so every process gets the same record. The
+attribute is a plain dict, since SGLang's dumps also contain pickled ServerArgs and are read where
+the plugin is not installed. If a launcher builds ServerArgs without SGLang's command line, the
+environment decides, and the record is made when ServerArgs are resolved.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
 PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
-API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # for servers with --api-key; only the commands read it
-# A file for what a launch resolves to, instead of a server, and the GPU to resolve it for.
+API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # for servers with --api-key; only the tools read it
+# The file to which a launch writes what it resolved, instead of serving, and the GPU to assume.
 PLAN_ENV, PLAN_GPU_ENV = "SGLANG_MIXKV_PLAN", "SGLANG_MIXKV_PLAN_GPU"
 
 
@@ -47,8 +47,8 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class Setting(NamedTuple):
-    """A setting: its variable `environ`, its `flag` if it has one, and `words` for the values that
-    both accept. `read` parses a value, and raises ValueError or KeyError for any other."""
+    """A setting: its variable `environ`, its `flag` if it has one, and `words`, which describes the
+    values that both accept. `read` parses a value; raises ValueError or KeyError if invalid."""
 
     field: str
     environ: str
@@ -91,15 +91,15 @@ def _one_of(*names: str) -> tuple[str, Any]:
     return " or ".join(names), {name: name for name in names}.__getitem__
 
 
-# SGLang's words (EnvBool in environ.py), plus on and off.
+# The words of SGLang's EnvBool (environ.py), plus on and off.
 OFF = "0", "false", "no", "n", "off"
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "y", "on"), True) | dict.fromkeys(OFF, False)
 _TRUTH: tuple[str, Any] = "1 or 0", lambda text: _TRUTHS[text.lower()]
 
-# Bounds. --mixkv-staging-mb: one reader may hold 4 GiB (MOST slots), a prompt of 131,072 tokens at
-# 32 KiB each. SGLANG_MIXKV_PATIENCE: the smallest cuts the longest wait for progress to one tick of
-# the channel's threads; the largest makes the whole wait 300 s, as long as SGLang waits for the
-# target. SGLANG_MIXKV_PORT: the largest leaves a port for each GPU of a host.
+# Reasons for the bounds. --mixkv-staging-mb: one reader may hold 4 GiB (MOST slots), a prompt of
+# 131,072 tokens at 32 KiB each. SGLANG_MIXKV_PATIENCE: with the minimum, the longest wait for
+# progress is one tick of the channel thread; with the maximum, the whole wait is 300 s, SGLang's
+# own limit for the target. SGLANG_MIXKV_PORT: the maximum leaves a port for each GPU of a host.
 SETTINGS = (
     Setting(
         "enabled", ENABLE_ENV, *_TRUTH,
@@ -154,7 +154,7 @@ _KNOWN = {*_OF_VARIABLE, API_KEY_ENV, PLAN_ENV, PLAN_GPU_ENV}
 
 def variable(name: str, text: str) -> Any:
     """Return the value of an environment variable; None if it is empty, or servers do not read it.
-    MixKVError if it is out of bounds, or is unknown but named like one of the plugin's."""
+    Raises MixKVError if it is invalid, or is unknown but named like one of the plugin's."""
     if setting := _OF_VARIABLE.get(name):
         return setting.value(name, text) if text.strip() else None
     if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):
@@ -169,20 +169,20 @@ def variable(name: str, text: str) -> Any:
 
 
 def _is_of_service(name: str, text: str) -> bool:
-    """True if Kubernetes set it, as it does for each Service in a pod's namespace: for one named
-    sglang-mixkv-router, it sets SGLANG_MIXKV_ROUTER_SERVICE_HOST and six more."""
+    """Return whether Kubernetes set this variable for a Service in the pod's namespace. A Service
+    named sglang-mixkv-router yields SGLANG_MIXKV_ROUTER_SERVICE_HOST and six others."""
     made = re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_[A-Z]+", name)
     return bool(made or re.match(r"(tcp|udp|sctp)://", text))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word: the known one most like it, if any is."""
+    """Return the end of a message about an unknown word: the closest known word, if any is."""
     found = difflib.get_close_matches(word, known, 1, 0.85)
     return f"; the closest match is {found[0]}" if found else ""
 
 
 def truth(name: str, environ: Mapping[str, str]) -> bool:
-    """Return a boolean variable, SGLang's or the plugin's. MixKVError if it is not a boolean."""
+    """Return a boolean variable of SGLang or the plugin. Raises MixKVError if it is invalid."""
     text = environ.get(name, "")
     return bool(text.strip() and Setting("", name, *_TRUTH).value(name, text))
 
@@ -207,8 +207,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Make the record. `flags`: None if the launcher has none of the plugin's. MixKVError for the
-    first variable that is refused."""
+    """Make the record. `flags`: None if the launcher lacks the plugin's flags. Raises MixKVError
+    for the first invalid variable."""
     found = {name: variable(name, environ[name]) for name in sorted(environ)}
     values = {setting.field: found.get(setting.environ) for setting in SETTINGS}
     for setting in SETTINGS:
@@ -218,8 +218,8 @@ def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.en
 
 
 def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
-    """Call `resolve` if this process has opted in; else return the defaults and read no other
-    variable, so that none can stop it. A refusal ends the process, with its message alone."""
+    """Call `resolve` if this process has opted in. Otherwise return the defaults and read no other
+    variable, so that none can stop the process. An error ends the process, without a traceback."""
     try:
         asked = getattr(flags, "enable_mixkv", None) or truth(ENABLE_ENV, os.environ)
         return resolve(flags) if asked else Config()
@@ -233,6 +233,6 @@ def attach(server_args: Any, config: Config) -> None:
 
 
 def config_of(server_args: Any) -> Config:
-    """Return the record attached to these ServerArgs, or else one made from the environment."""
+    """Return the record attached to these ServerArgs, or one made from the environment."""
     record = getattr(server_args, ATTRIBUTE, None)
     return resolve_if_enabled(None) if record is None else msgspec.convert(record, Config)

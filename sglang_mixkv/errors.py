@@ -1,7 +1,6 @@
-"""The plugin's errors: each has a code that never changes, and a text that may be reworded.
+"""The plugin's errors. An error's code never changes; its text may be reworded.
 
-docs/troubleshooting.md says what each code means and what to do. Two texts share a code if they
-call for the same action.
+docs/troubleshooting.md explains each code and its remedy. Texts with the same remedy share a code.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ REASON_OF = {
     "MIXKV-PAIR-03": "facts",
     "MIXKV-PAIR-04": "topology",  # no routes between these sizes
 }
-"""By code: the reason under which a refused peer is counted; any other code counts as `other`."""
+"""Maps a code to the reason under which metrics count a refused peer; all others are `other`."""
 REASONS = (*REASON_OF.values(), "other")
 
 
 class MixKVError(ArgumentTypeError, ValueError):
-    """A refusal. Its message is the code and the text: what was expected, what was found, the
-    consequence and the remedy, where these are not obvious. argparse prints it in full."""
+    """A refusal. Its message is the code and the text: expected, got, consequence and remedy, where
+    these are not obvious. argparse prints it in full."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"[{code}] {text}")
@@ -28,12 +27,12 @@ class MixKVError(ArgumentTypeError, ValueError):
         self.text = text
 
     def about(self, whom: str) -> MixKVError:
-        """Return this error with `whom`, the server or rank it is about, before its text."""
+        """Return this error with the server or rank that it concerns before its text."""
         return MixKVError(self.code, f"{whom}: {self.text}")
 
     @property
     def reason(self) -> str:
-        """The reason to count it under: one of REASONS."""
+        """Return the reason under which metrics count the error: one of REASONS."""
         return REASON_OF.get(self.code, "other")
 
 

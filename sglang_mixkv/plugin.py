@@ -1,9 +1,9 @@
 """The entry point that SGLang calls in every process, and the hooks that it registers.
 
-In a process that has not opted in, each hook returns what SGLang's function does. One that has
-opted in never silently runs stock: `validate` checks SGLang's launcher while it resolves its
-arguments, and `kv_class` checks each process, once per ServerArgs, since the launcher may have
-resolved them before plugins were loaded. If ServerArgs are not published (in a standalone bootstrap
+In a process that has not opted in, each hook returns the result of SGLang's function. An opted-in
+process never silently runs without the plugin: `validate` checks SGLang's launcher while it
+resolves its arguments, and `kv_class` checks each process, once per ServerArgs, since a launcher
+may resolve them before it loads plugins. If ServerArgs are not published (in a standalone bootstrap
 server), the check runs when a manager is built. SGLang logs and swallows a plugin's exceptions, so
 a failure here ends an opted-in process with SystemExit.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 VALIDATION = "handle_other_validations"
 _hook = functools.cache(pkgutil.resolve_name)
-_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}  # for these ServerArgs
+_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}  # and the ServerArgs it is for
 
 
 def register() -> None:
@@ -51,7 +51,7 @@ def _register() -> None:
 
     for target, name in HOOKS.items():
         HookRegistry.register(target, functools.partial(_around, name), HookType.AROUND)
-    if os.environ.get(PLAN_ENV):  # the row has what `validate` would refuse
+    if os.environ.get(PLAN_ENV):  # the row lists all that `validate` would refuse
         return _hook("sglang_mixkv.tools.plan_launch.register")()
     register_resolution_hook(VALIDATION)(validate)
 
@@ -116,8 +116,8 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
 
 
 def _published() -> Any:
-    """Return this process's ServerArgs; None before they are published, or if an unknown SGLang
-    keeps them elsewhere. Then the environment decides."""
+    """Return this process's ServerArgs. None means that the environment decides: they are not
+    published yet, or are elsewhere in an unsupported SGLang."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

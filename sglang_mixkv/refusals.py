@@ -1,7 +1,7 @@
-"""Named combinations with which an opted-in server does not start.
+"""Combinations of flags with which an opted-in server refuses to start.
 
-A feature is listed if it moves or lays out draft KV in a way that the plugin does not know, or if
-it replaces a part of SGLang that the plugin extends. Neither would raise an error later.
+A feature is listed if it moves or lays out draft KV in an unsupported way, or if it replaces a part
+of SGLang that the plugin extends. Neither would raise an error later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sglang_mixkv.config import truth
 
-# Not UNO, which has no draft model, nor FROZEN_KV_MTP, whose drafter reads the target's KV.
+# Without UNO, which has no draft model, and FROZEN_KV_MTP, whose drafter reads the target's KV.
 SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
 DEVICES = ("cuda", "cpu")
 BACKENDS = ("mooncake", "nixl")
@@ -20,8 +20,8 @@ _OFF = (None, False, "", "none", "null")
 
 
 class Rule(NamedTuple):
-    """A combination to refuse. `name`: how a message calls it, in terms of flags. `applies`: true
-    if resolved server arguments have it. `remedy`: why, if not obvious, and what to do instead."""
+    """A combination to refuse. `name`: its description in flags. `applies`: true if resolved server
+    arguments contain it. `remedy`: the reason, if not obvious, and what to do instead."""
 
     name: str
     applies: Callable[[Any], Any]
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 
 def _flag(flag: str, remedy: str, *, drafter: bool = False) -> Rule:
-    """Make a Rule against a flag, or the values that follow it; `drafter`: only with a drafter."""
+    """Make a Rule against a flag, or some of its values. `drafter`: only with a drafter."""
     attribute, *values = flag.removeprefix("--").replace("-", "_").split()
 
     def applies(args: Any) -> bool:
@@ -58,18 +58,18 @@ OTHER_BACKEND = Rule(
     "use mooncake or nixl on both sides; mori and ascend are not supported",
 )
 
-# The caches below are SGLang 0.5.23's, under srt/mem_cache/. Its host tier works: a slot there
-# never has the target's KV without the drafter's (unified_radix_cache.py _build_sidecar_transfers,
-# or packed into the target's pages), and both are restored before the forward that reads them.
+# Caches of SGLang 0.5.23, in srt/mem_cache/. The host tier works: a slot there never has the
+# target's KV without the drafter's (_build_sidecar_transfers in unified_radix_cache.py, or packed
+# into the target's pages), and both are restored before the forward that reads them.
 # Storage: with an MLA target only rank 0 writes (is_storage_writer in hicache_storage.py), so every
 # rank reads back rank 0's heads. With Mooncake's store, all ranks write their draft heads
 # (should_backup in hybrid_cache/hybrid_cache_controller.py); engine/storage.py fixes its keys.
 # FlexKV: FlexKVConnector.__init__ (storage/flexkv/flexkv_connector.py) registers only the target
-# pool's buffers, so a page that it restores has the target's KV but stale draft KV. SGLang does
-# not refuse it. `--radix-cache-backend flexkv` is the same cache.
+# pool's buffers, so a restored page has the target's KV but stale draft KV. SGLang accepts this
+# combination. `--radix-cache-backend flexkv` selects the same cache.
 # External linker: a drafter's pages are stored under the TP rank without the TP size
 # (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by storage/umbp/),
-# so a server with a different TP size reads the wrong heads; a `dynamic` linker is unknown.
+# so a server with a different TP size reads the wrong heads. A `dynamic` linker is unknown.
 STORED = "mooncake"
 STORAGE = Rule(
     "--hicache-storage-backend other than mooncake with a drafter",
@@ -150,9 +150,9 @@ _HEAD = re.compile("eagle3|eagle|dflash|dspark", re.IGNORECASE)
 
 
 def other_head(architecture: str, algorithm: str) -> str:
-    """Say why a drafter does not suit --speculative-algorithm `algorithm`; "" if it does. SGLang
-    accepts any: an EAGLE3 head run as EAGLE gets one hidden state instead of three, and all its
-    drafts are rejected."""
+    """Return why a drafter does not suit --speculative-algorithm `algorithm`; "" if it does. SGLang
+    accepts any drafter: an EAGLE3 head run as EAGLE gets one hidden state instead of three, and all
+    its drafts are rejected."""
     found = _HEAD.search(architecture)
     expected = found[0].upper() if found else algorithm
     if not algorithm or expected == ("EAGLE" if algorithm == "NEXTN" else algorithm):
@@ -167,7 +167,7 @@ def broken(
     rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str], given: Any = None
 ) -> list[str]:
     """Return a message for each rule that resolved server arguments break, and for a refused
-    variable. `given`: the arguments before SGLang resolved them; it may have set some itself."""
+    variable. `given`: the arguments before SGLang resolved them, since it may set some itself."""
     found = [
         str(rule)
         if given is None or rule.applies(given)

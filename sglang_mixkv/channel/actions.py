@@ -1,4 +1,4 @@
-"""Actions that both sides' state machines ask for; each side adds its own."""
+"""Actions that the state machines of both sides request; each side adds its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions that a decode rank's state machine asks for and DecodeWorker._do carries out."""
+"""Actions that a decode rank's state machine requests and DecodeWorker._do carries out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sglang_mixkv.decode.transfer import Peer, Request, Segment
 
 
 class StartRead(msgspec.Struct, eq=False):
-    """Read these segments of one transfer. `Machine.read_ended` follows, however long that takes.
-    The machine notes when the read `began`, its deadline, `until`, and whether it `failed`: its
-    segments are then not used."""
+    """Read these segments of one transfer. `Machine.read_ended` always follows, with no time limit.
+    The machine's notes: `began`, when the read started; `until`, its deadline; `failed`, if its
+    segments must not be used."""
 
     peer: Peer
     segments: list[Segment]
@@ -46,7 +46,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """A different instance now has this peer's address: resolve the server again."""
+    """Resolve the server again: a different instance now has this peer's address."""
 
     peer: Peer
 

@@ -1,9 +1,9 @@
 """Circuit breakers of prefill ranks: they decide which requests start cold without waiting.
 
-A rank whose draft KV does not come makes each request wait for its deadline. After three of these
-in a row its breaker opens: requests start cold, except for a probe after 1, 2, 4, ... 30 s. The
-probe's first segment lets all others in, but one more strike reopens the breaker; a warm request
-closes it for good. If a probe has decided nothing after 2 s, another may try.
+If a rank's draft KV does not arrive, each request waits until its deadline. After three such
+requests in a row, the rank's breaker opens: requests start cold, except for a probe after 1, 2, 4,
+... 30 s. The probe's first segment half-closes the breaker: requests are let through, but one more
+strike reopens it. A warm request closes it. If a probe has no result after 2 s, another may start.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Breaker:
             state.strikes = STRIKES - 1
 
     def forget(self, peer: bytes) -> None:
-        """Forget a peer: all its draft KV for a request came, or its server is gone."""
+        """Forget a peer: all its draft KV for a request arrived, or its server is gone."""
         self._states.pop(peer, None)
 
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
-        """Count a request whose KV did not come from this peer. Return whether that opens its
+        """Count a request whose KV from this peer did not arrive. Return whether that opens the
         breaker."""
         state = self._states.setdefault(peer, _PeerState())
         was_open = state.is_open
@@ -67,7 +67,7 @@ class Breaker:
         return state.is_open and not was_open
 
     def release_probe(self, generation: int) -> None:
-        """End a request: if it was a probe without a result, another may try."""
+        """End a request. If it was a probe without a result, another may start."""
         for state in self._states.values():
             if state.probes == {generation}:
                 state.until = 0.0

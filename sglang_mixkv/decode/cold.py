@@ -7,7 +7,7 @@ from typing import Literal
 
 
 class ColdReason(StrEnum):
-    """The value is the reason's name in metrics and in a FAIL. An unknown name becomes OTHER."""
+    """Why a request is cold. The value is the name in metrics and in a FAIL; others are OTHER."""
 
     DEADLINE = "deadline"
     LOST = "lost"
@@ -43,4 +43,4 @@ FAILS = {
     code: ColdReason(f"prefill_{code}")
     for code in ("aborted", "pack", "slow", "heads", "full", "restarted")
 }
-"""For each code of a prefill rank's FAIL, the reason that it gives the cold request."""
+"""Maps the code of a prefill rank's FAIL to the reason of the cold request."""

@@ -5,14 +5,14 @@
 * MISMATCH: the drafters differ. Refused too, unless the operator asked for cold drafters.
 * COLD: there is no draft KV to fetch. Served, with a cold drafter.
 
-Not compared, since differences do no harm: page sizes (the wire counts tokens),
+Harmless differences are not compared: page sizes (the wire counts tokens),
 --speculative-num-steps and --speculative-num-draft-tokens (how far decode drafts), numbers of
-slots, weights and model names (two names may stand for one model).
+slots, weights and model names (a model may have two names).
 
-The plugin does not touch the target. But an operator who enables it wants correct answers, and
-between some pairs SGLang itself corrupts the target without an error, or hangs, with or without a
-drafter. Functions named below are in disaggregation/ of SGLang 0.5.23;
-tests/protocol/test_target_alone.py shows cases of each kind.
+The plugin does not touch the target. But between some pairs SGLang itself corrupts the target
+without an error, or hangs, with or without a drafter, so such pairs are refused too. Functions
+named below are in disaggregation/ of SGLang 0.5.23; tests/protocol/test_target_alone.py shows cases
+of each kind.
 """
 
 from __future__ import annotations
@@ -63,14 +63,13 @@ MIXES = {
     "mooncake": {("0.5.21", "0.5.22"), ("0.5.21", "0.5.23"), ("0.5.22", "0.5.23")},
     "nixl": {("0.5.21", "0.5.22")},
 }
-"""By backend, the pairs of SGLang releases on prefill and decode that serve requests. Any other mix
-misreads messages, and its requests hang until they time out, even without the plugin
+"""By backend, the pairs of SGLang releases on prefill and decode that serve requests. With any
+other mix, SGLang misreads messages and requests hang until they time out, even without the plugin
 (tests/e2e/test_mixed_releases.py)."""
 
 
 def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
-    """Compare backends and releases. Builds (0.5.23+cu130, 0.5.23.post1) of one release are
-    equal."""
+    """Compare backends and releases. All builds of a release (0.5.23+cu130, 0.5.23.post1) match."""
     if prefill.backend != decode.backend:
         yield _refused(
             "transfer backend",
@@ -94,7 +93,7 @@ def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
 
 
 def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
-    """List what keeps SGLang from moving the target from prefill's ranks to decode's."""
+    """List the differences that prevent SGLang from moving the target's KV correctly."""
     source, wanted, nixl = prefill.target, decode.target, prefill.backend == "nixl"
     unequal = prefill.attn_tp != decode.attn_tp
     tps = f"attention TP {prefill.attn_tp}", f"attention TP {decode.attn_tp}"
@@ -139,7 +138,7 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             "pipeline stages of a MiniMax target",
             f"{source.stages} stages",
             f"{wanted.stages}",
-            "SGLang does not send its state then",
+            "SGLang does not send its state from several stages",
             "Set --pp-size 1 on prefill",
         )
     if unequal and not source.even:  # send_kvcache_slice, _init_hetero_tp_prep_handle
@@ -178,7 +177,7 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
 
 
 def _like(source: Target, wanted: Target, *tps: int) -> Iterator[tuple[str, set[Any], set[Any]]]:
-    """Yield what decode must have of prefill's target for each of its buffers to find its own."""
+    """Yield each property in which decode's target must match, with prefill's and its values."""
     is_whole = source.stages == wanted.stages
     yield "buffers of the target", {source.entries} if is_whole else set(), {wanted.entries}
     yield "buffers of the MLA drafter", {source.drafts} - {0}, {wanted.drafts}
@@ -192,7 +191,7 @@ def _like(source: Target, wanted: Target, *tps: int) -> Iterator[tuple[str, set[
 
 
 def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
-    """Compare metadata rows, which SGLang sends at prefill's length (`send_aux` of both
+    """Compare metadata rows, which SGLang sends with prefill's length (`send_aux`, both
     backends)."""
     here, there = decode.aux_item_lens, prefill.aux_item_lens
     if here == there:
@@ -212,7 +211,7 @@ def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
 
 
 NO_DRAFTER = "drafter with KV heads"
-# field of DraftFacts, its name in messages, what a difference would cause
+# a field of DraftFacts, its name in messages, and the consequence of a difference
 _COMPARED = (
     ("architecture", "drafter architecture", "it is a different model"),
     ("algorithm", "speculative algorithm", "the drafter's rows mean something else"),

@@ -1,5 +1,5 @@
-"""A decode rank's links: for each prefill rank that it reads from, a socket and the data plane's
-connection. Both are made and dropped together; a broken data plane connection is reconnected."""
+"""A decode rank's links: a socket and a data plane connection for each prefill rank that it reads
+from. Both are made and dropped together; a broken data plane connection is reconnected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Links:
         _check(row.address)
         dealer, memory = new_socket(self._context, zmq.DEALER, row.address, self._times), None
         try:
-            dealer.setsockopt(zmq.IMMEDIATE, 1)  # what cannot leave now fails and is not queued
+            dealer.setsockopt(zmq.IMMEDIATE, 1)  # a send fails if it cannot leave now
             dealer.connect(row.address)
             if not dealer.poll(int(CONNECT_S * 1000), zmq.POLLOUT):
                 raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
@@ -69,7 +69,7 @@ class Links:
 
     def hang_up(self, link: Link) -> None:
         link.dealer.close()
-        link.closed = True  # before its memory is read, which a reconnect may replace
+        link.closed = True  # before `memory` is read, since a reconnect may replace it
         if self._store is not None and link.memory is not None:
             self._store.plane.forget(link.memory)
 
@@ -91,7 +91,7 @@ class Links:
     # -- messages
 
     def send(self, peer: Peer, message: Message) -> bool:
-        """Send a message; return whether that worked. It may still be lost with its connection."""
+        """Send a message; return whether it was sent. It may still be lost with the connection."""
         link = self._links.get(peer)
         with contextlib.suppress(zmq.ZMQError):
             if link is not None:
@@ -101,8 +101,8 @@ class Links:
         return False
 
     def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
-        """Yield the messages that came over these sockets, a ValueError for each unreadable one. A
-        second frame costs the peer its link: no prefill rank sends one."""
+        """Yield the messages received over these sockets, and a ValueError for each unreadable one.
+        Drop the link of a peer that sends a second frame, which no prefill rank does."""
         for dealer in ready:
             if (link := self._of_dealer.get(dealer)) is not None:
                 for frame in self._poller.received(dealer):
@@ -119,7 +119,7 @@ class Links:
     # -- reads
 
     def read(self, action: act.StartRead) -> bool:
-        """Begin a read; return False if the prefill rank is gone."""
+        """Start a read; return False if the prefill rank is gone."""
         link, store = self._links.get(action.peer), self._store
         if link is None or link.row.staging is None or store is None:
             return False
@@ -134,8 +134,8 @@ class Links:
         return True
 
     def ended(self) -> Iterator[tuple[act.StartRead, str]]:
-        """Yield the reads that have ended, with the reason if they failed. Reconnect broken
-        connections in the background, since no backend does so on its own."""
+        """Yield the reads that have ended, each with the reason if it failed. Reconnect broken
+        connections in the background, since no backend does so by itself."""
         if self._store is None:
             return
         for (action, link, memory), error in self._store.plane.ended():
@@ -144,7 +144,7 @@ class Links:
                 self._reconnect(link)
 
     def _reconnect(self, link: Link) -> None:
-        """Reconnect in a separate thread, since connecting waits for the peer."""
+        """Reconnect in a separate thread, since connecting blocks."""
         link.reconnecting = True
         try:
             threading.Thread(
@@ -170,11 +170,11 @@ class Links:
     def _stays_broken(self, link: Link, error: Exception) -> None:
         """Leave the link broken until its next read fails."""
         link.reconnecting = False
-        logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
+        logger.warning("[MIXKV-MSG-02] a connection stays broken until the next attempt: %s", error)
 
 
 def _check(address: str) -> None:
-    """Refuse host names: libzmq's one I/O thread would resolve them while other sockets wait."""
+    """Reject host names: resolving one would block libzmq's I/O thread, which all sockets share."""
     scheme, _, rest = address.partition("://")
     host = rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
     try:

@@ -8,8 +8,8 @@ Each announced segment of a request is read into a slot of this rank, acknowledg
 the pool. A fault on this rank or a peer, or draft KV later than `Times` allows, makes the request
 cold. The drafter ends a request only if rows cannot even be zeroed.
 
-A thread that stalled no longer trusts what it was sent before: the slots may since have been reused
-(docs/protocol.md, "When a slot is used again").
+After a long stall of the thread, open requests go cold: announced slots may have been reused in the
+meantime (docs/protocol.md, "When a slot is used again").
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_mixkv.decode.transfer import Generation, Opened, Peer, RecentRooms, 
 from sglang_mixkv.draft.copier import Outcome
 from sglang_mixkv.draft.slot_format import SlotCheck
 
-TICKS = 0.5  # seconds; a running thread ticks more often, and no request's stall limit is shorter
+TICKS = 0.5  # seconds; a running thread ticks more often, and no stall limit is shorter
 
 
 class Machine:
@@ -53,15 +53,15 @@ class Machine:
                     self._go_cold(request, ColdReason.STALLED, detail)
 
     def actions(self) -> list[act.Action]:
-        """Return the actions since the last time, in the order in which they must be done."""
+        """Return the actions since the last call, in the order in which to carry them out."""
         actions, self._out = self._out, []
         return actions + self._segments.actions(self._clock)
 
     # -- SGLang's side
 
     def open(self, opened: Opened) -> None:
-        """Open a request whose metadata SGLang has sent. One Verdict follows unless `close` comes
-        first."""
+        """Open a request whose metadata SGLang has sent. One Verdict follows, unless `close` is
+        called first."""
         wanted = [source.peer for source in opened.sources if source.heads]
         cold = opened.cold
         if self._recent.is_ambiguous(opened.bootstrap_room, self._clock) and wanted:
@@ -79,13 +79,13 @@ class Machine:
             self._decide(request, act.State.WARM)
 
     def target_arrived(self, generation: Generation) -> None:
-        """SGLang's own transfer of the request has succeeded: draft KV can be late from now on."""
+        """Record that SGLang's own transfer has succeeded, which starts the clock for draft KV."""
         request = self._requests.get(generation)
         if request is not None and request.arrived is None:
             request.arrived = self._clock
 
     def close(self, generation: Generation, reason: str = "") -> None:
-        """SGLang is done with the request, and its gate is closed. `reason`: why it failed."""
+        """End a request; its gate is closed. `reason`: why it failed."""
         request = self._requests.pop(generation, None)
         if request is None:
             return
@@ -100,11 +100,11 @@ class Machine:
     # -- peers
 
     def ready(self, peer: Peer, ready: Ready) -> None:
-        """The peer announces segments, or the end of its part of a request."""
+        """Handle a peer's READY: segments, or the end of its part of a request."""
         request = self._requests.get(ready.generation)
         transfer = request.transfers.get(peer) if request is not None else None
         if request is None or transfer is None or not request.wants:
-            # a segment that is being read is acknowledged when its read ends
+            # segments in flight are acknowledged when their reads end
             self._segments.acknowledge(peer, self._segments.not_read(peer, ready.segments))
             return
         if ready.segment < transfer.announced:
@@ -123,19 +123,19 @@ class Machine:
             self._finish(request)
 
     def failed(self, peer: Peer, message: Fail) -> None:
-        """The peer will send nothing more for a request."""
+        """Handle a peer's FAIL: it sends nothing more for a request."""
         request = self._requests.get(message.generation)
         if message.code == "restarted":
             self._out.append(act.Forget(peer))
         transfer = request.transfers.get(peer) if request is not None else None
         if request is not None and transfer is not None and not transfer.last and request.wants:
-            transfer.last = True  # and is not answered
+            transfer.last = True  # so that no FAIL is sent back
             reason = FAILS.get(message.code, ColdReason.PREFILL_OTHER)
             reason = ColdReason.UNSENT if message.code == ColdReason.UNSENT else reason
             self._go_cold(request, reason, message.detail, peer)
 
     def peer_lost(self, peer: Peer, gone: bool = False) -> None:
-        """A message to the peer could not be sent. `gone`: the peer was dropped, so nothing more is
+        """Handle a message that could not be sent. `gone`: the peer was dropped, so nothing more is
         read from it, and it gets no strike."""
         for request in list(self._requests.values()):
             one = request.transfers.get(peer)
@@ -149,7 +149,7 @@ class Machine:
     # -- segments
 
     def read_ended(self, read: act.StartRead, error: str = "") -> None:
-        """Nothing more lands in the read's slots. Without an `error`, all bytes are there."""
+        """Handle the end of a read: nothing more lands in its slots. No `error`: all bytes have."""
         self._segments.end_read(read, self._clock, error)
         if error or self._clock > read.until:
             self._read_failed(read, error or "it took too long")
@@ -195,7 +195,7 @@ class Machine:
     def _finish(self, request: Request) -> None:
         if request.wants and request.complete:
             for peer, transfer in request.transfers.items():
-                if transfer.announced:  # a transfer without segments says nothing about reads
+                if transfer.announced:  # without segments, no read has succeeded
                     self.breaker.forget(peer)
             self._decide(request, act.State.WARM)
 
@@ -220,7 +220,7 @@ class Machine:
         self._clear(request)
 
     def _clear(self, request: Request) -> None:
-        """Zero a cold request's rows that are not in place, once nothing else writes to them."""
+        """Zero the missing rows of a cold request, once nothing else writes to them."""
         if request.copying or request.decided:
             return
         if (first := request.placed_to) >= request.opened.end:
@@ -246,14 +246,14 @@ class Machine:
     # -- time
 
     def tick(self) -> None:
-        """Act on the time. Call it every 0.1 s while a request is open, otherwise every second."""
+        """Handle all deadlines. Call it every 0.1 s while a request is open, else every second."""
         since = self._clock - self._times.shortest_wait
-        self._segments.note_delays(self._clock, since)  # before a cold request's segments are gone
+        self._segments.note_delays(self._clock, since)  # before cold requests drop their segments
         for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for request in list(self._requests.values()):
             waiting = request.of_stage("waiting")
-            # prefill reuses a slot after `slot_aside`, whether it was read or not
+            # prefill reuses a slot after `slot_aside`, even if it was not read
             if waiting and self._clock - waiting[0].since >= request.limits.unread:
                 self._go_cold(request, ColdReason.SLOTS, "no slot was free", waiting[0].peer)
             elif request.wants and self._clock >= request.deadline(self._times):
@@ -263,7 +263,7 @@ class Machine:
                 )
 
     def on_action_failed(self, action: act.Action, error: Exception) -> None:
-        """Handle a failed action. An ACK's slots expire, and a FAIL's request is over already."""
+        """Handle a failed action. A lost ACK's slots expire; a FAIL's request has ended already."""
         match action:
             case Send(peer, Open(_, room, generation)):
                 self.failed(peer, Fail(room, generation, ColdReason.UNSENT, repr(error)[:300]))

@@ -1,7 +1,7 @@
-"""A decode rank's transfer plan for a prefill server, from the server's facts, or its refusal.
+"""A decode rank's transfer plan for a request to a prefill server, or the server's refusal.
 
-No I/O. `judge` checks all rows of a server once, when GET /mixkv has answered; `make_plan` checks
-the rows of the ranks that a request contacts (`bootstrap_infos` of SGLang's receiver).
+No I/O. `judge` checks all rows of a server once, after GET /mixkv; `make_plan` checks the rows of
+the ranks that a request contacts (`bootstrap_infos` of SGLang's receiver).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Plan(msgspec.Struct, frozen=True):
 def judge(
     rows: Collection[Row], own: Row, *, serve_mismatch: bool
 ) -> tuple[Cold, tuple[Difference, ...]]:
-    """Return why requests to a server with these rows are cold ("" if warm), and the differences
-    that are tolerated. Raises MixKVError if it is refused. `serve_mismatch`: a different drafter
-    means cold, not refused."""
+    """Return why requests to a server with these rows are cold ("" if warm), and the tolerated
+    differences. Raises MixKVError if the server is refused. `serve_mismatch`: a different drafter
+    makes requests cold instead."""
     _check_unique(rows)
     for row in rows:
         readers_of(row.attn_tp, own.attn_tp)
     known = {str(d): d for row in rows for d in differences(row, own)}
-    if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
+    if any(row.draft is not None for row in rows):  # earlier stages need no drafter
         known = {k: d for k, d in known.items() if d.what != NO_DRAFTER}
     cold: Cold = ""
     for text, difference in known.items():
@@ -60,8 +60,8 @@ def judge(
 def make_plan(
     infos: Sequence[Any], rows: Rows, own: Row, cold: Cold = "", server: str = ""
 ) -> Plan:
-    """Make a request's plan. Raises MixKVError if these ranks are refused. `cold`: from `judge`.
-    `server`: the bootstrap address."""
+    """Make a request's plan. Raises MixKVError if these ranks are refused. `cold`: the result of
+    `judge`. `server`: the bootstrap address."""
     found = [_row_of(info, rows) for info in infos]
     stage = max((row.pp_rank for row in found if row.draft is not None), default=None)
     drafting = [(row, row.draft) for row in found if row.pp_rank == stage and row.draft]
@@ -72,7 +72,7 @@ def make_plan(
         _source(row, own, of, peer_of(row.instance, server))
         for (row, _), of in zip(drafting, heads, strict=True)
     )
-    version = min([PROTOCOL[1], *(row.protocol[1] for row in found)])  # read_row: all have it
+    version = min([PROTOCOL[1], *(row.protocol[1] for row in found)])  # see read_row
     return Plan(sources, version, cold)
 
 

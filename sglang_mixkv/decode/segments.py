@@ -1,7 +1,7 @@
-"""All segments of a decode rank: they wait for slots, are read, and are copied to the pool.
+"""All segments of a decode rank, while they wait for slots, are read, and are copied to the pool.
 
-A segment is acknowledged once: when its read has ended, or when it is dropped before it was read.
-Its local slot is free once it is in place, or can no longer be.
+A segment is acknowledged once: when its read has ended, or when it is dropped unread. Its local
+slot is freed once its rows are in place, or never will be.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Segments:
         self._turns.add(segment.peer, segment)
 
     def remove(self, segment: Segment) -> None:
-        """Forget a segment that is in place, or never will be. Free its slot, and acknowledge it if
-        it was not read yet."""
+        """Forget a segment that is in place, or never will be. Free its slot; acknowledge it if it
+        was not read."""
         del segment.request.segments[segment]
         if segment.stage == "waiting":
             self._turns.remove(segment.peer, segment)
@@ -53,7 +53,7 @@ class Segments:
             acks.append((one.slot, one.stamp))
 
     def actions(self, now: float) -> list[act.Action]:
-        """Return ACKs, reads for as many waiting segments as get a slot, and copies."""
+        """Return ACKs, reads of the waiting segments that get a slot, and copies."""
         found: list[act.Action] = []
         for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
@@ -87,15 +87,15 @@ class Segments:
             self._slots.sign(read.peer, now, served=True)
 
     def overdue(self, now: float) -> list[act.StartRead]:
-        """Return the reads that take too long and have not failed yet. Their peers get no slot
-        until they end."""
+        """Return the overdue reads that have not failed yet. Their peers get no slot until these
+        reads end."""
         found = [one for one in self._reads if one.until <= now and not one.failed]
         self._slots.barred.update(read.peer for read in found)
         return found
 
     def note_delays(self, now: float, since: float) -> None:
-        """Note the peers that this rank delays: segments of theirs, of whatever request, wait here
-        for a slot, a forward or a copy. Forget what was noted before `since`."""
+        """Record the peers that this rank delays: segments of theirs, of any request, wait here for
+        a slot, a forward or a copy. Drop records from before `since`."""
         reading = Counter[Hashable](read.peer for read in self._reads for _ in read.segments)
         here = dict.fromkeys((*self._turns.owners, *(self._slots.held - reading)), now)
         recent = {peer: when for peer, when in self._delayed.items() if when > since}
@@ -103,8 +103,8 @@ class Segments:
 
     def late(self, request: Request, since: float) -> list[Peer]:
         """Return the peers to blame for missing rows: those that this rank has not delayed since
-        then, and those with a read that began earlier. A peer whose slots wait for this rank can
-        announce nothing, in no request."""
+        `since`, and those with a read that began earlier. A peer whose slots all wait for this rank
+        cannot announce segments of any request."""
         reading = {read.peer for read in self._reads if read.began <= since}
         spared = self._delayed.keys() - reading
         return [peer for peer in request.missing() if peer not in spared]
@@ -116,7 +116,7 @@ class Segments:
         return [one for one in announced if one.stamp not in stamps]
 
     def copy(self, request: Request, jobs: Sequence[Job]) -> None:
-        """Request copies of a request: of segments from their slots to the pool, or of zeros."""
+        """Queue a request's copies: segments from their slots to the pool, or zeros."""
         for job in jobs:
             if not isinstance(job, act.Clear):
                 job.stage = "copying"

@@ -1,10 +1,10 @@
 r"""A decode rank's requests: Request, its SourceTransfer from each prefill rank, and their
-Segments; RecentRooms, which knows whether a room number was reused too early.
+Segments; RecentRooms, which detects room numbers that are reused too early.
 
-A Request, a *room* in logs and metrics, is named by its *generation*, since SGLang reuses room
-numbers. A *peer* is a prefill rank as one server's facts name it. The same rank in another server's
-facts is a different peer, so that no server can end what came through another's facts. A *handle*
-is the caller's name for a request (in a server, its ReceiveHandle).
+A Request, a *room* in logs and metrics, is identified by its *generation*, since SGLang reuses room
+numbers. A *peer* is a prefill rank in the facts of one server. The same rank in another server's
+facts is a different peer, so that no server can end another server's transfers. A *handle* is the
+caller's name for a request (in a server, its ReceiveHandle).
 
 WAITING --a slot is free--> READING --read_ended--> COPYING --copied--> in place
    |                           |
@@ -29,7 +29,7 @@ Peer = bytes
 
 
 def peer_of(instance: bytes, server: str) -> Peer:
-    """Name the rank of this instance as in the facts of the server at this bootstrap address."""
+    """Return the peer for a rank in the facts of the server at this bootstrap address."""
     return instance + server.encode()
 
 
@@ -45,9 +45,9 @@ def server_of(peer: Peer) -> str:
 class Source(msgspec.Struct, frozen=True):
     """One contacted prefill rank of the drafter's stage, for one request.
 
-    `heads`: to read from it, possibly none. `readers`: how many decode ranks open the request on
-    it. `slots`: how many it has. `segment_tokens`: how many tokens fit the smaller of its slots and
-    this rank's. `patience`: its own, which sets when it reuses unacknowledged slots."""
+    `heads`: those to read from it, possibly none. `readers`: how many decode ranks open the request
+    on it. `slots`: how many it has. `segment_tokens`: how many tokens fit the smaller of its slots
+    and this rank's. `patience`: the rank's, which sets when it reuses unacknowledged slots."""
 
     peer: Peer
     heads: range
@@ -61,7 +61,7 @@ class Opened(msgspec.Struct, frozen=True):
     """A request to open. It owns the rows of tokens [first_token, end); the prompt ends at `end` or
     earlier in its last page of `page_size` tokens.
 
-    `cold`: why nothing is fetched, if so."""
+    `cold`: why nothing is fetched, or ""."""
 
     generation: Generation
     bootstrap_room: int
@@ -78,9 +78,9 @@ Stage = Literal["waiting", "reading", "copying"]
 
 
 class Segment(msgspec.Struct, eq=False, gc=False):
-    """`number`, `first`: its place in the transfer and its first token. `since`: when it was
-    announced. `slot`: this rank's, once it is read. The garbage collector does not track segments,
-    since each leaves its request's `segments`."""
+    """An announced segment. `number`, `first`: its place in the transfer, and its first token.
+    `since`: when it was announced. `slot`: this rank's, once its read starts. The garbage collector
+    need not track segments, since each is removed from its request's `segments`."""
 
     request: Request
     transfer: SourceTransfer
@@ -97,8 +97,8 @@ class SourceTransfer:
     """The transfer of a request from one prefill rank.
 
     `announced`, `token`: number and first token of the next segment to be announced. `last`: all
-    have been announced. `placed`: for each segment whose rows are in the pool, its number and the
-    token after it. `complete`: all are placed."""
+    have been announced. `placed`: maps the number of each segment whose rows are in the pool to the
+    token after it. `complete`: all segments are placed."""
 
     def __init__(self, source: Source, first_token: int) -> None:
         self.source = source
@@ -120,8 +120,8 @@ class SourceTransfer:
         return token
 
     def violation(self, ready: Ready, opened: Opened) -> str:
-        """Return why a prefill rank cannot send this READY next, "" if it can. If it ended the
-        prompt early, another request's rows would stay in place."""
+        """Return why this READY is invalid as the next one, "" if it is valid. If it ended the
+        prompt early, rows of another request would remain in place."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
             return f"segment {ready.segment} after the last one"
@@ -153,11 +153,11 @@ class SourceTransfer:
 
 class Request:
     """One request on this rank. `transfers`: from the prefill ranks whose heads it reads.
-    `segments`: announced and not yet in place, in order.
+    `segments`: those announced and not yet in place, in order.
 
-    Times on the machine's clock: `first_ready`; `arrived`, when the target came; `progress`, the
-    latest. `copying`: copies under way. `cold`: why it is cold, once it is. `decided`: its
-    Verdict is out, or no longer awaited. `limits`: times within which this rank is done with a
+    Times on the machine's clock: `first_ready`; `arrived`, of the target; `progress`, the latest.
+    `copying`: how many copies are in flight. `cold`: why it is cold, or "". `decided`: its Verdict
+    was issued, or is not needed any more. `limits`: times within which this rank finishes with a
     prefill rank's slot, at the smaller patience of the two.
     """
 
@@ -178,7 +178,7 @@ class Request:
 
     @property
     def wants(self) -> bool:
-        """True if segments are still to be read and copied."""
+        """Return whether segments are still to be read and copied."""
         return not (self.cold or self.decided)
 
     @property
@@ -211,11 +211,11 @@ class Request:
         )  # fmt: skip
 
     def failure(self, code: str, detail: str) -> Fail:
-        """Make the FAIL that tells a prefill rank to send no more of this request."""
+        """Make the FAIL after which a prefill rank sends no more of this request."""
         return fail(self.opened.bootstrap_room, self.generation, code, detail)
 
     def deadline(self, times: Times) -> float:
-        """Return when the request goes cold; infinity until the target is here."""
+        """Return when the request goes cold; infinity until the target has arrived."""
         if self.arrived is None:
             return float("inf")
         took = 0.0 if self.first_ready is None else self.arrived - self.first_ready
@@ -224,9 +224,9 @@ class Request:
 
 
 class RecentRooms:
-    """Room numbers whose last request here was not warm. Its OPEN may have been lost with a
-    connection: prefill would mistake the number's next OPEN for it, and send another request's KV.
-    A warm request's OPEN did arrive. `seconds`: how long prefill keeps an unmatched half."""
+    """Room numbers whose last request on this rank was not warm. Its OPEN may have been lost, so
+    prefill could mistake the number's next OPEN for it, and send another request's KV. A warm
+    request's OPEN did arrive. `seconds`: how long prefill retains an unmatched OPEN or sender."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

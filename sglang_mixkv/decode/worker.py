@@ -2,9 +2,9 @@
 
 SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`.
 Threads of the caller call `dial` and `add` for each prefill rank before its first request, and
-`drop` once its server is gone. The channel thread carries out the machine's actions; it begins no
-copy to rows that an earlier forward may still write. If it cannot go on, the scheduler clears the
-requests' rows, and they are cold.
+`drop` once its server is gone. The channel thread carries out the machine's actions; it starts no
+copy to rows that an earlier forward may still write. If the thread fails, the scheduler clears the
+requests' rows, and the requests are cold.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class ReceiveHandle:
-    """One request of a receiver, between the scheduler and the channel. `pages`: the draft pool's,
+    """One receiver's request, shared by the scheduler and the channel. `pages`: the draft pool's,
     of `page_size` tokens, from `opened.first_token` on; written only while `gate` is open. `event`:
     an earlier forward's, or None. `prefill`: the server's bootstrap address. `state`, `reason`: the
     channel's verdict. `request`: SGLang's, once it is queued. `arrived`: when SGLang's own transfer
-    succeeded, kept here too since the machine's thread may hang. `decided`: when the verdict came.
-    """
+    succeeded, recorded by the scheduler, since the channel thread may hang. `decided`: the time of
+    the verdict."""
 
     request: Any = None
 
@@ -58,7 +58,7 @@ class ReceiveHandle:
 
     @property
     def waited(self) -> float | None:
-        """Return the seconds that only draft KV took; None without the target or a verdict."""
+        """Return how long draft KV alone delayed the request; None before target or verdict."""
         if self.arrived is None or self.decided is None:
             return None
         return max(0.0, self.decided - self.arrived)
@@ -71,9 +71,9 @@ class ReceiveHandle:
 class DecodeWorker(Worker[Machine]):
     """`store`: None on a rank without a drafter, which opens requests but reads nothing.
 
-    `forget_peer` is called with a restarted peer, and must `drop` it with all others of its server;
-    `check_peer` with one that a message could not reach. Both are called in the channel thread:
-    they must neither block nor raise.
+    `forget_peer` is called with a restarted peer, and must `drop` it and all others of its server.
+    `check_peer` is called with a peer to which a message could not be sent. Both are called in the
+    channel thread, and must neither block nor raise.
     """
 
     names = "mixkv-decode", "mixkv-unpack"
@@ -86,7 +86,7 @@ class DecodeWorker(Worker[Machine]):
         self._forget_peer, self._check_peer = forget_peer, check_peer
         self._links = Links(store, times, self._poller)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
-        self._held = HeldBack[Copy]()  # until earlier forwards are over
+        self._held = HeldBack[Copy]()  # until earlier forwards end
         self._draws = messages.draws()
         self._counter = itertools.count(next(self._draws) >> 33)  # 30 bits
         self._thread.start()
@@ -94,7 +94,7 @@ class DecodeWorker(Worker[Machine]):
     # -- any thread
 
     def add(self, link: Link) -> None:
-        """Add a peer, which requests may name from now on until it is dropped."""
+        """Add a peer. Requests may use it until it is dropped."""
         self._call(self._links.add, link)
 
     def drop(self, peer: Peer) -> None:
@@ -105,12 +105,13 @@ class DecodeWorker(Worker[Machine]):
     # -- the scheduler's thread
 
     def _new_generation(self) -> Generation:
-        """Return a number above all earlier ones, whose low half cannot be guessed.
+        """Return a number above all earlier ones, with an unpredictable low half.
 
-        The counter has 31 bits and begins below 2^30, so it rises for at least 2^30 requests: 20
-        months at 20 requests a second. Two ranks of n requests each share a generation with a
-        probability of n^2 / 2^61, 4 in 10 million for a million requests: with n / 2^29 they begin
-        within n of each other, and then each of n low halves matches with 2^-32.
+        The counter has 31 bits and starts below 2^30, so it rises for at least 2^30 requests: 20
+        months at 20 requests a second. Two ranks with n requests each share a generation with
+        probability n^2 / 2^61, 4 in 10 million for a million requests: they start within n of each
+        other with probability n / 2^29, and each of n low halves then matches with probability
+        2^-32.
         """
         return (next(self._counter) & 0x7FFFFFFF) << 32 | next(self._draws) & 0xFFFFFFFF
 
@@ -126,15 +127,15 @@ class DecodeWorker(Worker[Machine]):
         self._call(self._machine.open, handle.opened)
 
     def target_arrived(self, handle: ReceiveHandle) -> None:
-        """Start waiting for draft KV, unless the verdict is there."""
+        """Start the wait for draft KV, unless there is a verdict."""
         if handle.arrived is None:
             handle.arrived = time.monotonic()
             if handle.state is None:
-                # it only starts a clock: the next call or tick is soon enough
+                # it only starts a clock, so the thread need not wake now
                 self._call(self._machine.target_arrived, handle.opened.generation, wake=False)
 
     def close(self, handle: ReceiveHandle, reason: str = "") -> None:
-        """End the request. Once this returns, none of its rows is written any more. Idempotent."""
+        """End a request. Once this returns, its rows are not written any more. Idempotent."""
         if handle.closed:
             return
         handle.gate.close()
@@ -144,16 +145,15 @@ class DecodeWorker(Worker[Machine]):
         self._reporter.ended(handle, reason)
 
     def is_lost(self, handle: ReceiveHandle) -> bool:
-        """Return whether the channel will never decide this request: its threads have ended, or it
-        has taken twice the time allowed. The scheduler must then `clear_now`."""
+        """Return whether the channel will never decide this request, since its threads have ended
+        or twice the allowed time has passed. The scheduler must then call `clear_now`."""
         since = handle.arrived
         return self.broken or (since is not None and time.monotonic() - since > self._slowest)
 
     def clear_now(self, handle: ReceiveHandle) -> None:
         """Clear all rows of the request in the caller's thread, and make it cold. Nothing else
         writes to them afterwards. While an earlier forward may still write them, do nothing: the
-        caller polls again. If that forward's end stays unknown as long again, the request fails.
-        """
+        caller polls again. If that forward's end stays unknown too long, the request fails."""
         opened = handle.opened
         try:
             if handle.event is not None and not handle.event.query():
@@ -164,8 +164,8 @@ class DecodeWorker(Worker[Machine]):
                 self._decide(handle, act.State.FAILED, f"an earlier forward: {error!r}")
             return
         logger.error(
-            "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
-            "not decide it; its drafter is cold",
+            "[MIXKV-SELF-01] SGLang's scheduler clears room %s, since the draft channel did not "
+            "decide it; its drafter is cold",
             opened.bootstrap_room,
         )
         try:
@@ -203,7 +203,7 @@ class DecodeWorker(Worker[Machine]):
                 yield self._machine.failed, (peer, message)
 
     def _drop(self, peer: Peer) -> None:
-        """Drop a peer. A message without a link does not drop it: the link may come back."""
+        """Drop a peer. Sending without a link does not drop it, since the link may return."""
         self._links.drop(peer)
         self._machine.peer_lost(peer, True)
 
@@ -229,7 +229,7 @@ class DecodeWorker(Worker[Machine]):
 
     def _start(self, copies: Iterable[Copy]) -> None:
         """Start these copies and those held back, except to rows that an earlier forward may still
-        write. If nobody can tell, segments fail, and zeros wait until it is known."""
+        write. If that is unknown, copies of segments fail, and zeros wait until it is known."""
         ready = list[Copy]()
         for copy in copies:
             if copy.pages.events:
@@ -263,5 +263,5 @@ class DecodeWorker(Worker[Machine]):
 
 
 def _is_unwanted(copy: Copy) -> bool:
-    """Return whether this is a segment of a cold request, which would only be zeroed again."""
+    """Return whether this copies a segment of a cold request, whose rows are zeroed anyway."""
     return copy.kind == "unpack" and not copy.job.request.wants

@@ -1,1 +1,1 @@
-"""The drafter's KV on a rank: layout and heads, routes, facts, and copies of rows."""
+"""The drafter's KV on a rank: its layout, heads, routes and facts, and copies of its rows."""

@@ -1,7 +1,7 @@
 """Copies between the draft pool and slots, each through its request's gate.
 
-`start` begins copies, `ended` reports those that have ended. `done`: true if any has. `polled`:
-true if the end of one in flight wakes nobody; `launched`: when the last such copy was started.
+`start` begins copies; `ended` returns those that have ended. `done`: true if any has. `polled`:
+true if the end of one in flight wakes no thread; `launched`: when the last such copy was started.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(f"sglang.{__name__}")
 T = TypeVar("T")
 
 AT_ONCE = 256 << 10
-"""Bytes up to which `start` makes a host copy itself: some 30 us, less than a hand-over takes."""
+"""Bytes up to which `start` makes a host copy itself: some 30 us, less than another thread adds."""
 
 
 class Store(NamedTuple):
     """Draft KV's memory on a rank with a drafter: its pool, and its slots, registered with `plane`.
-    `device`: the GpuRows for both, or None if a thread copies."""
+    `device`: the GpuRows for both, None if a host thread copies."""
 
     rows: DraftRows
     staging: Staging
@@ -45,12 +45,12 @@ class Store(NamedTuple):
 
 
 Kind = Literal["pack", "unpack", "clear"]
-"""No enum: CPython 3.11 takes 0.1 us to look up a member, which the hot path does per slot."""
+"""Not an enum: the hot path would look up a member per slot, 0.1 us each in CPython 3.11."""
 
 
 class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A copy of `tokens` tokens of these heads, from token `first` of `pages` on: packed into a
-    slot or unpacked from it; or cleared, with all heads. `job`: the caller's name for it."""
+    """A copy of `tokens` tokens of these heads, from token `first` of `pages` on: to a slot (pack),
+    from a slot (unpack), or zeros for all heads (clear). `job`: the caller's name for the copy."""
 
     kind: Kind
     job: Any
@@ -66,18 +66,18 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 Outcome = SlotCheck | Exception | None
 """None: the request's gate was closed, and nothing was copied."""
 Ended = tuple[Copy, Outcome, float]
-"""With the seconds that the copy took, or its share of its batch's."""
+"""A copy, its outcome, and its duration in seconds, or its share of its batch's duration."""
 
 
 class HeldBack(list[tuple[Gate, Pages, T]]):
-    """What waits until no forward writes its pages any more, or its gate is closed. What has one
-    gate is released in order."""
+    """Items that wait until no forward writes their pages any more, or their gate is closed. Items
+    that share a gate are released in order."""
 
     def release(
         self, is_unwanted: Callable[[T], bool] = lambda _: False
     ) -> list[tuple[T, Exception | None]]:
-        """Remove and return what waits no longer, or is unwanted, each with the error if nobody can
-        tell whether a forward still writes its pages."""
+        """Remove and return the items that need not wait, or are unwanted, each with an error if it
+        is unknown whether a forward still writes its pages."""
         found, held, waiting = list[tuple[T, Exception | None]](), [], set[Gate]()
         for gate, pages, item in self:
             error = None
@@ -112,8 +112,8 @@ class Copier(ABC):
         """Return the copies that have ended since the last call, in any order."""
 
     def ended(self) -> list[tuple[list[Any], Outcome]]:
-        """Return the jobs that have ended since the last call, with their outcomes: all that are OK
-        in one list, each other job in its own."""
+        """Return the jobs that have ended since the last call, with their outcomes: one list for
+        all that are OK, and one for each other job."""
         found, made = list[tuple[list[Any], Outcome]](), list[Any]()
         size, seconds, ok = 0, 0.0, SlotCheck.OK
         for copy, outcome, took in self._take():
@@ -131,7 +131,7 @@ class Copier(ABC):
 
 
 class HostCopier(Copier):
-    """Copies in one thread, since a copy in host memory takes up a core. `wake`: called by that
+    """Copies in one thread, since a copy in host memory occupies a core. `wake`: called by that
     thread after each copy."""
 
     polled = False
@@ -210,14 +210,14 @@ class GpuCopier(Copier):
 
     @property
     def done(self) -> bool:
-        """True if any has ended. Batches end in order, since they run on one stream."""
+        """Return whether any copy has ended. Batches end in order, since they share a stream."""
         return bool(self._over) or bool(self._flying and self._flying[0][0].done())
 
     def start(self, copies: Sequence[Copy]) -> None:
         for copy in copies:
             try:
                 self._waiting.append((copy, self._prepare(copy)))
-            except Exception as error:  # it fails alone
+            except Exception as error:  # only this copy fails
                 logger.exception("[MIXKV-SELF-01] draft KV could not be copied on the device")
                 self._over.append((copy, error, 0.0))
         self._launch()

@@ -1,11 +1,11 @@
 """The CUDA driver calls that rows_gpu.py needs, through ctypes, without releasing the GIL.
 
 While another thread computes in Python, releasing the GIL costs sys.getswitchinterval(), 5 ms, each
-time. torch releases it in each operation, and Triton's launcher in each launch. ctypes.PyDLL keeps
-it. No call waits for work unless the device's queue is full; then the device goes on without the
-GIL, since neither torch nor SGLang queues host functions (cudaLaunchHostFunc).
+time. torch releases it in each operation, and Triton's launcher in each launch. ctypes.PyDLL holds
+it. No call waits for work unless the device's queue is full. Even then the device proceeds without
+the GIL, since neither torch nor SGLang queues host functions (cudaLaunchHostFunc).
 
-The stream is the driver's own, above SGLang's in priority. torch would reuse one of its few
+The stream is created here, with a higher priority than SGLang's. torch would reuse one of its few
 streams, perhaps SGLang's.
 """
 
@@ -17,7 +17,7 @@ import time
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-# CUDA_ERROR_NOT_READY; or a thread of this process is capturing a graph: the answer is unknown
+# CUDA_ERROR_NOT_READY, or unknown, since a thread of this process is capturing a graph
 PENDING = (600, *range(900, 909))
 NON_BLOCKING, PORTABLE_AND_MAPPED, NO_TIMING = 1, 3, 2  # flags of a stream, host memory, an event
 ABOVE_NORMAL = -1  # a stream's priority; SGLang's have 0
@@ -61,12 +61,12 @@ class UnsafeError(CudaError):
 
 
 def is_over(work: Any) -> bool:
-    """Return whether a torch event has completed, or a torch stream is empty: False while a graph
-    is being captured, when this is unknown. Other errors of the query are raised."""
+    """Return whether a torch event has completed, or a torch stream is empty. Return False while a
+    graph is being captured, when this is unknown. Raises on other errors of the query."""
     try:
         return bool(work.query())
     except Exception as error:
-        if "captur" in str(error):  # as in CUDA's texts for 900 to 908 and no others
+        if "captur" in str(error):  # in the messages of errors 900 to 908 alone
             return False
         raise
 
@@ -85,8 +85,7 @@ def spare_captures(library: Any = None) -> None:
 
 
 class Driver:
-    """One device, its primary context (which torch uses too) and one stream. Tests pass their own
-    `library`."""
+    """A device, its primary context (shared with torch) and one stream. Tests pass a `library`."""
 
     def __init__(self, index: int, library: Any = None) -> None:
         self.library: Any = library or libcuda()
@@ -98,7 +97,7 @@ class Driver:
         self.capability = 10 * self._attribute(MAJOR) + self._attribute(MINOR)
 
     def call(self, name: str, *arguments: Any, pending: tuple[int, ...] = ()) -> bool:
-        """Call a function. Return False if its answer is one of `pending`; raise other errors."""
+        """Call a function. Return False if the code is one of `pending`; raise on other errors."""
         if (code := getattr(self.library, name)(*arguments)) and code not in pending:
             text = c_char_p()
             self.library.cuGetErrorName(code, byref(text))
@@ -106,7 +105,7 @@ class Driver:
         return not code
 
     def get(self, kind: Any, name: str, *arguments: Any) -> Any:
-        """Call a function, and return what it writes through its first argument."""
+        """Call a function, and return the value that it writes to its first argument."""
         found = kind()
         self.call(name, byref(found), *arguments)
         return found.value
@@ -119,8 +118,8 @@ class Driver:
         self.call("cuCtxSetCurrent", self._context)
 
     def allocate(self, size: int) -> tuple[int, int, memoryview]:
-        """Allocate device memory and as much pinned host memory, both for good. Return their
-        addresses, and the host's bytes; kernels reach those at the same address."""
+        """Allocate device memory and pinned host memory of the same size, never freed. Return both
+        addresses and the host's bytes, which kernels access at the host address."""
         device = int(self.get(c_uint64, "cuMemAlloc_v2", size))
         host = int(self.get(_P, "cuMemHostAlloc", size, PORTABLE_AND_MAPPED))
         return device, host, memoryview((ctypes.c_uint8 * size).from_address(host)).cast("B")
@@ -139,7 +138,7 @@ class Driver:
         )
 
     def drain(self) -> None:
-        """Wait, in any thread, for all started work to end; a failed context runs nothing more."""
+        """Wait for all started work to end, in any thread. A failed context runs nothing more."""
         self.library.cuCtxSetCurrent(self._context)  # a failure shows in the next call
         with contextlib.suppress(CudaError):
             while not self.call("cuStreamQuery", self.stream, pending=PENDING):
@@ -147,7 +146,7 @@ class Driver:
 
     def needs_flush(self) -> bool:
         """Return whether `flush` must be called between a NIC's write to this device and the launch
-        that reads it. Raises UnsafeError if it must but cannot be."""
+        that reads the data. Raises UnsafeError if the device cannot flush either."""
         if self._attribute(RDMA_ORDERING) >= TO_OWNER:
             return False
         can_flush = bool(self._attribute(RDMA_FLUSH_OPTIONS) & FLUSH_BY_HOST)
@@ -160,8 +159,8 @@ class Driver:
 
 
 class DeviceMemory:
-    """Memory that torch.as_tensor takes and keeps alive. Transports can register it, unlike torch's
-    own, which may lie in expandable segments."""
+    """Memory that torch.as_tensor accepts and keeps alive. Transports can register it; torch's own
+    memory may be in expandable segments, which they cannot."""
 
     def __init__(self, size: int, driver: Driver) -> None:
         self._address, self._library = driver.get(c_uint64, "cuMemAlloc_v2", size), driver.library
@@ -174,9 +173,9 @@ class DeviceMemory:
 
 
 class Event:
-    """The end of all work on the driver's stream so far. It is recorded once, when it is made, and
-    destroyed with its last holder, so it never stands for later work. `error`: why the result of
-    the work, which has ended, is unknown."""
+    """An event after all work on the driver's stream so far. It is recorded once, on construction,
+    and destroyed with its last reference, so it never covers later work. `error`: why the result of
+    the completed work is unknown."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self.error, self._over = driver, "", False

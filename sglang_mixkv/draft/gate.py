@@ -1,11 +1,10 @@
 """A request's gate on one rank: its rows are read and written only while the gate is open.
 
-SGLang frees a request's pages once it knows that the request is over: on decode after `clear`,
-which its `failure_exception` also calls; on prefill after `clear`, `abort`, `failure_exception`, or
-a poll that returned Success. Freed pages may belong to another request, or be unmapped while the
-memory saver has released the pool. So a copy enters the gate before its first byte and leaves it
-after its last, and the gate is closed before pages are freed. Closing waits for the copies in
-flight.
+SGLang frees the pages of a request that has ended: on decode after `clear`, which
+`failure_exception` also calls; on prefill after `clear`, `abort`, `failure_exception`, or a poll
+that returned Success. Freed pages may belong to another request, or be unmapped while the memory
+saver has released the pool. So a copy enters the gate before its first byte and leaves it after its
+last. The gate is closed before pages are freed, and closing waits for the copies in flight.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ SLOW_S = 1.0  # a slower close is logged; the pages stay in use until it is done
 
 
 class Ticket(Protocol):
-    """Copies on a device, which end without any thread's help. Any thread may call `over`."""
+    """Copies that a device completes by itself. Any thread may call `over`."""
 
     def over(self) -> bool:
-        """Return whether they have ended, without waiting."""
+        """Return whether the copies have ended, without waiting."""
 
 
 class Gate:
@@ -55,7 +54,7 @@ class Gate:
             self._tickets.pop(ticket, None)
 
     def close(self) -> None:
-        """Let no more copies begin, and wait for those in flight: at most two batches of slots."""
+        """Bar new copies, and wait for those in flight: at most two batches of slots."""
         began = time.monotonic()
         while not self.try_close():
             time.sleep(1e-4)
@@ -67,7 +66,7 @@ class Gate:
             )
 
     def try_close(self) -> bool:
-        """Let no more copies begin. Return whether none is in flight, without waiting."""
+        """Bar new copies. Return whether none is in flight, without waiting."""
         with self._lock:
             self._open = False
             if self._in_flight or not self._tickets:
@@ -76,10 +75,10 @@ class Gate:
 
 
 def launch_guarded(gates: Sequence[Gate], start: Callable[[list[bool]], Any]) -> Any:
-    """Launch copies for several requests on a device. `start` is told whether each gate is open,
-    starts copies only for open gates, and returns their Ticket, or None if it started none. All
-    gates stay locked while they are checked and get the ticket, so a gate that closes either waits
-    for the ticket, or none of its copies was started."""
+    """Launch copies for several requests on a device. `start` is called with whether each gate is
+    open. It starts copies only for open gates, and returns their Ticket, or None if there are none.
+    All gates stay locked from the check until they hold the ticket, so closing a gate either waits
+    for the ticket, or came before any copy through it."""
     with ExitStack() as stack:
         for gate in dict.fromkeys(gates):
             stack.enter_context(gate._lock)

@@ -7,9 +7,9 @@ Each takes three arrays of 8-byte words:
     results  [slots]: a SlotCheck each
 
 A unit is 16 bytes, the most that a thread copies at once. Slots and entries are addressed in units,
-and masks are equal for both words of a unit, so Triton knows that it may copy whole units. `pages`
-is the address of 32-bit page numbers. Counts, heads and addresses are read from memory, so no
-kernel is specialised on them.
+and masks are equal for both words of a unit, so that Triton copies whole units. `pages` is the
+address of 32-bit page numbers. Counts, heads and addresses are read from memory, so no kernel is
+specialised on them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACK, _UNPACK, _SEAL, _SETTLE, _CLEAR = (tl.constexpr(mode) for mode in range(l
 
 @triton.jit
 def _weights(place: tl.tensor) -> tl.tensor:
-    """Return the weights as slot_format.weights does."""
+    """Return the same weights as slot_format.weights."""
     found = (place.to(tl.uint32) + 1).to(tl.uint64) * _GOLDEN
     found = (found ^ (found >> 32)) * _MIX
     return ((found ^ (found >> 32)) | 1).to(tl.int64)
@@ -52,9 +52,9 @@ def _words(unit: tl.tensor) -> tl.tensor:
 def _move(
     jobs: tl.tensor, entries: tl.tensor, results: tl.tensor, PAGE: tl.constexpr, MODE: tl.constexpr
 ) -> None:
-    """Each program moves tiles of _COLUMN words of _TOKENS tokens, of one entry and job, in pages
-    of PAGE tokens: one tile, or several if there are fewer programs. _PACK and _UNPACK also sum
-    what they store, and _UNPACK stores nothing if the stamp differs. After them, _SEAL writes the
+    """Move tiles of _COLUMN words of _TOKENS tokens, of one entry and job, in pages of PAGE tokens.
+    Each program moves one tile, or several if there are fewer programs. _PACK and _UNPACK also sum
+    the stored words, and _UNPACK stores nothing if the stamp differs. After them, _SEAL writes the
     headers; _SETTLE writes the verdicts, and zeros where one is not _OK."""
     number = tl.program_id(2)
     job, entry = jobs + number * 8, entries + tl.program_id(1) * 4

@@ -1,15 +1,15 @@
-"""The drafter's KV cache on one rank, and who reads which of its heads.
+"""The drafter's KV cache on one rank, and which decode rank reads which of its heads.
 
 The cache is a list of *entries*: K of layer 0, K of layer 1, ..., then V of each layer. In an
 entry, each token has a row of the rank's heads, heads x head_bytes[entry]. K and V may differ in
-width. Which heads a rank holds is decided by SGLang's `QKVParallelLinear`
-(sglang/srt/layers/linear.py): with at least as many heads as ranks, each rank holds total/tp of
-them; with fewer, each head is on tp/total neighbouring ranks.
+width. SGLang's `QKVParallelLinear` (sglang/srt/layers/linear.py) assigns heads to ranks: with at
+least as many heads as ranks, each rank holds total/tp heads; otherwise each head is on tp/total
+neighbouring ranks.
 
-Which ranks meet is decided by SGLang's `CommonKVManager._resolve_rank_mapping`
-(sglang/srt/disaggregation/common/conn.py); a decode rank takes its prefill ranks from its
-receiver's `bootstrap_infos`. One attention-TP size divides the other. A decode rank reads each of
-its heads once, from the first of these prefill ranks that holds it (drawn in docs/how-it-works.md).
+SGLang's `CommonKVManager._resolve_rank_mapping` (sglang/srt/disaggregation/common/conn.py) pairs
+the ranks; a decode rank finds its prefill ranks in its receiver's `bootstrap_infos`. One
+attention-TP size divides the other. A decode rank reads each of its heads once, from the first of
+its prefill ranks that holds it (see the picture in docs/how-it-works.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _no_route = partial(refuse, "MIXKV-PAIR-04")
 
 def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
     """Return the global numbers of the KV heads on `rank` of `tp`: at least one. Raises MixKVError
-    unless `total_heads` divides `tp` or is divided by it."""
+    unless `total_heads` divides `tp` or vice versa."""
     if total_heads <= 0 or (total_heads % tp and tp % total_heads):
         raise _no_route(
             f"a number of KV heads that divides, or is divided by, the attention-TP size {tp}",
@@ -55,8 +55,8 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
 
 def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
     """Return the heads to read from each contacted prefill rank, in order. `held`: the heads on
-    each; `needed`: the decode rank's. Numbers are global. Raises MixKVError if none holds a needed
-    head."""
+    each; `needed`: the decode rank's. Numbers are global. Raises MixKVError if no rank holds a
+    needed head."""
     covered, table = needed.start, []
     for heads in held:
         fresh = range(max(heads.start, covered), min(heads.stop, needed.stop))
@@ -73,7 +73,7 @@ def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
 
 
 def readers_of(prefill_tp: int, decode_tp: int) -> int:
-    """Return how many decode ranks open one prefill rank for a request."""
+    """Return how many decode ranks open a request on one prefill rank."""
     if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
         raise _no_route(
             "attention-TP sizes where one divides the other",
@@ -86,7 +86,7 @@ def readers_of(prefill_tp: int, decode_tp: int) -> int:
 
 class DraftFacts(msgspec.Struct, frozen=True):
     """The facts on which both sides' drafters must agree. `head_bytes`: bytes per token and head,
-    per entry. A pool's dimension order is not among them: no rank starts unless it is "nhd"."""
+    per entry. A pool's dimension order is not included: no rank starts unless it is "nhd"."""
 
     architecture: Name
     algorithm: Name
@@ -95,7 +95,7 @@ class DraftFacts(msgspec.Struct, frozen=True):
     dtype: Name
 
     def bytes_per_token(self, heads: int) -> int:
-        """Return the bytes of one token's rows of so many heads, in all entries."""
+        """Return the bytes of one token's rows of `heads` heads, in all entries."""
         return heads * sum(self.head_bytes)
 
     def tokens_in(self, slot_bytes: int, heads: int) -> int:
@@ -115,9 +115,9 @@ class DraftLayout(msgspec.Struct, frozen=True):
 
 
 class Pages:
-    """Where the tokens of a chunk or a request are: `pages` of `page_size` tokens, by the draft
-    pool's page numbers. `events`: objects with `query() -> bool`; until all are true, a forward may
-    still write these pages. `written`: when that was last found to be over, by time.monotonic().
+    """The pages of a chunk or a request: `pages`, page numbers of the draft pool, with `page_size`
+    tokens each. `events`: objects with `query() -> bool`; until all return True, a forward may
+    still write these pages. `written`: time.monotonic() when the last event was found complete.
     `error`: an event failed, so the pages must not be read."""
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
@@ -140,7 +140,7 @@ class Pages:
         return np.asarray(self._pages, dtype=np.int64)[tokens // size] * size + tokens % size
 
     def on(self, device: GpuRows) -> memoryview:
-        """Return the page numbers as the device's jobs take them, made once for all segments."""
+        """Return the page numbers in the form for device jobs, made once for all segments."""
         if self.error is not None:
             raise self.error
         if self._on_device is None:

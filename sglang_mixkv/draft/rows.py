@@ -1,9 +1,9 @@
 """A rank's draft KV rows: packed into slots, verified, unpacked, cleared.
 
 Rows are copied as *items*: the largest groups of neighbouring heads that evenly divide both a row
-and the slice. So one list of item numbers serves all entries. On the host, numpy copies them as
+and the slice. So all entries share one list of item numbers. On the host, numpy copies items as
 opaque values (torch's index_put_ takes twice as long); on a GPU, torch does. Both release the GIL.
-rows_gpu.py does the same for batches of slots on a GPU.
+rows_gpu.py copies batches of slots on a GPU.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _own = threading.local()
 
 class DraftRows:
     """One rank's draft pool. `entries`: contiguous tensors [rows, heads, head size] of any type, as
-    in SGLang's `k_buffer` and then `v_buffer`; kept as bytes. `heads`: those on this rank.
+    in SGLang's `k_buffer` and then `v_buffer`; stored as bytes. `heads`: those on this rank.
 
-    `bytes_per_head`: of one token, in all entries. `flush`: if set, called before what a NIC wrote
+    `bytes_per_head`: of one token, in all entries. `flush`: if set, called before data from a NIC
     is unpacked. In all methods, `rows` are distinct token numbers in the pool, `heads` is a range
     of global numbers, and `slot` is from a Staging on the pool's device. Anything out of range
     raises ValueError before a byte is touched. When a call returns, its bytes are visible to any
@@ -57,7 +57,7 @@ class DraftRows:
 
     def use_device(self) -> None:
         """Select this rank's GPU; each thread calls this once before it uses the rank's memory. A
-        thread begins on device 0, and `torch.cuda.stream` returns there at its exit: that would
+        thread starts on device 0, and `torch.cuda.stream` restores that device on exit, which would
         create a context of some 500 MiB on another rank's GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -70,7 +70,7 @@ class DraftRows:
 
     def pack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> None:
         """Fill a slot; `stamp` has 64 bits. The header is written last: until then, a late reader
-        of the slot finds the old stamp and sum, and its sum differs."""
+        of the slot sees the old stamp and sum, and its computed sum differs."""
         first, added = np.array([stamp, stamp * SEED & MASK], np.uint64).view(np.int64).tolist()
         with stream_of(self.device):
             memory, words = self._opened(slot, len(rows), len(heads))
@@ -82,13 +82,13 @@ class DraftRows:
                     np.take(entry, places, out=packed, mode="clip")
                 else:
                     torch.index_select(entry, 0, places, out=packed)
-            # Slices of one word: a scalar would be copied to the GPU, which waits.
+            # Slices of one word: copying a scalar to the GPU would block.
             words[1:2] = self._sum(words)
             words[1:2] += added
             words[:1] = first
 
     def unpack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> SlotCheck:
-        """Put the slot's segment into these rows, if its stamp and sum are right."""
+        """Copy the slot's segment to these rows, if its stamp and sum are right."""
         if self.flush:
             self.flush()
         with stream_of(self.device):
@@ -122,11 +122,11 @@ class DraftRows:
         return np.einsum("i,i", payload, by) if self._by_numpy else (payload * by).sum()
 
     def _array(self, tensor: Tensor) -> Any:
-        """Return a numpy view if numpy copies; both kinds are sliced and assigned alike."""
+        """Return a numpy view if numpy makes the copies. Both types support the same slicing."""
         return tensor.numpy() if self._by_numpy else tensor
 
     def _opened(self, slot: Tensor, tokens: int, heads: int) -> tuple[Any, Any]:
-        """Return the part of a slot that a segment takes, as bytes and as words."""
+        """Return the part of a slot that a segment occupies, as bytes and as words."""
         size = self.packed_bytes(tokens, heads)
         memory = self._array(slot)[:size]
         if size > len(memory):
@@ -134,8 +134,8 @@ class DraftRows:
         return memory, memory.view(self._int64)
 
     def _parts(self, rows: Ints, heads: range, memory: Any) -> tuple[Any, list[Any]]:
-        """Return these rows' item numbers in an entry, in the payload's order; and for each entry,
-        all its items and those in the slot's memory."""
+        """Return these rows' item numbers within an entry, in the payload's order, and for each
+        entry two arrays: all its items, and the items in the slot's memory."""
         first, last = heads.start - self.heads.start, heads.stop - self.heads.start
         if heads.step != 1 or not 0 <= first < last <= len(self.heads):
             raise ValueError(f"{heads}: expected some of {self.heads}")
@@ -160,9 +160,9 @@ class DraftRows:
 
 
 class Staging:
-    """`count` equal slots in one zeroed block of memory, to register once; each is a multiple of
-    HEADER bytes long. `pool`: the torch.cuda.MemPool of the drafter's KV, if any, which must hold
-    them too."""
+    """`count` equal slots in one zeroed block of memory, registered once. A slot's length is a
+    multiple of HEADER. `pool`: the torch.cuda.MemPool of the drafter's KV, if any, which must
+    contain the slots too."""
 
     def __init__(self, count: int, slot_bytes: int, device: torch.device, pool: Any = None) -> None:
         self.count, self.slot_bytes, self.device = count, slot_bytes, device
@@ -188,9 +188,9 @@ def stream_of(device: torch.device) -> AbstractContextManager[None]:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work on this thread's own stream of a GPU, and wait at the end for all work started there.
-    Torch reuses a few streams, SGLang's among them, but SGLang has none with priority. A process
-    uses one GPU."""
+    """Use this thread's own stream of a GPU, and wait on exit for all work started on it. Torch
+    reuses a few streams, SGLang's included, but none of SGLang's has a priority. A process uses one
+    GPU."""
     if not hasattr(_own, "stream"):
         _own.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(_own.stream):
@@ -203,6 +203,6 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 @cache
 def _weights(bits: int, device: torch.device | None) -> Any:
-    """Return the weights of 2**bits places, made once. `device`: None for numpy."""
+    """Return the weights of 2**bits places, cached. `device`: None for numpy."""
     found = weights(1 << bits).view(np.int64)
     return found if device is None else torch.from_numpy(found).to(device)

@@ -3,15 +3,15 @@
 A batch may mix requests, readers and ranges of heads. It takes one upload (its jobs, 64 bytes each,
 and their page numbers), one or two launches (kernels.py) and one event.
 
-Unpacking stores first and compares afterwards: a slot is read once, and the sum covers what was
-stored. Nothing reads a wrong slot's rows in between: the request has not begun. A batch that fails
-may leave unchecked rows: its rooms go cold, which zeroes them. Comparing before storing would be no
-safer: until then these rows hold another request's KV.
+Unpacking stores first and compares afterwards, so a slot is read only once, and the sum covers the
+stored bytes. Nothing reads the rows in between, since the request has not started. After a failed
+batch, rows may be unchecked: its requests go cold, which zeroes them. Comparing before storing
+would not be safer: until then the rows hold another request's KV.
 
-The constructor compiles, loads and runs each kernel once, and nothing in a batch can cause another
-compilation. Triton's own launcher, which needs a C compiler, is not used.
+The constructor compiles, loads and runs each kernel once, and no batch causes another compilation.
+Triton's own launcher, which needs a C compiler, is not used.
 
-Kernels on this stream see what the device had done when the host started them. So:
+Kernels on this stream see all work that the device had completed when the host started them. So:
 
     pack        SGLang's events after the chunk's forward must be done.
     unpack      The reads into the slots must have ended, and the event after an earlier forward
@@ -21,8 +21,8 @@ Kernels on this stream see what the device had done when the host started them. 
     afterwards  Once `BatchTicket.over` is true, forwards that use the rows may be launched on any
                 stream, slots may be read or filled again, and pages may be freed.
 
-Starting a batch takes six driver calls, polling it one; none releases the GIL. Only `pages`, which
-a request or chunk needs once, calls numpy.
+Starting a batch takes six driver calls, and polling it takes one; none releases the GIL. Only
+`pages`, called once per request or chunk, uses numpy.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 MAX_BATCH = 64  # slots of a batch
 IN_FLIGHT = 2  # batches
-SETTLERS = 8  # programs that clear what a wrong slot wrote to an entry
-OLDEST = 80  # the lowest compute capability for which tests compile the kernels
+SETTLERS = 8  # programs that clear the rows of a wrong slot, per entry
+OLDEST = 80  # the lowest compute capability that tests cover
 JOB = struct.Struct("<6qQq")  # a line of jobs, as kernels.py reads it
 CHECKS = tuple(SlotCheck)
 KERNELS = {"pack": ("pack", "seal"), "unpack": ("unpack", "settle"), "clear": ("clear",)}
@@ -52,8 +52,8 @@ UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MAX_BATCH).cast("q")
 
 
 class GpuJob(NamedTuple):
-    """A segment checked by `GpuRows.job`: `tokens` tokens from token `first` of `pages` on, `width`
-    heads from the rank's head `head` on, and the slot at this address in units."""
+    """A segment validated by `GpuRows.job`: `tokens` tokens from token `first` of `pages` on,
+    `width` heads from the rank's head `head` on, and the slot's address in units."""
 
     address: int
     pages: memoryview
@@ -65,7 +65,7 @@ class GpuJob(NamedTuple):
 
 
 class BatchTicket(Event):
-    """A started batch. The thread that started it polls `done`; a gate that closes polls `over`."""
+    """A started batch. The thread that started it polls `done`; a closing gate polls `over`."""
 
     def __init__(self, driver: Driver, buffers: _BatchBuffers, count: int, free: list[Any]) -> None:
         self._buffers, self._count, self._free = buffers, count, free
@@ -82,9 +82,8 @@ class BatchTicket(Event):
 
 
 class _BatchBuffers:
-    """Host and device memory of a batch in flight: its results, which kernels write to the host,
-    its jobs, and room for so many page numbers. `entries`: the address of the array in
-    kernels.py."""
+    """Host and device memory for a batch in flight: its results, which kernels write to the host,
+    its jobs and its page numbers. `entries`: the address of the array of kernels.py."""
 
     def __init__(self, driver: Driver, entries: int, page_numbers: int) -> None:
         size = MAX_BATCH * (8 + JOB.size) + 4 * page_numbers
@@ -109,10 +108,10 @@ class _BatchBuffers:
 
 
 class GpuRows:
-    """One rank's draft pool, in pages of `page_size` tokens, and its `staging`. One thread uses it.
-    The constructor blocks. Raises ValueError for a job that is out of range before it joins a
-    batch: one bad job fails no other. Raises CudaError if a batch could not be started; none of it
-    runs any more then."""
+    """One rank's draft pool, in pages of `page_size` tokens, and its `staging`, for one thread. The
+    constructor blocks. `job` raises ValueError for a bad job before it joins a batch, so no other
+    job fails. `start` raises CudaError if a batch could not be started; none of it is running
+    then."""
 
     def __init__(self, rows: DraftRows, page_size: int, staging: Any, driver: Driver) -> None:
         widths = sorted(set(rows.head_bytes))
@@ -199,9 +198,9 @@ class GpuRows:
         return memoryview(found.astype(np.int32).tobytes())
 
     def start(self, what: str, jobs: Sequence[GpuJob]) -> BatchTicket:
-        """Start a batch that fills slots ("pack"), puts segments into their rows ("unpack"; zeros
-        if a slot does not hold what its job says), or zeroes all heads of rows ("clear"). It must
-        fill no slot and write no row twice."""
+        """Start a batch that fills slots ("pack"), copies segments to their rows ("unpack"; zeros
+        if a slot's stamp or sum is wrong), or zeroes all heads of rows ("clear"). A batch must not
+        fill a slot or write a row twice."""
         if not self._free or not 0 < len(jobs) <= MAX_BATCH:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
         buffers, driver = self._free.pop(), self.driver
@@ -221,8 +220,8 @@ class GpuRows:
             raise
 
     def _grids(self, jobs: Sequence[GpuJob]) -> dict[str, tuple[int, int, int]]:
-        """Return each kernel's grid, for the largest job. The surplus programs of smaller jobs find
-        nothing to do, nor do those that settle correct slots."""
+        """Return each kernel's grid, sized for the largest job. Programs that a smaller job or a
+        correct slot does not need return immediately."""
         tiles = 1
         for job in jobs:
             columns = -(-2 * job.width * self._widest // COLUMN)
@@ -241,7 +240,7 @@ def gpu_rows(rows: DraftRows, page_size: int, staging: Any, asked: str = "auto")
         driver = Driver(device.index)
         rows.flush = driver.flush if driver.needs_flush() else None
         if asked == "torch":
-            return "SGLANG_MIXKV_GPU_COPIES says so"
+            return "SGLANG_MIXKV_GPU_COPIES is torch"
         if driver.capability < OLDEST:
             return f"compute capability {driver.capability / 10}: expected {OLDEST / 10} or later"
         return GpuRows(rows, page_size, staging, driver)

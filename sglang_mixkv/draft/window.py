@@ -1,11 +1,11 @@
-"""The rows before a prompt's end that a drafter reads: decode asks for no others.
+"""The rows at a prompt's end that a drafter reads. Decode requests only these.
 
-A query after the prompt sees `window` tokens before itself, in SGLang 0.5.21 to 0.5.23: with DFLASH
+A query after the prompt attends to `window` earlier tokens in SGLang 0.5.21 to 0.5.23: with DFLASH
 (dflash_worker_v2.py, _compute_compact_draft_seq_lens), Llama's EAGLE3 (models/llama_eagle3.py) and
 layers of `sliding_attention` (models/dflash.py). A row spans all layers, so each needs a window.
 
 With decode's radix cache, which its host cache needs, all rows are transferred: a shorter prompt
-with the same prefix would lack a row that was left out.
+with the same prefix may need any of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCKS = {
     "LingDSparkModel",
 }
 WINDOWED = frozenset({"fa3", "fa4", "trtllm_mha", "intel_amx"})
-"""Attention backends that keep to a layer's window in draft steps, draft extends and blocks.
+"""Attention backends that apply a layer's window in draft steps, draft extends and blocks.
 FlashInfer's draft steps read the whole prompt (flashinfer_backend.py, call_begin_forward), and
 Triton's have no window before 0.5.23 (triton_backend.py, TritonMultiStepDraftBackend)."""
 
@@ -36,7 +36,7 @@ def window_of(flags: Any, config: Any) -> int | None:
         return int(asked)
     both = flags.prefill_attention_backend, flags.decode_attention_backend
     backends = {own or backend or flags.attention_backend for backend in both}
-    # With top-k above 1, the queries of a step share one position, and see more.
+    # With top-k above 1, the queries of a step share one position, and attend to more.
     if flags.speculative_eagle_topk != 1 or not backends <= WINDOWED:
         return None
     architecture, text = config.architectures[0], config.get_text_config()
@@ -50,6 +50,6 @@ def window_of(flags: Any, config: Any) -> int | None:
 
 
 def pages_left_out(pages: int, page_size: int, window: int | None) -> int:
-    """Return how many pages to leave out at a prompt's start. Its last page may hold one token, and
-    what DFLASH reads begins on a page."""
+    """Return how many pages to leave out at a prompt's start. The last page may hold only one
+    token, and DFLASH reads from a page boundary on."""
     return 0 if window is None else max(0, pages - 1 - -(-window // page_size))

@@ -1,4 +1,4 @@
-"""Actions that a prefill rank's state machine asks for and PrefillWorker._do carries out."""
+"""Actions that a prefill rank's state machine requests and PrefillWorker._do carries out."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 r"""A prefill rank's state machine: calls in, actions out, time as an argument. No I/O.
 
 A Request is one request on this rank, a *room* in logs and metrics. It has a ReaderTransfer for
-each reader, a decode rank. An OPEN that comes before SGLang's sender waits for it. A request's
-chunks wait for its readers, and are cut into segments that fit a slot:
+each reader, a decode rank. An OPEN may arrive before SGLang creates the sender; it is retained
+until then. A request's chunks wait for its readers, and are cut into segments that fit a slot:
 
     ReaderTransfer   opened --copy--> packing --READY--> ... --last READY--> ended
                          \__________________ FAIL, either way _______________/
 
 A request's pages are *released* once all its readers have opened it and every transfer has ended.
-The sender's Success waits only for that, so that no page is given back while it is being packed.
-Slots are read and acknowledged later. If packing makes no progress after SGLang's own transfer, it
-is given up: the readers are notified, and the request goes on. Prefill never fails a request.
+The sender's Success waits only for that, so that no page is freed while it is being packed. Slots
+are read and acknowledged later. If packing makes no progress after SGLang's own transfer, it is
+given up: the readers are notified, and the request continues. Prefill never fails a request.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from sglang_mixkv.prefill.actions import Action, PagesReleased
 from sglang_mixkv.prefill.transfer import Chunk, Packing, ReaderTransfer, Request, Segment
 
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
-"""The most transfers per connection, and in all. Each takes some 500 bytes. Anyone who can reach
-the port can invent readers without end, so they are counted per connection, not per reader."""
+"""The maximum number of transfers per connection, and in total. Each takes some 500 bytes. Anyone
+who can reach the port can invent readers, so the limit is per connection, not per reader."""
 STEP = 1.0  # the most that a rank's clock advances between two calls
 
 
 class Machine:
-    """All requests of one prefill rank. `heads`: the draft heads of this rank. `segment_tokens`:
-    called with a number of heads and a reader's slot size, returns how many tokens of these heads
-    fit both that slot and one here. `draw_stamp`: see Packing."""
+    """All requests of one prefill rank. `heads`: this rank's draft heads. `segment_tokens`: called
+    with a number of heads and a reader's slot size; returns how many tokens of so many heads fit
+    both that slot and one of this rank. `draw_stamp`: see Packing."""
 
     def __init__(
         self, instance: bytes, heads: range, segment_tokens: Callable[[int, int], int],
@@ -56,14 +56,14 @@ class Machine:
 
     def advance(self, now: float) -> None:
         """Advance the clock; call this before each method below. The clock stops while the process
-        is stopped, since a slot's time without an ACK counts from its READY, which a stopped
-        process sends only when it resumes."""
+        is stopped: the time for an ACK starts when READY is sent, and a stopped process sends it
+        only when it resumes."""
         step, self._seen = now - self._seen, now
         if step > 0:
             self._clock += step if step < STEP else STEP
 
     def actions(self) -> list[Action]:
-        """Return the actions since the last call, in the order in which they must be done."""
+        """Return the actions since the last call, in the order in which to carry them out."""
         packing = self._packing
         for transfer, ready, chunks in packing.announce(self._clock) if packing.announcing else ():
             transfer.request.progress = self._clock
@@ -78,8 +78,8 @@ class Machine:
     # -- SGLang's side
 
     def begin(self, handle: Hashable, number: int) -> None:
-        """Begin a room: SGLang has made a sender for this number. PagesReleased follows, unless
-        `end` comes first."""
+        """Begin a room, for which SGLang has made a sender. PagesReleased follows, unless `end` is
+        called first."""
         stale = self._current.get(number)
         if stale is not None:
             self._fail(stale.transfers.values(), "aborted", "another request has its room number")
@@ -92,21 +92,21 @@ class Machine:
         self, handle: Hashable, first: int, count: int, last: bool, pages: Any = None
     ) -> None:
         """Add a chunk whose KV is written: tokens [first, first + count) of the prompt, in `pages`.
-        `last`: it is the last one. Chunks of a request come in the order of the prompt."""
+        `last`: no chunk follows. Chunks of a request must be added in the order of the prompt."""
         if (request := self._requests.get(handle)) is not None:
             request.chunks.append(Chunk(first, count, last, pages))
             self._packing.add(request.transfers.values())
 
     def target_sent(self, handle: Hashable) -> None:
-        """Note that SGLang's own transfer has succeeded. From now on, packing that makes no
-        progress is given up."""
+        """Record that SGLang's own transfer has succeeded. From now on, packing is given up if it
+        makes no progress."""
         request = self._requests.get(handle)
         if request is not None and request.sent is None:
             request.sent = self._clock
             self._release_pages(request)
 
     def end(self, handle: Hashable, reason: str = "") -> None:
-        """Forget a sender that SGLang is done with; its gate is closed. `reason`: why it failed."""
+        """Forget a sender that has ended; its gate is closed. `reason`: why it failed."""
         request = self._requests.pop(handle, None)
         if request is None:
             return
@@ -119,7 +119,7 @@ class Machine:
     # -- readers
 
     def received(self, connection: bytes, message: Message) -> None:
-        """Take a reader's message. `connection`: the address for a reply."""
+        """Handle a reader's message. `connection`: the address for replies."""
         match message:
             case Open() as opened:
                 self._opened(connection, opened)
@@ -131,7 +131,7 @@ class Machine:
                     self._over(transfer)
 
     def unsent(self, message: Ready | Fail) -> None:
-        """Handle a message that was not sent, and never will be."""
+        """Handle a message that could not be sent."""
         if isinstance(message, Ready):
             self.slots.acknowledge((one.slot, one.stamp) for one in message.segments)
         if (transfer := self._transfers.get(message.generation)) is not None:
@@ -172,7 +172,7 @@ class Machine:
         self._release_pages(request)
 
     def _refusal(self, opened: Open, wanted: range, limit: int) -> tuple[str, str] | None:
-        """Return a code and a detail if this rank cannot serve it in segments of `limit` tokens."""
+        """Return a code and a detail if this rank cannot serve it. `limit`: tokens per segment."""
         held = self._heads
         if opened.prefill != self._instance:
             return "restarted", "this prefill rank is not the instance addressed"
@@ -193,14 +193,14 @@ class Machine:
             del self._open[transfer.connection]
 
     def connection_lost(self, connection: bytes) -> None:
-        """End a connection's transfers: it can send no more. What was sent may have arrived."""
+        """End the transfers of a lost connection. Messages already sent may have arrived."""
         for transfer in [t for t in self._transfers.values() if t.connection == connection]:
             self._over(transfer)
 
     # -- transfers
 
     def _over(self, transfer: ReaderTransfer) -> None:
-        """End the transfer: nothing more is packed or announced for its reader."""
+        """End a transfer: pack and announce nothing more for its reader."""
         if not transfer.ended:
             transfer.ended = True
             self._packing.drop(transfer)
@@ -222,15 +222,15 @@ class Machine:
     # -- packing
 
     def copied(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
-        """Note that all these segments of StartCopies have ended with this outcome. If it is OK,
-        their bytes are in the slots."""
+        """Record that these segments' copies have ended with this outcome. If it is OK, their bytes
+        are in the slots."""
         if failed := self._packing.end(segments, outcome):
             self._fail(failed, "pack", repr(outcome)[:300])
 
     # -- time
 
     def tick(self) -> None:
-        """Act on what is overdue. Call this at least ten times a second while a room is open."""
+        """Handle all deadlines. Call this at least ten times a second while a room is open."""
         for request in self._requests.values():
             if request.sent is None or request.pages_released:
                 continue

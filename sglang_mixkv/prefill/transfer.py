@@ -1,8 +1,8 @@
-"""A prefill rank's Request, its ReaderTransfer to each reader, the Segments of these, which fit
-slots, and Packing, which chooses the segments to pack next.
+"""A prefill rank's Request, its ReaderTransfer to each reader, their Segments, each of which fits a
+slot, and Packing, which chooses the segments to pack next.
 
-A *handle* names one of SGLang's senders (in a server, it is the SendHandle): room numbers are
-reused, handles are not. A *connection* is the socket's name for the origin of a message.
+A *handle* identifies one of SGLang's senders (in a server, the SendHandle): room numbers are
+reused, handles are not. A *connection* is the socket's ID for the origin of a message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Request:
-    """A request, or OPENs that came before it, with `handle` None. `readers`: how many it has,
+    """A request, or OPENs that arrived before it, with `handle` None. `readers`: how many it has,
     according to its OPENs; 1 before the first. `sent`: when SGLang's own transfer succeeded.
     `progress`: when it last began, was opened by a reader, or had segments announced."""
 
@@ -65,7 +65,7 @@ class Request:
 class Segment(msgspec.Struct, eq=False, gc=False):
     """`count` tokens of a chunk, from token `first` of the prompt on, in a slot of this rank.
     `ends`: they are the chunk's last. `packed`: their bytes are in the slot. The garbage collector
-    need not track segments, since no reference cycle of theirs lasts."""
+    need not track segments, since their reference cycles are broken explicitly."""
 
     transfer: ReaderTransfer
     chunk: Chunk
@@ -83,7 +83,7 @@ class ReaderTransfer:
     `token`: the next one to cut into a segment, from the chunk `at`, which has the index `chunk`
     and ends before token `until`.
     `packing`: the segments cut but not yet announced, in the order of the prompt. `announced`: how
-    many have been. `all_cut`: no more follow. `ended`: the last READY is made, or it failed.
+    many were announced. `all_cut`: no more follow. `ended`: the last READY was made, or it failed.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ReaderTransfer:
         self.all_cut = False
 
     def advance(self) -> bool:
-        """Move on to the next token of a chunk; return whether there is one to cut."""
+        """Move to the next token that is in a chunk; return whether there is one to cut."""
         if self.ended:
             return False
         chunks = self.request.chunks
@@ -126,9 +126,9 @@ class ReaderTransfer:
         return segment
 
     def ready(self, limit: int) -> tuple[Ready, list[Chunk]] | None:
-        """Return the READY that can be sent now, and the chunks that it completes; None if there is
-        none. It has up to `limit` packed segments, and stops before the first that is not packed,
-        since segments are announced in order."""
+        """Return the READY that can be sent now, and the chunks that it completes, or None. It has
+        up to `limit` packed segments. It stops before the first unpacked one, since segments are
+        announced in order."""
         found, ended = list[Announced](), list[Chunk]()
         packing = self.packing
         first = packing[0].first if packing else self.token
@@ -147,9 +147,9 @@ class ReaderTransfer:
 
 
 class Packing:
-    """Segments on their way into slots. Transfers with something to pack wait for slots, and their
+    """The packing of segments into slots. Transfers with more to pack wait for slots, and their
     readers take turns. `announcing`: transfers with a packed segment, or with no more to cut.
-    `draw_stamp`: returns a number that differs from all before it and cannot be guessed."""
+    `draw_stamp`: returns an unpredictable number that it never returned before."""
 
     def __init__(self, slots: SlotPool, draw_stamp: Callable[[], int]) -> None:
         self._slots, self._draw = slots, draw_stamp
@@ -177,9 +177,8 @@ class Packing:
         return tuple(found)
 
     def end(self, segments: Sequence[Segment], outcome: Outcome) -> list[ReaderTransfer]:
-        """Note that these segments have ended; return the transfers that fail with them. Slots that
-        were not packed are freed. A closed gate fails none, since the end of the request follows.
-        """
+        """Record the end of these segments' packing; return the transfers that fail with it. Free
+        unpacked slots. A closed gate fails no transfer, since the request's end follows."""
         self._begun -= len(segments)
         failed: dict[ReaderTransfer, None] = {}
         is_packed = outcome is SlotCheck.OK
@@ -195,7 +194,7 @@ class Packing:
         return list(failed)
 
     def announce(self, now: float) -> list[tuple[ReaderTransfer, Ready, list[Chunk]]]:
-        """Return the READYs that can be sent and the chunks each completes; publish their slots."""
+        """Return the READYs to send, each with the chunks it completes. Publish their slots."""
         found = []
         for transfer in self.announcing:
             while not transfer.ended and (made := transfer.ready(self._list)):
@@ -206,7 +205,7 @@ class Packing:
         return found
 
     def drop(self, transfer: ReaderTransfer) -> None:
-        """Pack and announce no more of this transfer; free its packed slots."""
+        """Stop packing and announcing this transfer; free its packed slots."""
         self.turns.remove(transfer.reader, transfer)
         for segment in transfer.packing:
             if segment.packed:

@@ -1,7 +1,7 @@
 """A prefill rank's channel: the calls of SGLang's scheduler, and the thread that owns the socket.
 
 The scheduler calls `begin`, `add_chunk`, `release` and `end`. The channel thread carries out the
-machine's actions, and adds a chunk to the machine once its forward is over.
+machine's actions, and adds a chunk to the machine once the chunk's forward has ended.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sglang_mixkv.prefill.transfer import Segment
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-HeldChunk = tuple["SendHandle", int, int, bool, Pages]  # what Machine.add_chunk takes
+HeldChunk = tuple["SendHandle", int, int, bool, Pages]  # the arguments of Machine.add_chunk
 
-SNDMORE = int(zmq.SNDMORE)  # pyzmq makes an enum at each use
-PARTS = 1024  # frames of one message to skip per look; each takes 0.5 us
+SNDMORE = int(zmq.SNDMORE)  # an operation on pyzmq's enum is slower
+PARTS = 1024  # frames of one message to skip per call; each takes 0.5 us
 
 
 class SendHandle:
     """One sender's request, shared by the scheduler and the channel. Its pages may be read while
     `gate` is open. `waits`: a chunk had to wait for its forward. `pages_released`: the channel
-    packs no more of it. `sent`: when SGLang's own transfer had succeeded. The scheduler keeps that
-    itself, since the channel thread may hang."""
+    packs no more of it. `sent`: when SGLang's own transfer succeeded, recorded by the scheduler,
+    since the channel thread may hang."""
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
@@ -63,23 +63,23 @@ class PrefillWorker(Worker[Machine]):
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
         super().__init__(machine, reporter, times, store)
         self._poller.register(self._socket)
-        self._held = HeldBack[HeldChunk]()  # until their forwards are over
+        self._held = HeldBack[HeldChunk]()  # until their forwards end
         self._lost: set[bytes] = set()
-        self._inside = False  # the frame that was received last is not its message's last
+        self._inside = False  # more frames of the last message follow
         self._thread.start()
 
     # -- the scheduler's thread
 
     def begin(self, room: int) -> SendHandle:
         handle = SendHandle(room)
-        self._call(self._machine.begin, handle, room, wake=False)  # its first chunk does
+        self._call(self._machine.begin, handle, room, wake=False)  # the first chunk wakes
         return handle
 
     def add_chunk(
         self, handle: SendHandle, first: int, count: int, last: bool, pages: Pages
     ) -> None:
         chunk = handle, first, count, last, pages
-        if pages.events or handle.waits:  # also behind a chunk that waits
+        if pages.events or handle.waits:  # or an earlier chunk waits
             handle.waits = True
             self._call(self._held.append, (handle.gate, pages, chunk))
         else:
@@ -87,7 +87,8 @@ class PrefillWorker(Worker[Machine]):
 
     def release(self, handle: SendHandle) -> bool:
         """Return whether Success may be reported, after SGLang's own transfer: nothing reads the
-        pages any more. A request that was given up may still have packs, which its gate stops."""
+        pages any more. After a request was given up, packing may still be queued; the closed gate
+        stops it."""
         if handle.sent is None:
             handle.sent = time.monotonic()
             if not handle.pages_released:
@@ -97,8 +98,8 @@ class PrefillWorker(Worker[Machine]):
             if not (self.broken or overdue):
                 return False
             logger.error(
-                "[MIXKV-SELF-01] the draft KV of room %s was neither packed nor given up; its "
-                "request goes on",
+                "[MIXKV-SELF-01] the draft KV of room %s was neither packed nor given up; the "
+                "request continues",
                 handle.room,
             )
             handle.pages_released = True
@@ -120,14 +121,14 @@ class PrefillWorker(Worker[Machine]):
 
     def _poll(self, ready: list[Any]) -> Iterator[Call]:
         for chunk, error in self._held.release() if self._held else ():
-            chunk[-1].error = error  # its packs will fail, and with them its transfers
+            chunk[-1].error = error  # fails its packing, and so its transfers
             yield self._machine.add_chunk, chunk
         if self._socket in ready:
             yield from self._received()
 
     def _received(self) -> Iterator[Call]:
-        """Take messages. A second frame ends the look: the following looks skip what is left of
-        that message, PARTS frames at a time. Until it ends libzmq hands over no other one."""
+        """Receive messages. If one has a second frame, return: later calls skip its other frames,
+        PARTS at a time. libzmq delivers no other message until it ends."""
         for _ in range(PARTS):
             if not self._inside:
                 break
@@ -162,14 +163,14 @@ class PrefillWorker(Worker[Machine]):
 
     def _send(self, action: Send) -> None:
         message = action.message
-        if isinstance(message, Ready) and message.last:  # the one of which decode compares weights
+        if isinstance(message, Ready) and message.last:  # decode compares weights on this one
             message = self._named(message)
         frame = messages.encode(message)
         self._poller.used(self._socket)
         try:
             self._socket.send(action.peer, NOBLOCK | SNDMORE)
             self._socket.send(frame, NOBLOCK)
-        except zmq.ZMQError:  # the peer is gone, or takes nothing
+        except zmq.ZMQError:  # the peer is gone, or its queue is full
             assert isinstance(action.message, Ready | Fail)
             self._call(self._machine.unsent, action.message)
             if action.peer not in self._lost:  # once for all sends that fail together
