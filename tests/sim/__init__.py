@@ -1,18 +1,19 @@
-"""Whole clusters of the draft channel on a virtual clock: the real state machines, slots, gates,
-breakers and messages, in a simulated world of networks, memory, processes and SGLang.
+"""A simulator of whole clusters: the plugin's real state machines, slots, gates, breakers and
+messages on a virtual clock, with simulated networks, memory, processes and SGLang engines.
 
-    spec, draw         a schedule: servers, requests, faults; and how a seed yields one
-    world              builds and runs one, on a virtual clock
-    process, memory    the threads of a rank, what stops them, and what its memory holds
-    workers, copies    the code of its worker without sockets; its copies, on a host or a GPU
-    prefill, decode    one rank each: a machine, and what its worker works with
+    spec, draw         a schedule (servers, requests, faults), and how a seed generates one
+    world              builds a cluster from a schedule and runs it
+    process, memory    the threads of a rank, the faults that stop them, and its memory
+    workers, copies    the worker's code without sockets, and its copies on a host or a GPU
+    prefill, decode    one rank of either side: its machine and its worker
     network            connections between ranks, and reads
     sglang             plans, and the life of a request on each side
-    faults             what goes wrong, one class per kind; spared: which requests stay warm
-    checks             what must hold nevertheless
-    judge              how long rooms may wait, and whose fault a cold one is: a second opinion
-    wire               whether a decode rank delayed its peers itself, by what happened to stamps
-    mistakes           mistakes put into the code, which must be found
-    every              a small world in which few things are late, in every possible way
-    runner             many schedules, replay, and cutting down a failing one
+    faults             the faults, one class per kind
+    spared             which requests must stay warm in spite of the faults
+    checks             the invariants
+    judge              an independent model of decode's deadlines, strikes and breakers
+    wire               an independent model of whether a decode rank delayed its peers itself
+    mistakes           defects put into the code, which the simulator must find
+    every              all schedules of a small world with a few late steps or faults
+    runner             runs many schedules, replays one, and shrinks a failing one
 """

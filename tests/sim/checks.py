@@ -1,4 +1,4 @@
-"""The invariants, which hold whatever goes wrong."""
+"""The invariants, which must hold under every fault."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from tests.sim.spec import Request, Server, Where
     from tests.sim.world import World
 
-CHECKED = 3  # of so many times that a machine did something, its invariants are checked once
-PROMPT = 0.01  # gathering
-SLACK = 0.5  # ticks and copies, on top of a deadline
+CHECKED = 3  # check a machine's invariants after every third step with actions
+PROMPT = 0.01  # seconds that one pass of the channel thread may take to collect events
+SLACK = 0.5  # seconds for ticks and copies, on top of a deadline
 
 
 class Checks:
     def __init__(self, world: World) -> None:
         self.world, self._turn = world, 0
-        self._ready: Counter[tuple[DecodeRank, int]] = Counter()  # READYs handled, by stamp
+        self._ready: Counter[tuple[DecodeRank, int]] = Counter()  # READYs received, by stamp
         self._acked: Counter[tuple[DecodeRank, int]] = Counter()
-        self._progress: dict[tuple[PrefillRank, int], float] = {}  # of a room number
+        self._progress: dict[tuple[PrefillRank, int], float] = {}  # time, by room number
         self._current: dict[tuple[PrefillRank, int], Sender] = {}  # by room number
         self._opens: dict[bytes, list[int]] = {}  # generations, by connection
-        self._over: set[tuple[PrefillRank, int]] = set()  # generations, as it knows
+        self._over: set[tuple[PrefillRank, int]] = set()  # generations that the rank has ended
         self._opened: set[tuple[DecodeRank, bytes, int]] = set()  # peer and generation of an OPEN
-        self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # that peer knows it, or will
-        self._cause: dict[tuple[PrefillRank, int], float] = {}  # what may release a number's pages
-        self._ends: dict[PrefillRank, float] = {}  # the same, of any room
-        self._served: dict[tuple[Where, int], list[float]] = {}  # READYs to, reads from a server
-        self._done: set[tuple[Where, int]] = set()  # servers whose slots were read, or that read
+        self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # those whose peer is notified
+        self._cause: dict[tuple[PrefillRank, int], float] = {}  # last event that may release pages
+        self._ends: dict[PrefillRank, float] = {}  # last such event of any room
+        self._served: dict[tuple[Where, int], list[float]] = {}  # times of READYs and reads
+        self._done: set[tuple[Where, int]] = set()  # pairs of rank and server with a finished read
         self._heard: dict[tuple[Where, int], float] = {}  # first message of a generation
         self._reader: dict[int, bytes] = {}  # by generation
         self._lied: set[int] = set()  # stamps of READYs that may be lies
@@ -61,8 +61,8 @@ class Checks:
             for wrong in violations(process.machine):
                 raise Finding("invariants", f"{process.name}: {wrong}")
 
-    def told(self, process: Process, name: str, args: tuple) -> None:
-        """Note a call before the machine gets it."""
+    def before_call(self, process: Process, name: str, args: tuple) -> None:
+        """Record a call before the machine handles it."""
         match name, args:
             case "ready", (peer, message):
                 key = process.place.where, message.generation
@@ -80,7 +80,8 @@ class Checks:
                 self._reader[message.generation] = message.reader
                 self._progress[process, message.room] = self._running(process)
                 self._opens.setdefault(connection, []).append(message.generation)
-                self._over.discard((process, message.generation))  # doubled, and forgotten by now
+                # a duplicate OPEN may arrive after the machine forgot the generation
+                self._over.discard((process, message.generation))
             case "received", (connection, Ack()):
                 link = self.world.connections.get(connection)
                 if link is not None:
@@ -109,28 +110,31 @@ class Checks:
                 self._ends[process] = self._ran(process)
                 handle.sender.over = True
 
-    def handled(self, process: Process, name: str, args: tuple) -> None:
+    def after_call(self, process: Process, name: str, args: tuple) -> None:
         """Check a call after the machine has handled it."""
         if process.place.server.side == "decode":
-            process.judge.handled(name, args, process.now)
+            process.judge.after_call(name, args, process.now)
         elif name == "unsent":
             announced = getattr(args[0], "segments", ())
             if any(process.publishes(one.slot, one.stamp) for one in announced):
-                raise Finding("unsent", f"{process.name} keeps slots that nobody can read")
+                raise Finding("unsent", f"{process.name} retains slots of an unsent READY")
 
-    def asked(self, process: Process, actions: list) -> None:
-        """Check the actions of one look."""
+    def after_pass(self, process: Process, actions: list) -> None:
+        """Check the actions of one pass of the channel thread."""
         if process.place.server.side == "decode":
             for action in actions:
                 if type(action) is dact.StartRead:
                     self._note_served(process, instance_of(action.peer))
-            process.judge.asked(actions)
+            process.judge.after_pass(actions)
         elif actions:
-            self._asked_of_prefill(process, actions)
+            self._after_prefill_pass(process, actions)
 
-    def _asked_of_prefill(self, rank: PrefillRank, actions: list) -> None:
-        """Check that Success waits for packing alone: pages are released because of what has just
-        happened, or because the request is given up, which a message or note says."""
+    def _after_prefill_pass(self, rank: PrefillRank, actions: list) -> None:
+        """Check that Success waits for packing alone.
+
+        Pages are released as soon as an event allows it, or when the request is given up, which
+        shows as a "slow" Fail or an "unopened" note.
+        """
         released, given_up = [], False
         for action in actions:
             match action:
@@ -151,31 +155,33 @@ class Checks:
                 raise Finding("late release", f"{rank.name}: {took:.3f} s after its last transfer")
 
     def cleared(self, rank: DecodeRank, receiver: Receiver) -> None:
-        """Check rows that the scheduler's last resort has cleared."""
+        """Check the rows that SGLang's scheduler has cleared as its last resort."""
         self.last_resort(rank, receiver.target_at)
         self.rows(rank, receiver, receiver.verdict)
 
     def polled(self, rank: Process, handle: Gated, is_over: bool) -> None:
-        """Check a poll by SGLang, once it waits for nothing else. A hanging copy still touches
-        pages."""
+        """Check that a poll which waits for the drafter alone does not wait too long.
+
+        A hanging copy still touches pages, so a request with one may wait longer.
+        """
         waited = self._running(rank) - handle.target_at + handle.slow_by
         if not (is_over or handle.copies) and waited > 2 * rank.place.times.whole_wait + 1.0:
             raise Finding("undecided", f"{rank.name}: {waited:.2f} s after the target")
 
     def last_resort(self, rank: Process, target_at: float) -> None:
-        """Check that SGLang's scheduler had reason to decide in the channel's place."""
+        """Check that SGLang's scheduler was right to decide instead of the channel thread."""
         waited = self.world.clock.now - target_at
         if not rank.broken and waited < 2 * rank.place.times.whole_wait:
             raise Finding("last resort", f"{rank.name}: {waited:.2f} s after the target")
         if not (rank.broken or rank.hung or rank.hung_for or rank.stopped_for):
-            raise Finding("last resort", f"{rank.name}: its channel runs")
+            raise Finding("last resort", f"{rank.name}: its channel thread runs normally")
 
     def _lies(self, peer: bytes) -> bool:
         liars = self.world.liars
         return bool(liars) and self.world.place_of[instance_of(peer)].server.number in liars
 
     def part_over(self, rank: PrefillRank, generation: int) -> None:
-        """Note that either side has ended this part."""
+        """Record that either side has ended this rank's part of a transfer."""
         self._over.add((rank, generation))
 
     def decode_sends(self, rank: DecodeRank, peer: bytes, message: Message) -> None:
@@ -190,7 +196,7 @@ class Checks:
                 self._closed.add((rank, peer, message.generation))
 
     def on_action_failed(self, process: Process, action: object) -> None:
-        """Note a failed action: what it would have sent is lost."""
+        """Record a failed action, whose message is lost."""
         if type(action) is dact.Send and type(action.message) in (Open, Fail):
             self._closed.add((process, action.peer, action.message.generation))
         elif type(action) is dact.Send and type(action.message) is Ack:
@@ -205,7 +211,7 @@ class Checks:
 
     def noted(self, process: Process, note: object) -> None:
         if note.what not in NOTES:
-            raise Finding("note", f"{process.name}: {note.what} has no series and no words")
+            raise Finding("note", f"{process.name}: {note.what} has no metric and no log text")
 
     def _acknowledged(self, rank: DecodeRank, stamp: int) -> None:
         self._acked[rank, stamp] += 1
@@ -217,18 +223,20 @@ class Checks:
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
 
     def ready_sent(self, rank: PrefillRank, link: Link | None, ready: Ready) -> None:
-        """Check a READY. `link`: None if the reader has gone, but this rank does not know that
-        yet."""
+        """Check a READY.
+
+        `link` is None if the reader is gone and this rank has not noticed yet.
+        """
         self._progress[rank, ready.room] = self._running(rank)
         self._note_served(rank, self._reader[ready.generation])
         for one in ready.segments:
             if memory.check(rank.memory[one.slot], one.count, one.stamp) is not SlotCheck.OK:
-                raise Finding("slot", f"{rank.name} announces what is not in its slot")
+                raise Finding("slot", f"{rank.name} announces a segment that its slot lacks")
         packed = [rank.packed[one.stamp].over for one in ready.segments]
         if (rank, ready.generation) in self._over or any(packed):
-            raise Finding("over", f"{rank.name} sends READY of a part that it knows to be over")
+            raise Finding("over", f"{rank.name} sends a READY after its transfer has ended")
         if link is not None and link.instance != rank.instance:
-            raise Finding("instance", f"{rank.name} serves a reader of its former instance")
+            raise Finding("instance", f"{rank.name} serves a reader of an earlier instance")
 
     def _note_served(self, rank: Process, other: bytes) -> None:
         if (place := self.world.place_of.get(other)) is not None and self.world.spec.faults:
@@ -236,13 +244,15 @@ class Checks:
             self._served.setdefault(key, []).append(rank.now)
 
     def had_slots(self, here: Server, others: set[int]) -> bool:
-        """Return whether any rank here has served a rank of these other servers."""
+        """Return whether any rank of `here` has completed a read with one of the other servers."""
         ranks = range(here.tp)
         return any(((here.number, rank), other) in self._done for rank in ranks for other in others)
 
     def was_heard(self, here: Server, request: Request, others: set[int]) -> bool:
-        """Return whether each rank here that takes part in this request had heard from it by the
-        last time it served one of these others, and for a while before."""
+        """Return whether `request` sent each rank of `here` a message early enough.
+
+        Early enough means `Times.unsure` before the rank last served one of the `others`.
+        """
         unsure = Times(here.patience).unsure
         ended = self.world.lives[request.id].ended
         for receiver in self.world.groups[request.decode].handles[request.id]:
@@ -258,10 +268,16 @@ class Checks:
         return True
 
     def left(self, rank: PrefillRank, link: Link | None, message: Message) -> None:
-        """Note a message. `link`: None if it goes nowhere, and nobody knows that."""
+        """Record a sent message.
+
+        `link` is None if the message is lost without an error.
+        """
 
     def fail_sent(self, rank: PrefillRank, message: Fail) -> None:
-        """A copy that a closed gate stops has not failed: the request is over for a reason."""
+        """Check that a Fail with the code "pack" follows a failed copy.
+
+        A copy that a closed gate stops has not failed, since its request has ended.
+        """
         self.part_over(rank, message.generation)
         if message.code == "pack" and (rank, message.generation) not in self._unpacked:
             raise Finding("pack", f"{rank.name}: no copy for {message.generation} has failed")
@@ -272,10 +288,10 @@ class Checks:
         if receiver.closed:
             raise Finding("gate", f"{rank.name}: rows are written after the room was closed")
         if receiver.verdict is not None:
-            raise Finding("verdict", f"{rank.name}: rows are written after the verdict")
+            raise Finding("verdict", f"{rank.name}: rows are written after their verdict")
         page, owners = rank.pool.page, rank.pool.owners
         if any(owners[row // page] is not receiver for row in rows):
-            raise Finding("pages", f"{rank.name}: rows {rows} are not the room's")
+            raise Finding("pages", f"{rank.name}: rows {rows} belong to another room")
 
     def copy_begun(self, rank: DecodeRank, receiver: Receiver, copy: Copy) -> None:
         others = [one for one in receiver.copies.values() if one is not copy]
@@ -285,11 +301,11 @@ class Checks:
         first = receiver.cells(token) if copy.kind == "clear" else []
         right = memory.row(receiver.request.id, token)
         if first and all(cell == right for cell in first):
-            raise Finding("clear", f"{rank.name} clears a row that is in place")
+            raise Finding("clear", f"{rank.name} clears a row that is already correct")
 
     def pool_read(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.succeeded or sender.given_back:
-            raise Finding("pages", f"{rank.name} reads rows of a request that may be over")
+            raise Finding("pages", f"{rank.name} reads rows of a request that may have ended")
 
     def packed(self, rank: PrefillRank, sender: Sender, token: int, found: int) -> None:
         if found != memory.row(sender.request.id, token):
@@ -301,7 +317,7 @@ class Checks:
 
     def packs(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.pages_released or sender.over:
-            raise Finding("released", f"{rank.name} packs rows of a request that may be over")
+            raise Finding("released", f"{rank.name} packs rows of a request that may have ended")
 
     def used(self, rank: DecodeRank, copy: Copy) -> None:
         lied = rank.owner_of(copy).request.prefill in self.world.liars
@@ -309,7 +325,7 @@ class Checks:
         if not (rank.valid[copy.slot] or lied):
             self.world.seen["overstayed"] += 1
         if not (rank.valid[copy.slot] or lied or hidden):
-            raise Finding("lease", f"{rank.name} used bytes of a slot that was another's by then")
+            raise Finding("lease", f"{rank.name} unpacks a slot that was reused during the read")
 
     def verdict(self, rank: DecodeRank, receiver: Receiver, verdict: dact.Verdict) -> None:
         if receiver.verdict is not None:
@@ -338,7 +354,7 @@ class Checks:
 
     def released(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.pages_released:
-            raise Finding("released", f"{rank.name}: twice")
+            raise Finding("released", f"{rank.name} releases pages twice")
         if not sender.has_target or sender.at_last or rank.hung_for:
             return
         since = self._progress.get((rank, sender.request.number), 0.0)
@@ -372,7 +388,7 @@ class Checks:
                 raise Finding("acks", f"{rank.name}: READY {stamp} was acknowledged {acked} times")
         for rank, peer, generation in self._opened - self._closed:
             if rank.alive and not rank.broken:
-                raise Finding("fail", f"{rank.name} never tells {peer} that {generation} is over")
+                raise Finding("fail", f"{rank.name} never sends {peer} the end of {generation}")
         for life in self.world.lives.values():
             if life.begun is not None:
                 self._request(life)

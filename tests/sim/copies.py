@@ -1,4 +1,4 @@
-"""The copies of a rank between its pool and slots: by threads in host memory, or by a GPU."""
+"""The copies of a rank between its pool and its slots, by host threads or by a GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 
 class Copiers(Copier):
-    """Copying threads, and the channel's own thread, which makes some copies at once. Each copy
-    passes its request's gate; a thread makes it in two pieces. Copies that end within one look are
-    reported together, in any order."""
+    """Copying threads, and the channel thread, which makes some copies itself.
+
+    Each copy enters its request's gate. A copying thread makes a copy in two pieces. Copies that
+    end within one pass of the channel thread are reported together, in any order.
+    """
 
     polled = False
     AT_ONCE = 0.3
@@ -47,13 +49,13 @@ class Copiers(Copier):
         self._rank.later(thread, self._rank.rng.random() * 0.0004, self._begin, thread)
 
     def _begin(self, thread: object) -> None:
-        if not self._work:  # another thread was quicker
+        if not self._work:  # another thread has taken the copy
             self._idle.append(thread)
             return
         self._make(self._work.popleft(), thread)
 
     def _make(self, copy: Copy, thread: object = None) -> None:
-        """Make a copy. `thread`: None if it is made at once."""
+        """Make a copy. `thread` is None if the channel thread makes it."""
         rank, owner = self._rank, self._rank.owner_of(copy)
         if not copy.gate.enter():
             self._end(thread, owner, copy, None)
@@ -95,14 +97,17 @@ class Copiers(Copier):
 
 
 class Prepared(GpuCopier):
-    """Tells the device which copy each job is."""
+    """Passes each copy to the device together with its job."""
 
     def _prepare(self, copy: Copy) -> Any:
         return copy, super()._prepare(copy)
 
 
 class Batch:
-    """A ticket: the jobs of a batch. `ended`: on the device; pollers may learn of it later."""
+    """The ticket of a batch of jobs.
+
+    `ended`: whether the device has finished the batch. A query may return that later.
+    """
 
     def __init__(self, device: Device, jobs: list[Any]) -> None:
         self.device, self.jobs = device, jobs
@@ -110,16 +115,18 @@ class Batch:
         self.results: list[Any] = [SlotCheck.ERROR] * len(jobs)
 
     def over(self) -> bool:
-        """Return whether it has ended. A query may say no although it has."""
+        """Return whether the batch has ended. A CUDA event query may return False a bit longer."""
         return self.ended and self.device.rng.random() < 0.9
 
     done = over
 
 
 class Device:
-    """A stream that runs batches one after the other, even while the process is stopped. It has
-    those functions of GpuRows that GpuCopier calls. `failed`: an error that stays: whatever is
-    running ends with it, however far it got, and nothing else can be started."""
+    """A CUDA stream, which runs batches in order even while the process is stopped.
+
+    It has the methods of GpuRows that GpuCopier calls. `failed`: a sticky error, with which the
+    running batch ends, finished or not. No batch can be started after that.
+    """
 
     def __init__(self, rank: PrefillRank | DecodeRank) -> None:
         self._rank, self.rng, self._clock = rank, rank.rng, rank.clock
@@ -159,7 +166,7 @@ class Device:
             owner.copies[copy.job] = copy
             refused = rank.refusal(copy)
             batch.results[number] = SlotCheck.OK if refused is None else refused
-            # kernels learn of a wrong sum once all is stored
+            # a kernel detects a wrong checksum only after it has stored all rows
             if refused in (None, SlotCheck.DIFFERS):
                 rank.begin_copy(owner, copy)
                 cut = self.rng.randint(0, len(rows))
@@ -189,7 +196,7 @@ class Device:
         rank.later("device", 0.0, self._noticed, list(owners))
 
     def _noticed(self, owners: list[Gated]) -> None:
-        """Notify SGLang's scheduler, and the channel thread, which polls until all is over."""
+        """Notify SGLang's scheduler, and the channel thread, which polls until all batches end."""
         rank = self._rank
         for owner in owners:
             rank.unblocked(owner)

@@ -29,11 +29,12 @@ GOOD = (act.State.WARM, act.State.COLD)
 
 
 class Receiver(Gated):
-    """SGLang's receiver of one request on one rank. `rows`: the pool rows of the request's tokens,
-    from its first one on.
+    """SGLang's receiver of one request on one rank.
 
-    `closed`: its gate is closed. `targets`: prefill ranks whose part of the target has yet to come.
-    `cleared`: the scheduler's last resort has cleared its rows."""
+    `rows`: the pool rows of the request's tokens, from `first_token` on. `closed`: whether its
+    gate is closed. `targets`: the prefill ranks whose part of the target KV is still missing.
+    `cleared`: whether SGLang's scheduler has cleared its rows as a last resort.
+    """
 
     def __init__(self, request: Request, rank: DecodeRank, end: int) -> None:
         pool, first = rank.pool, request.first_token
@@ -85,7 +86,7 @@ class Receiver(Gated):
 
 
 class Links:
-    """Links by peer, while the worker has them."""
+    """The worker's current links, by peer."""
 
     def __init__(self, rank: DecodeRank) -> None:
         self._rank = rank
@@ -112,7 +113,7 @@ class Links:
         return action.peer in self.of and self._rank.start_read(action)
 
     def ended(self) -> tuple[()]:
-        """Return nothing, as does `received`: both come as separate calls."""
+        """Return nothing: the simulator delivers reads and messages as separate calls."""
         return ()
 
     def received(self, ready: object) -> tuple[()]:
@@ -122,7 +123,7 @@ class Links:
 class DecodeRank(Process):
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
-        self.valid = [True] * self.slots.count  # by slot: what was read there was still published
+        self.valid = [True] * self.slots.count  # by local slot: its read got published bytes
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
         self.judge, self.wire = Judge(self), Wire(self)
         self.links = Links(self)
@@ -134,16 +135,16 @@ class DecodeRank(Process):
         self.pool = memory.Pool(place.server.page, len(place.layout.heads))
         self.device = Device(self) if place.server.device else None
         self.worker._copies = self.device.copies if self.device else Copiers(self)
-        self.listen()
+        self.check_calls()
         self.machine.breaker.record_failure = partial(
             self._struck, self.machine.breaker.record_failure
         )
         self.receivers: dict[int, Receiver] = {}  # by generation
         self.reads: dict[act.StartRead, Read] = {}
-        self.read_faults: list[list] = []  # fate, of this peer, so many
+        self.read_faults: list[list] = []  # [fate, instance or None for all, remaining reads]
         self.known: dict[tuple[int, bytes], list[bytes]] = {}  # peers, by prefill server and name
-        self.dialed: set[bytes] = set()  # peers with a link, or one that the thread will take
-        self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
+        self.dialed: set[bytes] = set()  # peers with a link, or with one on its way to the thread
+        self.stuck = 0.0  # seconds for which reads of the fate "stuck" hold their slots
 
     def _struck(
         self, record: Callable[..., bool], peer: bytes, generation: int, now: float
@@ -170,14 +171,14 @@ class DecodeRank(Process):
                 self.worker.add(Link(self, peer))
 
     def give_up(self, peer: bytes) -> None:
-        """Give up the peer's whole server, in the thread that looks after it."""
+        """Drop all peers of this peer's server, in the thread that watches servers."""
         for key in [key for key, peers in self.known.items() if peer in peers]:
             for one in self.known.pop(key):
                 self.dialed.discard(one)
                 self.worker.drop(one)
 
     def miss(self, server: int) -> None:
-        """Give up a server that has not answered for too long, if the instance asked is gone."""
+        """Drop a server that did not answer in time, if the instance in use is gone."""
         for peers in [peers for (number, _), peers in self.known.items() if number == server]:
             if not self.is_there(peers[0]):
                 self.give_up(peers[0])
@@ -197,7 +198,7 @@ class DecodeRank(Process):
     # -- SGLang's side
 
     def open(self, request: Request, sources: tuple[Source, ...], end: int) -> Receiver:
-        """Open a request whose SGLang metadata is sent."""
+        """Open a request after SGLang has sent its metadata."""
         receiver = Receiver(request, self, end)
         if request.forward:
             self.clock.after(request.forward, self._earlier_forward, receiver)
@@ -211,8 +212,10 @@ class DecodeRank(Process):
         return receiver
 
     def _earlier_forward(self, receiver: Receiver) -> None:
-        """End an earlier forward, which writes to pages of its former request; until then SGLang
-        frees none of them."""
+        """End an earlier forward, which still writes to the pages of a former request.
+
+        SGLang frees none of these pages before the forward has ended.
+        """
         if not self.alive:
             return
         self.pool.write(receiver.pages.tolist(), memory.EARLIER)
@@ -241,7 +244,7 @@ class DecodeRank(Process):
         self._give_back(receiver)
 
     def _give_back(self, receiver: Receiver) -> None:
-        """Free the pages once SGLang is done with the request and the forward before it."""
+        """Free the pages once the request is closed and the earlier forward has ended."""
         forward = receiver.handle.event
         if receiver.closed and (forward is None or forward.over) and not receiver.given_back:
             receiver.given_back = True
@@ -292,7 +295,7 @@ class DecodeRank(Process):
         return copy.job.request.opened.handle.request
 
     def refusal(self, copy: Copy) -> Any:
-        """Return why nothing is written, None if it is."""
+        """Return why the copy writes nothing, or None if it may write."""
         if self.errors.get(copy.kind):
             self.errors[copy.kind] -= 1
             return RuntimeError("injected")
@@ -319,7 +322,7 @@ class DecodeRank(Process):
             cells[row][left : left + count] = [memory.unpacked(there[number], heads)] * count
 
     def zero(self, receiver: Receiver, rows: list[int], heads: range) -> None:
-        """Zero these heads of rows."""
+        """Zero the given heads of these rows."""
         self.world.checks.pool_written(self, receiver, rows)
         left, count = heads.start - self.place.layout.heads.start, len(heads)
         for row in rows:

@@ -1,4 +1,7 @@
-"""A schedule from a seed. A scene makes likely what chance alone would rarely bring together."""
+"""Generates a schedule from a seed.
+
+A scene combines requests and faults that independent draws would rarely bring together.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ SCENES = (
     "hung", "gone", "liar", "numbers", "batches", "aborted", "spoiled", "spoiled",
     "suspended", "forward", "stranger",
 )  # fmt: skip
-LARGE = 0.02  # how many clusters have up to 16 ranks a server; each takes as long as ten others
+LARGE = 0.02  # share of clusters with up to 16 ranks per server, which run ten times as long
 PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
 DRAWN = [kind for kind, often in KINDS.items() for _ in range(often)]
 NAMES = (b"",) * 6 + (b"other:8998",)
@@ -30,7 +33,7 @@ class Draw:
         self.stop = faults.Suspend if self.scene == "suspended" else faults.Stop
         self.scene = "stopped" if self.scene == "suspended" else self.scene
         self.late_prefill = self.rng.random() < 0.5
-        self.busy = self.rng.randint(1, 3)  # requests of a server that dies
+        self.busy = self.rng.randint(1, 3)  # number of requests on the server that dies
         self.servers: list[Server] = []
         self.requests: list[Request] = []
 
@@ -120,9 +123,9 @@ class Draw:
             prompt = rng.randint(16, 40)
         first = rng.choice((0, 0, 0, rng.randint(0, prompt // page))) * page
         start = min(first // servers[prefill].page * servers[prefill].page, prompt)
-        late = self.scene == "ended" and self.late_prefill  # decode ends the first two before
+        late = self.scene == "ended" and self.late_prefill  # decode ends the first two earlier
         name, odd = 1000 + number, 0.4 if self.scene == "numbers" else 0.02
-        if self.scene != "stopped" and rng.random() < odd:  # no message can have such a one
+        if self.scene != "stopped" and rng.random() < odd:  # a number that no message can encode
             name = rng.choice((-name, (1 << 64) + name))
         return Request(
             number, former.number if former else name, prefill, decode, arrival, prompt,
@@ -135,8 +138,8 @@ class Draw:
         )  # fmt: skip
 
     def _forward(self, number: int) -> float:
-        """Return how long an earlier forward takes."""
-        if self.scene == "forward":  # the first request's holds this rank's slots
+        """Return for how many seconds an earlier forward still writes to decode's pages."""
+        if self.scene == "forward":  # the first request holds the rank's slots until then
             return 0.0 if number else self.rng.uniform(0.3, 3.0)
         return self.rng.choice((0, 0, self.rng.random() * 0.05))
 
@@ -144,13 +147,12 @@ class Draw:
         return former.name if former else self.rng.choice(NAMES)
 
     def _server_of(self, side: str, number: int) -> int:
-        """Pick a server. In some scenes the first one or two requests have a server of their own,
-        which a fault hits."""
+        """Pick a server. Some scenes give the first requests a server that a fault then hits."""
         of_side = [server for server in self.servers if server.side == side]
         server = self.rng.choice(of_side)
         if self.scene == "stopped" and side == "decode":
             server = of_side[min(number, 1)]
-        if self.scene == "dead_readers" and side == "decode":  # it is busy when it dies, or not
+        if self.scene == "dead_readers" and side == "decode":  # the first server dies
             server = of_side[number >= self.busy]
         if self.scene == "probe":
             server = of_side[0]
@@ -203,7 +205,7 @@ class Draw:
         return rng.choice(("prefill", "decode")), when, rng.random() < (0.4 if reuse else 0.8)
 
     def _add_late(self, drawn: list[Fault]) -> None:
-        """Repeat the last request long after everything else."""
+        """Add a copy of the last request, long after all other requests and faults."""
         end = max([f.time + f.seconds for f in drawn] + [r.arrival for r in self.requests])
         end += 170 * max(PATIENCE)
         late = replace(
@@ -222,7 +224,7 @@ class Draw:
                 return [faults.Kill(rng.random() * 3, prefill, rng.random() * 0.3)]
             case "dead_plane":
                 return [faults.Reads(0.0, rank, 20.0, None, rng.choice(("hang", "fail")), 1000)]
-            case "restart":  # what a read brings may be the new instance's
+            case "restart":  # a read may return bytes of the new instance
                 slow = faults.Reads(0.0, rank, 0.0, prefill, "slow", 3)
                 return [slow, faults.Kill(rng.random() * 0.05, prefill, 0.3 * rng.random())]
             case "waiting":
@@ -287,7 +289,7 @@ class Draw:
         return server, self.rng.randrange(self.servers[server].tp)
 
     def _fault(self) -> Fault:
-        """Draw a fault, at any time or just after a request's arrival."""
+        """Draw a fault at any time, or shortly after the arrival of a request."""
         rng = self.rng
         request = rng.choice(self.requests)
         time = rng.random() * (self.requests[-1].arrival + 0.1)

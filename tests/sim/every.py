@@ -1,8 +1,9 @@
-"""Every schedule of a small world that differs a little from the one in which nothing is late.
+"""Exhaustive search over the schedules of a small world with a few late steps or faults.
 
-A world draws each of its delays and choices. Here each draw is 0, so that everything happens in the
-order in which it was due. A *deviation* is one draw that is not 0, so that others overtake what it
-delays, or one fault between two calls of the clock. All sets of so many deviations are tried.
+A world draws each of its delays and choices. Here each draw is 0, so that all events happen in the
+order in which they were scheduled. A *deviation* is one draw that is not 0, which delays one event
+behind others, or one fault between two calls of the clock. The search tries all sets of a given
+number of deviations.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ PREFILL, READER = (0, 0), (1, 0)
 
 
 def small(*chunks: int, pending: bool = False, again: bool = False, slots: int = 2) -> Spec:
-    """Make a spec with one prefill rank and two readers of one head each. A segment is one token.
-    `again`: another request gets the room number."""
+    """Make a spec with one prefill rank and two readers of one head each.
+
+    A segment is one token. `again`: a second request reuses the room number.
+    """
     servers = (Server(0, "prefill", 1, slots, 1, 1), Server(1, "decode", 2, slots, 1, 1))
     parts = tuple(Chunk(one, pending, 0.001) for one in chunks)
     first = Request(0, 1000, 0, 1, 0.0, sum(chunks), 0, parts, forward=0.005 * pending)
@@ -34,7 +37,7 @@ FAULTS = tuple(one for kind in KINDS for one in kind.small(PREFILL, READER))
 
 
 class Decisions(random.Random):
-    """Draws of 0, except for those with numbers in `late`."""
+    """A random generator that returns 0, except for the draws whose indices are in `late`."""
 
     def __init__(self, late: tuple[int, ...]) -> None:
         super().__init__(0)
@@ -49,14 +52,18 @@ class Decisions(random.Random):
 
 
 class Way(NamedTuple):
-    """`late`: numbers of draws. `faults`: each begins after so many calls of the clock."""
+    """One combination of deviations.
+
+    `late`: the indices of the draws that are not 0. `faults`: each with the number of clock calls
+    after which it begins.
+    """
 
     late: tuple[int, ...] = ()
     faults: tuple[tuple[int, Fault], ...] = ()
 
 
 class Run:
-    """Runs a world this way. `finding`: what was found, or ""."""
+    """Runs a world with the deviations of a way. `finding`: the broken invariant, or ""."""
 
     def __init__(self, spec: Spec, way: Way, logged: bool = False) -> None:
         self.way, self.log, self.finding = way, [] if logged else None, ""
@@ -73,7 +80,7 @@ class Run:
         self.drawn, self.calls = rng.drawn, world.clock.calls
 
     def further(self, late: int, befall: int, kinds: tuple[Fault, ...]) -> Iterator[Way]:
-        """Yield ways with one more deviation, after those of this one: faults first."""
+        """Yield the ways with one more deviation, which comes after all of this way's."""
         way = self.way
         if len(way.faults) < befall and not way.late:
             for calls in range(way.faults[-1][0] if way.faults else 0, self.calls):
@@ -92,8 +99,10 @@ class Report(NamedTuple):
 def search(
     spec: Spec, late: int, befall: int = 0, kinds: tuple[Fault, ...] = FAULTS, one_in: int = 1
 ) -> Report:
-    """`one_in`: only one in so many of the ways with the full number of late draws and faults is
-    tried."""
+    """Run the world in all ways with up to `late` late draws and `befall` faults.
+
+    `one_in`: of the ways with the full number of both, only one in so many is tried.
+    """
     chosen, runs = random.Random(0), 0
     todo = [Way()]
     while todo:

@@ -1,7 +1,8 @@
-"""The faults, one class per kind. Other files know a kind only by its name in a scene.
+"""The faults, one class per kind. Other files name a kind only where a scene uses it.
 
-A new kind is a class here: it is drawn `often`, and says when it begins, what it is in the small
-world of every.py, and which requests it spares. Drawing, trying and judging it then follow.
+To add a kind, add a class here. It has a weight `often` for random draws, and methods that draw
+it, begin it, list its variants for the small world of every.py, and return which requests it
+spares.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ if TYPE_CHECKING:
     from tests.sim.spec import Request, Where
     from tests.sim.world import World
 
-LASTS = 10.0  # seconds that a fault waits for what it befalls
-STOPS = "", "", "sampled", "emitted"  # what a stop comes into: "", wherever the process is
+LASTS = 10.0  # seconds for which a fault waits for an operation that it can hit
+STOPS = "", "", "sampled", "emitted"  # the step that a stop interrupts, "" for any
 
 
 class Occasion(NamedTuple):
-    """The inputs from which a fault is drawn: a time, and the ranks of a request, of which `one` is
-    either. `name`: the name under which decode addresses its prefill server."""
+    """The inputs from which a fault is drawn: a time, and the two ranks of a request.
+
+    `one`: either of the two ranks. `name`: the name by which decode addresses the prefill server.
+    """
 
     rng: random.Random
     time: float
@@ -56,8 +59,10 @@ KINDS: dict[type[Fault], int] = {}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault begins at a `time`, on the rank `where`, and lasts for `seconds`. `peer`: the rank at
-    the other end, if any. `mode`: its variant."""
+    """A fault that begins at a `time`, on the rank `where`, and lasts for `seconds`.
+
+    `peer`: the rank at the other end, if any. `mode`: the variant of the fault.
+    """
 
     time: float
     where: Where
@@ -66,10 +71,10 @@ class Fault:
     mode: str = ""
     count: int = 0
 
-    halts: ClassVar = False  # a channel thread may be late: SGLang's scheduler looks for itself
-    holds_slots: ClassVar = False  # of others, for a while
-    hides_time: ClassVar = False  # a process outlives its slots, and cannot know it
-    keeps_rows: ClassVar = False  # they may not be cleared, so that a request may fail
+    halts: ClassVar = False  # the channel thread may be late, so SGLang's scheduler may decide
+    holds_slots: ClassVar = False  # the rank may hold slots of other ranks for a while
+    hides_time: ClassVar = False  # the rank cannot notice that its peers' slots have expired
+    keeps_rows: ClassVar = False  # clearing rows may fail, and then the request fails too
 
     def __init_subclass__(cls, often: int = 0) -> None:
         KINDS[cls] = often
@@ -87,8 +92,10 @@ class Fault:
         raise NotImplementedError
 
     def spares(self, request: Request) -> bool:
-        """Return whether the request comes after all is over. Other requests are spared only if
-        they are on other servers (spared.py)."""
+        """Return whether the request comes after the fault has ended.
+
+        Any other request is spared only if it is on other servers (spared.py).
+        """
         return request.late
 
     def rank(self, world: World) -> Process:
@@ -96,7 +103,7 @@ class Fault:
 
 
 class Stop(Fault, often=5):
-    """Stops all threads of a process. `mode`: what it interrupts."""
+    """Stops all threads of a process. `mode`: the step that the stop interrupts."""
 
     halts = holds_slots = True
 
@@ -115,8 +122,10 @@ class Stop(Fault, often=5):
 
 
 class Suspend(Stop, often=1):
-    """Suspends a rank's host, or pauses its virtual machine: its clock stands still, too. Whoever
-    sleeps for longer than slots are kept reads what others have put there."""
+    """Suspends a rank's host or virtual machine, whose clock then stands still too.
+
+    A host suspended for longer than its peers retain slots reads bytes of other requests.
+    """
 
     hides_time = True
 
@@ -125,8 +134,11 @@ class Suspend(Stop, often=1):
 
 
 class Kill(Fault, often=4):
-    """Kills the whole server: SGLang's watchdog ends the other ranks. `seconds`: until the restart,
-    0 for none. `mode`: with "power", nobody is told."""
+    """Kills a whole server, since SGLang's watchdog ends the other ranks.
+
+    `seconds`: the time until the restart, 0 for no restart. `mode`: with "power", no peer gets a
+    TCP reset.
+    """
 
     holds_slots = True
 
@@ -168,17 +180,18 @@ class Kill(Fault, often=4):
                 other = world.groups[request.prefill]
                 world.clock.after(rng.random() * 5, other.waited, request, "decode is dead")
         for place in world.places.values():
-            if place.server.side == "decode" != group.server.side:  # its heartbeat
+            # the heartbeat of a decode server notices a dead prefill server
+            if place.server.side == "decode" != group.server.side:
                 world.clock.after((1 - rng.random()) * 20, place.process.miss, number)
 
     def _restart(self, world: World, group: Group) -> None:
-        world.note_fault(f"server {group.server.number} is started again")
+        world.note_fault(f"server {group.server.number} restarts")
         for place in group.places:
             world.start(place)
 
 
 class OfLinks(Fault):
-    """Affects a reader's connections to a prefill rank."""
+    """A fault of a reader's connections to a prefill rank."""
 
     def links(self, world: World) -> list[Link]:
         """Return the links, including those to former instances at this address."""
@@ -191,8 +204,11 @@ class OfLinks(Fault):
 
 
 class Break(OfLinks, often=3):
-    """Breaks them. `mode`: "silent" if this is noticed late; "overtaken" if what they carried to
-    prefill comes up to so many `seconds` later, behind what the next connections carry."""
+    """Breaks connections.
+
+    `mode`: "silent" if neither side notices at once; "overtaken" if their last messages reach
+    prefill up to `seconds` later, after messages of the next connection.
+    """
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -211,7 +227,7 @@ class Break(OfLinks, often=3):
 
 
 class Reads(Fault, often=4):
-    """Affects the next `count` reads of a rank, from one peer or from all; `mode`: how they end."""
+    """Hits the next `count` reads of a rank, from one peer or from all. `mode`: how they end."""
 
     holds_slots = True
 
@@ -234,7 +250,7 @@ class Reads(Fault, often=4):
 
 
 class Cut(OfLinks, often=2):
-    """Lets nothing pass for a while."""
+    """Blocks connections for a while."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -282,8 +298,11 @@ class Double(OfLinks, often=2):
 
 
 class Error(Fault, often=1):
-    """Makes the next `count` copies or actions of a rank raise. `mode`: of which kind. Only a cold
-    room's rows are cleared, so "clear" also breaks unpacking."""
+    """Makes the next `count` copies or actions of a rank raise.
+
+    `mode`: the kind of copy or action. Only the rows of a cold room are cleared, so "clear" also
+    makes unpacking fail.
+    """
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -313,8 +332,7 @@ class Error(Fault, often=1):
 
 
 class Hang(Fault, often=2):
-    """Hangs only the channel thread, in the next action of one type; `mode`: its name, "" for
-    any."""
+    """Hangs the channel thread in an action. `mode`: the type of the action, "" for any."""
 
     halts = holds_slots = True
 
@@ -329,7 +347,7 @@ class Hang(Fault, often=2):
 
 
 class Sluggish(Fault, often=1):
-    """Lets each step of a channel thread take up to `count` ms."""
+    """Slows a channel thread down: each step takes up to `count` ms."""
 
     halts = holds_slots = True
 
@@ -343,7 +361,7 @@ class Sluggish(Fault, often=1):
 
 
 class Lasting(Fault):
-    """A fault that is not over when late requests come."""
+    """A fault that still lasts when late requests come."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -363,7 +381,7 @@ class Broken(Lasting, often=1):
 
 
 class Drop(Fault, often=1):
-    """Gives up a prefill server that is there. `mode`: under which of its names."""
+    """Drops a prefill server that is alive. `mode`: the server's name that decode uses."""
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -398,8 +416,11 @@ class Device(Lasting, often=1):
 
 
 class Lies(Fault, often=1):
-    """Makes a prefill rank lie to a reader `count` times: among its own READYs it sends some that
-    are doubled, out of order, of other generations or with other stamps."""
+    """Makes a prefill rank send a reader `count` false messages.
+
+    Between its true READYs come some that are duplicated, out of order, of other generations or
+    with other stamps.
+    """
 
     @classmethod
     def draw(cls, at: Occasion) -> Self:
@@ -444,9 +465,11 @@ class Lies(Fault, often=1):
 
 
 class Stranger(Fault, often=1):
-    """Sends a prefill rank `count` messages of a reader that nobody knows: it acknowledges nothing,
-    and takes what it is sent, unless the `mode` is "gone". "spy": it knows numbers and readers of
-    the server's requests, which may be cold because of that."""
+    """Sends a prefill rank `count` messages of a reader that belongs to no server.
+
+    The stranger never acknowledges a READY. It accepts messages unless the `mode` is "gone". With
+    "spy" it uses the room numbers and readers of real requests, which may go cold because of that.
+    """
 
     holds_slots = True
 
@@ -498,7 +521,7 @@ class Stranger(Fault, often=1):
 
 
 class Abort(Fault):
-    """Aborts all requests of a server. `mode`: "told" if the other side hears of it."""
+    """Aborts all requests of a server. `mode`: "both" if the other side aborts them too."""
 
     @classmethod
     def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
@@ -509,4 +532,4 @@ class Abort(Fault):
         for life in world.lives.values():
             request = life.request
             if life.begun is not None and self.where[0] in (request.prefill, request.decode):
-                world.abort(request, side, self.mode == "told")
+                world.abort(request, side, self.mode == "both")

@@ -1,4 +1,4 @@
-"""The exception raised when something does not hold."""
+"""The exception that a broken invariant raises."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A second opinion on a decode rank: from the same calls it derives how long each room may wait,
-and which rooms a breaker holds back; from what the wire did, whose fault a cold one is. It has no
-slots, reads or copies of its own, and compares with the machine after each call.
+"""An independent model of a decode rank's decisions, compared with the machine after each call.
+
+From the machine's calls, the model derives how long each room may wait and which rooms a breaker
+blocks. From the network's events (wire.py), it derives which peers a cold room counts against. It
+has no slots, reads or copies of its own.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ if TYPE_CHECKING:
 
 STRIKES = 3
 FIRST, LONGEST = 1.0, 30.0  # seconds that an open breaker waits for its next probe
-PROBE = 2.0  # seconds after which another may try
-AGAIN = 600.0  # seconds in which a number whose request was not warm is doubted
+PROBE = 2.0  # seconds after which an open breaker lets another probe through
+AGAIN = 600.0  # seconds for which the room number of a request that was not warm is ambiguous
 NONE = float("inf")
 EPS = 1e-6
 
 
 @dataclass(slots=True)
 class Transfer:
-    """Counts of the segments that were announced, and of those in place."""
+    """The number of announced segments, and of those that are unpacked."""
 
     announced: int = 0
     placed: int = 0
@@ -48,19 +50,19 @@ class Request:
     own: Any
     transfers: dict[bytes, Transfer]
     progress: float
-    first: float | None = None  # READY
+    first: float | None = None  # time of the first READY
     arrived: float | None = None
     cold: str = ""
     warm: bool = False
 
     def wait(self, patience: float) -> float:
-        """Return how long it may wait after its last progress."""
+        """Return how long the request may wait after its last progress."""
         assert self.arrived is not None
         took = 0.0 if self.first is None else self.arrived - self.first
         return min(max(3 * took, 0.3 * patience), 1.0 * patience)
 
     def due(self, patience: float) -> float:
-        """Return when it must be cold."""
+        """Return the time at which the request must go cold."""
         if self.arrived is None:
             return NONE
         calm = max(self.arrived, self.progress) + self.wait(patience)
@@ -76,8 +78,11 @@ class Reading(NamedTuple):
 
 @dataclass(slots=True)
 class Blame:
-    """A peer's strikes. `until`: no room is let through before then; `probes`: rooms let
-    through."""
+    """A peer's strikes, and its breaker.
+
+    `until`: the time before which the open breaker blocks all rooms. `probes`: the rooms that it
+    let through.
+    """
 
     strikes: int = 0
     pause: float = 0.0
@@ -96,16 +101,16 @@ class Judge:
     closed: dict[int, Request] = field(default_factory=dict)
     reads: dict[act.StartRead, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
-    numbers: dict[int, float] = field(default_factory=dict)  # not warm the last time, since
-    struck: list[tuple[int, bytes]] = field(default_factory=list)  # by the machine, in this call
-    restarted: set[bytes] = field(default_factory=set)  # peers that nobody was asked about yet
+    numbers: dict[int, float] = field(default_factory=dict)  # opened at, if not warm since
+    struck: list[tuple[int, bytes]] = field(default_factory=list)  # the machine's, in this call
+    restarted: set[bytes] = field(default_factory=set)  # peers that the machine must forget
 
     def wrong(self, what: str, detail: str) -> Finding:
         return Finding(what, f"{self.rank.name}: {detail}")
 
-    # -- calls, when the machine has been told
+    # -- calls, after the machine has handled them
 
-    def handled(self, name: str, args: tuple, now: float) -> None:
+    def after_call(self, name: str, args: tuple, now: float) -> None:
         handler = _OF.get(name)
         if handler is not None:
             handler(self, now, *args)
@@ -137,7 +142,7 @@ class Judge:
             self._is_warm(request)
 
     def _is_warm(self, request: Request) -> None:
-        """Note a warm room. Its number may come again before its verdict is out."""
+        """Record a warm room. Its number may be reused before its verdict is sent."""
         request.warm = True
         self.numbers.pop(request.opened.bootstrap_room, None)
 
@@ -160,8 +165,8 @@ class Judge:
         if message.code == "restarted":
             self.restarted.add(peer)
 
-    def asked(self, actions: list[act.Action]) -> None:
-        """Check the actions of one look."""
+    def after_pass(self, actions: list[act.Action]) -> None:
+        """Check the actions of one pass of the channel thread."""
         for action in actions:
             match action:
                 case act.StartRead():
@@ -171,7 +176,7 @@ class Judge:
                 case act.Forget(peer):
                     self.restarted.discard(peer)
         if self.restarted:
-            raise self.wrong("forget", f"{self.restarted} were restarted, and are not asked again")
+            raise self.wrong("forget", f"{self.restarted} have restarted, but are not forgotten")
 
     def _ready(self, now: float, peer: bytes, message: Ready) -> None:
         request = self.requests.get(message.generation)
@@ -180,7 +185,7 @@ class Judge:
             return
         if message.segment != transfer.announced:
             return
-        if request.own.cold:  # it cannot be true
+        if request.own.cold:  # the machine has rejected this READY
             return
         transfer.announced += len(message.segments)
         transfer.last = message.last
@@ -188,7 +193,7 @@ class Judge:
         request.first = now if request.first is None else request.first
 
     def _begun(self, action: act.StartRead) -> None:
-        """Note a read, of segments of one room."""
+        """Record a read of segments of one room."""
         segments = action.segments
         request = self.requests.get(segments[0].request.generation)
         self.reads[action] = Reading(request, action.peer, self.rank.now, len(segments))
@@ -202,7 +207,7 @@ class Judge:
             self.rank.wire.gone(one.announced.stamp for one in action.segments)
 
     def server_of(self, read: act.StartRead) -> int:
-        """Return the server whose slots it reads."""
+        """Return the number of the server whose slots the action reads."""
         peer = self.reads[read].peer
         return self.rank.world.place_of[instance_of(peer)].server.number
 
@@ -216,7 +221,7 @@ class Judge:
         if outcome is not SlotCheck.OK:
             return
         for job in jobs:
-            # a copy that ended beside its room's close says as much of its peer
+            # a copy that ends while its room closes still proves that its peer delivers
             number = job.request.generation
             request = self.requests.get(number) or self.closed.get(number)
             if request is None or isinstance(job, act.Clear):
@@ -229,11 +234,11 @@ class Judge:
                         self._came(source.peer)
 
     def _came(self, peer: bytes) -> None:
-        """Note a room's first segment: others are let through until the next strike."""
+        """Record a room's first segment, which closes the breaker until the next strike."""
         if (blame := self.blames.get(peer)) is not None and blame.is_open:
             blame.strikes = STRIKES - 1
 
-    # -- rooms that end by a call
+    # -- rooms that a call ends
 
     def _cold_ones(self, name: str, args: tuple, now: float) -> None:
         for generation, request in self.requests.items():
@@ -262,21 +267,21 @@ class Judge:
             raise self.wrong("deadline", f"cold {still:.3f} s after progress, {request.arrived}")
 
     def _guilty(self, name: str, args: tuple, request: Request, now: float) -> list[bytes]:
-        """Return the peers against which the room's end counts, unless it was merely late."""
+        """Return the peers that get a strike for a cold room, unless the room was merely late."""
         if request.cold == "read":
             limit = now - self._limit(request) + EPS
             for action, read in self.reads.items():
                 ends = name == "read_ended" and action is args[0]
                 if read.request is request and (ends or (name == "tick" and read.began <= limit)):
                     return [read.peer]
-            raise self.wrong("strike", "a read is said to have failed, and none has")
+            raise self.wrong("strike", "a room is cold because of a failed read, but none failed")
         if request.cold == "lost":
             peer, gone = args
             return [] if gone else [peer]
         return []
 
     def _check_blame(self, request: Request, struck: list[bytes]) -> None:
-        """Check against whom a late room counts."""
+        """Check which peers get a strike for a late room."""
         late = [peer for peer, transfer in request.transfers.items() if not transfer.complete]
         for peer in {*late, *struck}:
             right = self.rank.wire.is_to_blame(peer) if peer in late else False
@@ -301,7 +306,7 @@ class Judge:
                     if transfer.announced:
                         self.blames.pop(peer, None)
                 if not request.own.decided:
-                    raise self.wrong("late", f"room {generation} is complete, and not warm")
+                    raise self.wrong("late", f"room {generation} is complete, but not warm")
                 continue
             if name == "tick" and request.due(patience) < now - EPS:
                 waited = f"{now - request.arrived:.2f} s for the target"
@@ -334,10 +339,10 @@ class Judge:
             blame.probes.discard(generation)
 
     def _compare(self) -> None:
-        """Compare which breakers are open."""
+        """Compare the open breakers of the model and the machine."""
         own = {peer for peer, blame in self.blames.items() if blame.is_open}
         if own != (found := set(self.rank.machine.breaker.open_peers())):
-            raise self.wrong("breaker", f"open {sorted(found)}, in the place of {sorted(own)}")
+            raise self.wrong("breaker", f"expected {sorted(own)} to be open, got {sorted(found)}")
 
 
 def _stamps(jobs: Any) -> list[int]:

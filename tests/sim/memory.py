@@ -1,7 +1,7 @@
-"""Memory as it is simulated: one number per row, which names its prompt, token and heads.
+"""Simulated memory: one number per row, which encodes the row's prompt, token and heads.
 
-A row of a prefill pool is `row(prompt, token)`. In a slot, the packed heads are added to it. A
-decode pool has one cell per token and head. A slot is stamp, rows, sum.
+A row of a prefill pool is `row(prompt, token)`. A row in a slot also encodes the packed heads. A
+decode pool has one cell per token and head. A slot holds a stamp, rows and a checksum.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from sglang_mixkv.draft.slot_format import SlotCheck
 
 EMPTY = 0  # zeroed
 EARLIER = 7  # rows of a request that had these pages before
-REUSED = 11  # rows of a request that was given these pages afterwards
-SPOILED = 17  # bytes that belong to no row: other heads than were asked for
-TOKENS = 64  # a prompt is shorter
+REUSED = 11  # rows of a request that got these pages afterwards
+SPOILED = 17  # bytes of no row, as after unpacking with other heads than were packed
+TOKENS = 64  # every prompt is shorter
 
 
 class Pool:
-    """Rows of one rank in pages, each of which belongs to one request at a time. `owners`: by page,
-    None for free ones. A row has `width` cells."""
+    """The rows of one rank, in pages. Each page belongs to one request at a time.
+
+    `owners`: by page, None for a free page. `width`: the number of cells in a row.
+    """
 
     def __init__(self, page: int, width: int) -> None:
         self.page, self._width = page, width
@@ -31,7 +33,7 @@ class Pool:
         self._free: deque[int] = deque()
 
     def take(self, owner: Any, count: int) -> Any:
-        """Take pages in no order, the most recently freed ones first."""
+        """Take unordered pages, the most recently freed ones first."""
         while len(self._free) < count:
             first = len(self.owners)
             self.owners += [None] * 8
@@ -44,7 +46,7 @@ class Pool:
         return np.array(found, dtype=np.int64)
 
     def give_back(self, pages: Any) -> None:
-        """Free pages. Another request immediately writes to them."""
+        """Free pages, and overwrite them as another request would."""
         found = pages.tolist()
         self.write(found, REUSED)
         for page in found:
@@ -71,7 +73,7 @@ def packed(row_: int, heads: range) -> int:
 
 
 def unpacked(piece: int, heads: range) -> int:
-    """Return what lands in the cells of these heads."""
+    """Return the value that unpacking writes to the cells of these heads."""
     same = (piece >> 5) & 31 == heads.start and piece & 31 == heads.stop
     return piece >> 10 if same else SPOILED
 
@@ -85,7 +87,7 @@ def new_slots(count: int) -> list[list[int]]:
 
 
 def check(slot: list[int], tokens: int, stamp: int) -> SlotCheck:
-    """Return whether the slot holds what a READY announced, as far as a reader can tell."""
+    """Check a slot's stamp and checksum against those of a READY, as a reader does."""
     if slot[0] != stamp:
         return SlotCheck.STALE
     same = slot[tokens + 1] == checksum(slot[1 : tokens + 1], stamp)

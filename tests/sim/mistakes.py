@@ -1,4 +1,4 @@
-"""Mistakes in the code that the simulator must find: each with the scene and the finding."""
+"""Defects that the simulator must find, each with the scene and invariant that reveal it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ Patch = pytest.MonkeyPatch
 
 
 class Mistake(NamedTuple):
-    """A mistake that `make` puts in, to be found within `most` schedules of a scene, from seed 0
-    on: some ten times what that takes on average, so that it is found in whatever order a schedule
-    is drawn. `found`: the invariants that may find it."""
+    """A defect that `make` patches into the code.
+
+    It must break one of the invariants in `found` within the first `most` schedules of a scene.
+    `most` is about ten times the average, so that another order of draws finds the defect too.
+    """
 
     make: Callable[[Patch], None]
     found: tuple[str, ...]
@@ -51,7 +53,7 @@ def mistake(found: str, scene: str, most: int = 100) -> Callable[..., Any]:
 
 
 @mistake("late", "any")
-def no_progress_for_five_seconds(patch: Patch) -> None:
+def missing_progress_does_not_shorten_the_wait(patch: Patch) -> None:
     def deadline(request: Any, times: Times) -> float:
         return float("inf") if request.arrived is None else request.arrived + times.whole_wait
 
@@ -59,7 +61,7 @@ def no_progress_for_five_seconds(patch: Patch) -> None:
 
 
 @mistake("late", "any")
-def a_second_whatever_the_target_took(patch: Patch) -> None:
+def every_room_waits_the_longest_time(patch: Patch) -> None:
     def deadline(request: Any, times: Times) -> float:
         if request.arrived is None:
             return float("inf")
@@ -70,7 +72,7 @@ def a_second_whatever_the_target_took(patch: Patch) -> None:
 
 
 @mistake("deadline", "dead_plane")
-def the_shortest_wait_always(patch: Patch) -> None:
+def every_room_waits_the_shortest_time(patch: Patch) -> None:
     def deadline(request: Any, times: Times) -> float:
         if request.arrived is None:
             return float("inf")
@@ -80,7 +82,7 @@ def the_shortest_wait_always(patch: Patch) -> None:
 
 
 @mistake("deadline", "hung", 1000)
-def no_copy_is_progress(patch: Patch) -> None:
+def copies_do_not_count_as_progress(patch: Patch) -> None:
     real = decode.Machine.copied
 
     def copied(self: Any, *args: Any) -> None:
@@ -93,7 +95,7 @@ def no_copy_is_progress(patch: Patch) -> None:
 
 
 @mistake("late", "waiting", 1000)
-def no_limit_in_all(patch: Patch) -> None:
+def the_total_wait_has_no_limit(patch: Patch) -> None:
     def deadline(request: Any, times: Times) -> float:
         if request.arrived is None:
             return float("inf")
@@ -108,7 +110,7 @@ def no_limit_in_all(patch: Patch) -> None:
 
 
 @mistake("breaker", "dead_plane")
-def a_warm_room_closes_none(patch: Patch) -> None:
+def no_room_closes_a_breaker(patch: Patch) -> None:
     patch.setattr(breaker.Breaker, "came", lambda *_: None)
     real = decode.Machine._finish
 
@@ -123,7 +125,7 @@ def a_warm_room_closes_none(patch: Patch) -> None:
 
 
 @mistake("breaker", "probe")
-def only_a_warm_room_closes_one(patch: Patch) -> None:
+def only_warm_rooms_close_a_breaker(patch: Patch) -> None:
     patch.setattr(breaker.Breaker, "came", lambda *_: None)
 
 
@@ -140,27 +142,27 @@ def every_cold_room_is_a_strike(patch: Patch) -> None:
 
 
 @mistake("breaker", "dead_plane")
-def none_ever_opens(patch: Patch) -> None:
+def breakers_never_block(patch: Patch) -> None:
     patch.setattr(breaker.Breaker, "blocked", lambda *_: False)
 
 
 @mistake("breaker", "any")
-def one_strike_opens(patch: Patch) -> None:
+def one_strike_opens_a_breaker(patch: Patch) -> None:
     patch.setattr(breaker, "STRIKES", 1)
 
 
 @mistake("breaker", "dead_plane")
-def waits_do_not_double(patch: Patch) -> None:
+def breaker_waits_do_not_double(patch: Patch) -> None:
     patch.setattr(breaker, "LONGEST_WAIT", 1.0)
 
 
 @mistake("breaker", "probe", 300)
-def a_probe_holds_all_others_back(patch: Patch) -> None:
+def a_probe_blocks_all_other_rooms(patch: Patch) -> None:
     patch.setattr(breaker, "PROBE", 1e9)
 
 
 @mistake("blame", "forward")
-def only_a_late_rooms_own_segments_spare_its_peers(patch: Patch) -> None:
+def only_segments_of_the_late_room_excuse_a_peer(patch: Patch) -> None:
     def late(self: Any, request: Any, since: float) -> list[bytes]:
         here = {one.peer for one in request.segments if one.stage != "reading"}
         here -= {read.peer for read in self._reads if read.began <= since}
@@ -170,18 +172,18 @@ def only_a_late_rooms_own_segments_spare_its_peers(patch: Patch) -> None:
 
 
 @mistake("blame", "forward", 300)
-def who_was_delayed_until_now_is_struck(patch: Patch) -> None:
+def recent_local_delays_do_not_excuse_a_peer(patch: Patch) -> None:
     real = segments.Segments.note_delays
     patch.setattr(segments.Segments, "note_delays", lambda self, now, _: real(self, now, now))
 
 
 @mistake("blame", "dead_plane")
-def nobody_is_struck_for_what_is_late(patch: Patch) -> None:
+def late_segments_are_never_a_strike(patch: Patch) -> None:
     patch.setattr(segments.Segments, "late", lambda *_: [])
 
 
 @mistake("blame", "crowded")
-def who_waits_for_our_slots_is_struck(patch: Patch) -> None:
+def waiting_for_local_slots_is_a_strike(patch: Patch) -> None:
     patch.setattr(segments.Segments, "late", lambda self, request, since: request.missing())
 
 
@@ -189,7 +191,7 @@ def who_waits_for_our_slots_is_struck(patch: Patch) -> None:
 
 
 @mistake("forget", "restart")
-def restarted_resolves_nothing(patch: Patch) -> None:
+def restarted_peers_are_not_forgotten(patch: Patch) -> None:
     real = decode.Machine.failed
 
     def failed(self: Any, peer: bytes, message: Any) -> None:
@@ -200,7 +202,7 @@ def restarted_resolves_nothing(patch: Patch) -> None:
 
 
 @mistake("lost", "gone")
-def who_is_gone_is_waited_for(patch: Patch) -> None:
+def rooms_wait_for_peers_that_are_gone(patch: Patch) -> None:
     real = decode.Machine.peer_lost
     patch.setattr(
         decode.Machine, "peer_lost", lambda self, peer, gone=False: gone or real(self, peer)
@@ -208,12 +210,12 @@ def who_is_gone_is_waited_for(patch: Patch) -> None:
 
 
 @mistake("repeated", "reuse")
-def no_number_is_doubted(patch: Patch) -> None:
+def no_room_number_is_ambiguous(patch: Patch) -> None:
     patch.setattr(decode_transfer.RecentRooms, "is_ambiguous", lambda *_: False)
 
 
 @mistake("untouched", "numbers", 300)
-def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
+def an_unsendable_message_loses_the_peer(patch: Patch) -> None:
     real = decode.Machine.on_action_failed
 
     def on_action_failed(self: Any, action: Any, error: Exception) -> None:
@@ -226,7 +228,7 @@ def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
 
 
 @mistake("acks", "any")
-def acknowledged_before_the_read_ends(patch: Patch) -> None:
+def slots_are_acknowledged_before_the_read_ends(patch: Patch) -> None:
     real = segments.Segments.actions
 
     def actions(self: Any, now: float) -> Any:
@@ -240,7 +242,7 @@ def acknowledged_before_the_read_ends(patch: Patch) -> None:
 
 
 @mistake("rows", "any")
-def no_forward_is_waited_for(patch: Patch) -> None:
+def copies_do_not_wait_for_an_earlier_forward(patch: Patch) -> None:
     real = DecodeWorker._copy_of
 
     def copy_of(self: Any, job: Any) -> Any:
@@ -258,12 +260,12 @@ def rows_in_place_are_cleared(patch: Patch) -> None:
 
 
 @mistake("crash IndexError|lost", "liar")
-def every_ready_is_believed(patch: Patch) -> None:
+def readys_are_not_validated(patch: Patch) -> None:
     patch.setattr(decode_transfer.SourceTransfer, "violation", lambda *_: "")
 
 
 @mistake("rows", "any")
-def rows_begin_at_the_prompts_start(patch: Patch) -> None:
+def row_offsets_include_the_cached_prefix(patch: Patch) -> None:
     real = DecodeWorker._copy_of
 
     def copy_of(self: Any, job: Any) -> Any:
@@ -275,7 +277,7 @@ def rows_begin_at_the_prompts_start(patch: Patch) -> None:
 
 
 @mistake("rows", "spoiled")
-def a_wrong_sum_is_right(patch: Patch) -> None:
+def wrong_checksums_are_accepted(patch: Patch) -> None:
     real = decode.Machine.copied
 
     def copied(self: Any, jobs: Any, outcome: Any) -> None:
@@ -285,12 +287,12 @@ def a_wrong_sum_is_right(patch: Patch) -> None:
 
 
 @mistake("lease", "stopped", 1000)
-def a_stop_changes_nothing(patch: Patch) -> None:
+def stops_are_not_noticed(patch: Patch) -> None:
     patch.setattr(decode, "TICKS", 1e9)
 
 
 @mistake("lease", "waiting")
-def segments_wait_without_end(patch: Patch) -> None:
+def unread_segments_never_expire(patch: Patch) -> None:
     real = decode.Machine.tick
 
     def tick(self: Any) -> None:
@@ -302,7 +304,7 @@ def segments_wait_without_end(patch: Patch) -> None:
 
 
 @mistake("rows", "suspended")
-def slots_are_unpacked_whatever_they_hold(patch: Patch) -> None:
+def slots_are_unpacked_without_a_check(patch: Patch) -> None:
     patch.setattr(memory, "check", lambda *_: SlotCheck.OK)
 
 
@@ -310,7 +312,7 @@ def slots_are_unpacked_whatever_they_hold(patch: Patch) -> None:
 
 
 @mistake("late release", "any")
-def success_waits_for_nothing(patch: Patch) -> None:
+def pages_are_released_late(patch: Patch) -> None:
     real, ticked = prefill.Machine._release_pages, prefill.Machine.tick
 
     def release_pages(self: Any, request: Any, given_up: bool = False) -> None:
@@ -328,12 +330,12 @@ def success_waits_for_nothing(patch: Patch) -> None:
 
 
 @mistake("last resort", "unopened")
-def who_has_not_opened_is_waited_for(patch: Patch) -> None:
+def prefill_waits_for_readers_that_do_not_open(patch: Patch) -> None:
     patch.setattr(prefill.Machine, "_give_up", lambda *_: None)
 
 
 @mistake("released", "any")
-def readers_that_are_gone_are_packed_for(patch: Patch) -> None:
+def packing_continues_for_readers_that_are_gone(patch: Patch) -> None:
     real, advance = prefill_transfer.Packing.drop, prefill_transfer.ReaderTransfer.advance
 
     def drop(self: Any, transfer: Any) -> None:
@@ -355,7 +357,7 @@ def readers_that_are_gone_are_packed_for(patch: Patch) -> None:
 
 
 @mistake("over", "any", 300)
-def a_lost_connection_is_nothing(patch: Patch) -> None:
+def lost_connections_are_ignored(patch: Patch) -> None:
     def unsent(self: Any, message: Any) -> None:
         self.slots.acknowledge((one.slot, one.stamp) for one in getattr(message, "segments", ()))
 
@@ -364,7 +366,7 @@ def a_lost_connection_is_nothing(patch: Patch) -> None:
 
 
 @mistake("unwritten", "any")
-def pending_chunks_are_packed(patch: Patch) -> None:
+def chunks_are_packed_before_their_forward(patch: Patch) -> None:
     real = PrefillWorker.add_chunk
 
     def add_chunk(self: Any, *chunk: Any) -> None:
@@ -378,12 +380,12 @@ def pending_chunks_are_packed(patch: Patch) -> None:
 
 
 @mistake("invariants", "any")
-def one_owner_takes_all(patch: Patch) -> None:
+def one_owner_may_take_all_slots(patch: Patch) -> None:
     patch.setattr(slots.SlotPool, "available_for", lambda self, *_: len(self._free))
 
 
 @mistake("untouched", "dead_readers", 1000)
-def a_first_slot_for_everybody(patch: Patch) -> None:
+def every_owner_gets_a_first_slot(patch: Patch) -> None:
     def available_for(self: Any, owner: Any, owners: int) -> int:
         held, free = self.held.get(owner, 0), len(self._free)
         more = min(free - self._reserve, slots.share_of(self.count, owners) - held)
@@ -393,12 +395,12 @@ def a_first_slot_for_everybody(patch: Patch) -> None:
 
 
 @mistake("untouched", "dead_readers", 1000)
-def nobody_is_heard(patch: Patch) -> None:
+def signs_of_life_are_ignored(patch: Patch) -> None:
     patch.setattr(slots.SlotPool, "sign", lambda *_, **__: None)
 
 
 @mistake("lease", "stranger")
-def any_ack_frees_a_slot(patch: Patch) -> None:
+def acks_with_a_wrong_stamp_free_slots(patch: Patch) -> None:
     real = slots.SlotPool.acknowledge
 
     def acknowledge(self: Any, some: Any, read: float | None = None) -> Any:
@@ -410,7 +412,7 @@ def any_ack_frees_a_slot(patch: Patch) -> None:
 
 
 @mistake("left", "dead_readers")
-def no_slot_expires(patch: Patch) -> None:
+def slots_never_expire(patch: Patch) -> None:
     patch.setattr(slots.SlotPool, "expire", lambda *_: [])
 
 
@@ -421,7 +423,7 @@ def slots_expire_early(patch: Patch) -> None:
 
 
 @mistake("unsent", "dead_readers")
-def what_did_not_leave_keeps_its_slots(patch: Patch) -> None:
+def unsent_messages_keep_their_slots(patch: Patch) -> None:
     real = prefill.Machine.unsent
 
     def unsent(self: Any, message: Any) -> None:
@@ -435,7 +437,7 @@ def what_did_not_leave_keeps_its_slots(patch: Patch) -> None:
     patch.setattr(prefill.Machine, "unsent", unsent)
 
 
-# -- the scheduler beside a channel that hangs, and gates
+# -- SGLang's scheduler while the channel thread hangs, and gates
 
 
 @mistake("undecided", "hung")
@@ -463,7 +465,7 @@ def prefill_has_no_last_resort(patch: Patch) -> None:
 
 
 @mistake("pages", "unopened", 300)
-def copies_in_flight_are_not_waited_for(patch: Patch) -> None:
+def gates_do_not_wait_for_copies_in_flight(patch: Patch) -> None:
     real = gate.Gate.try_close
 
     def try_close(self: Any) -> bool:
@@ -474,7 +476,7 @@ def copies_in_flight_are_not_waited_for(patch: Patch) -> None:
 
 
 @mistake("pages|gate", "batches")
-def gates_know_of_no_ticket(patch: Patch) -> None:
+def gates_ignore_tickets(patch: Patch) -> None:
     patch.setattr(gate.Gate, "try_close", _without_tickets(gate.Gate.try_close))
 
 
@@ -487,7 +489,7 @@ def _without_tickets(real: Any) -> Any:
 
 
 @mistake("pages|gate", "batches")
-def one_batch_that_is_over_is_enough(patch: Patch) -> None:
+def gates_wait_for_only_one_batch(patch: Patch) -> None:
     def try_close(self: Any) -> bool:
         self._open = False
         if self._in_flight or not self._tickets:

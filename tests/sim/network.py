@@ -1,8 +1,8 @@
-"""The connections between processes, for messages, and the data plane.
+"""The connections between processes, and the reads of the data plane.
 
-A connection keeps its messages in order, and loses one only by breaking. A read covers several
-slots, and ends as a whole. Bytes may land until it has ended, however long that takes, but not
-afterwards.
+A connection delivers its messages in order, and loses messages only when it breaks. A read covers
+several slots and completes or fails as a whole. Its bytes may land at any time before its end, but
+not afterwards.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """A decode rank's socket for one peer, an instance; it is connected to the peer's address.
+    """A decode rank's socket for one peer, which is one instance at the peer's address.
 
-    `connection`: prefill's name for it, a new one after each break. `blocked`: until then nothing
-    passes, and what waits longer than TCP's time-out is lost. `closed`: the decode rank has dropped
-    it."""
+    `connection`: prefill's identity of the connection, new after each break. `blocked`: the time
+    until which no message passes; messages that wait longer than TCP's time-out are lost. `closed`:
+    whether the decode rank has dropped the link.
+    """
 
     def __init__(self, reader: DecodeRank, peer: bytes) -> None:
         self.reader, self.peer = reader, peer
@@ -33,15 +34,15 @@ class Link:
         self.instance = instance_of(peer)
         self.place: Place = self.world.place_of[self.instance]
         self.epoch = 0
-        self.names: dict[int, bytes] = {}  # its connections, by epoch
+        self.names: dict[int, bytes] = {}  # identities of its connections, by epoch
         self.connection = b""
         self.blocked = 0.0
-        self.slow = 0.0  # so much delay at most; until `slow_until`
+        self.slow = 0.0  # the maximum extra delay, until `slow_until`
         self.slow_until = 0.0
         self.doubles = 0
         self.closed = False
-        self.overtaken: dict[int, float] = {}  # seconds by which what an epoch carried comes later
-        self.heard: list[Ready] = []  # that a liar has sent
+        self.overtaken: dict[int, float] = {}  # delay in seconds of an epoch's last messages
+        self.heard: list[Ready] = []  # the READYs that a liar has sent
         self._arrivals = {"prefill": 0.0, "decode": 0.0}
         self._connect()
         self.world.links.append(self)
@@ -56,7 +57,7 @@ class Link:
     # -- messages
 
     def to_prefill(self, frame: bytes) -> bool:
-        """Return whether it left."""
+        """Send a frame. Return whether the socket accepted it."""
         if self.place.process.alive and self.connection:
             self._carry("prefill", frame)
             return True
@@ -91,7 +92,7 @@ class Link:
             return
         try:
             message = decode(frame)
-        except ValueError:  # a number that the other side does not read; counted, and dropped
+        except ValueError:  # a number that the other side rejects; it counts and drops the message
             return
         if way == "prefill":
             process, sender = self.place.process, self.connection
@@ -104,7 +105,7 @@ class Link:
         process.step(self.connection, process.handle, ((method, (sender, message)),))
 
     def _arrive_late(self, way: str, epoch: int, frame: bytes) -> None:
-        """Deliver what a former connection carried to prefill, behind what later ones do."""
+        """Deliver a frame of a former connection to prefill, after frames of later connections."""
         if way == "prefill" and epoch in self.overtaken:
             former, process = self.names[epoch], self.place.process
             received = process.machine.received, (former, decode(frame))
@@ -114,8 +115,10 @@ class Link:
     # -- trouble
 
     def end(self, silent: bool = False) -> None:
-        """Lose the connection, and everything on its way; the next one is a new connection.
-        `silent`: this is noticed late."""
+        """Break the connection, lose the messages in flight, and connect again.
+
+        `silent`: whether neither side notices at once.
+        """
         if not self.connection:
             return
         former, self.epoch = self.connection, self.epoch + 1
@@ -124,7 +127,7 @@ class Link:
         if self.reader.alive and not self.closed:
             self._connect()
         times, rng, now = self.place.times, self.rng, self.clock.now
-        if silent:  # the kernel asks now and then, and gives up
+        if silent:  # TCP keepalive notices it
             self.world.unnoticed[former] = now + (1 + rng.random()) * times.delivery
             return
         delay = rng.choice((0.0, 0.01, 1.0, 5.0)) * rng.random()
@@ -142,14 +145,16 @@ class Link:
         self.end(silent=self.rng.random() < 0.3)
 
     def cut(self, seconds: float) -> None:
-        """Let nothing pass for so long; TCP gives up within the time of delivery."""
+        """Block all messages for some seconds. TCP gives up after `Times.delivery`."""
         self.blocked = self.clock.now + seconds
         if seconds > self.place.times.delivery:
             self.clock.after(self.place.times.delivery, self.end)
 
     def _leaves(self) -> bool:
-        """Return whether a message seems to leave: the reader notices immediately, later, or
-        never."""
+        """Return whether a lost message appears to be sent.
+
+        The reader notices the lost connection immediately, later or never.
+        """
         chance, reader = self.rng.random(), self.reader
         if reader.alive and 0.4 <= chance < 0.7:
             reader.later("lost", self.rng.random() * 8, reader.handle, self._lost())
@@ -163,8 +168,11 @@ READ_FAULTS = ("fail", "hang", "late", "slow", "wrong")
 
 
 class Read:
-    """`valid`: for each segment, whether the remote slot was the reader's all the time. `fate`: ""
-    if nothing goes wrong."""
+    """A read of the data plane.
+
+    `valid`: for each segment, whether its remote slot was published during the whole read. `fate`:
+    the fault that hits the read, or "".
+    """
 
     def __init__(self, rank: DecodeRank, action: dact.StartRead) -> None:
         self.rank, self.action, self.segments = rank, action, action.segments
@@ -174,7 +182,8 @@ class Read:
         self.remote = place.process if place.process.instance == instance else None
         self.peer = action.peer
         self.world, self.clock, self.rng = rank.world, rank.clock, rank.rng
-        sizes = [min(one.count, memory.TOKENS) + 2 for one in self.announced]  # a liar's have 2^30
+        # a liar may announce 2^30 tokens
+        sizes = [min(one.count, memory.TOKENS) + 2 for one in self.announced]
         self.pieces = [(n, i) for n, size in enumerate(sizes) for i in range(size)]
         self.rng.shuffle(self.pieces)
         self.copied = 0
@@ -200,7 +209,7 @@ class Read:
         self.clock.after(seconds, self._step, self._rest)
 
     def _step(self, call: object) -> None:
-        """Make a step. Over TCP both processes take part in each copy; over RDMA neither does."""
+        """Make a step. Over TCP, both processes must run for a copy; over RDMA, neither must."""
         if not self.rank.alive:
             return
         if self.remote is None or not self.remote.alive:
@@ -234,21 +243,20 @@ class Read:
             self._end()
 
     def _spoil(self) -> None:
-        """Spoil one row of one segment, whose stamp stays right."""
+        """Corrupt one row of one segment, but not the segment's stamp."""
         number = self.rng.randrange(len(self.segments))
         piece = self.rng.randint(1, self.announced[number].count)
         self.rank.memory[self.segments[number].slot][piece] = memory.SPOILED
 
     def _peer_is_dead(self) -> None:
-        """Let the read fail, sooner or later."""
+        """Schedule the failure of the read, soon or much later."""
         if self.fate != "dead":
             self.fate = "dead"
             seconds = (1 - self.rng.random()) * self.rng.choice((1, 30))
             self.clock.after(seconds, self._peer_was_dead)
 
     def _peer_was_dead(self) -> None:
-        """End the read. A new instance may be at the peer's address, with the same memory
-        registered."""
+        """End the read, which a new instance with the same registered memory may have served."""
         self.remote = self.place.process
         if self.remote.alive and self.rng.random() < 0.3:
             self._rest()

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 
 class Sender(Gated):
-    """SGLang's sender of one request on one rank. `rows`: the pool rows of its tokens.
+    """SGLang's sender of one request on one rank.
 
-    `pages_released`: the machine released them. `succeeded`: SGLang's Success was reported;
-    `at_last`: by the scheduler's last resort. `given_back`: the pages may be another request's.
-    `over`: the machine knows that the request has ended or lost its number to another."""
+    `rows`: the pool rows of its tokens. `pages_released`: whether the machine has released its
+    pages. `succeeded`: whether SGLang's Success was reported. `at_last`: whether the scheduler
+    reported it as a last resort. `given_back`: whether its pages may belong to another request.
+    `over`: whether the machine was notified that the request ended or that another took its number.
+    """
 
     def __init__(self, request: Request, number: int, rank: PrefillRank) -> None:
         with rank.undisturbed():
@@ -40,7 +42,7 @@ class Sender(Gated):
         self.request, self.number, self.rank = request, number, rank
         self.pages = rank.pool.take(self, -(-request.prompt // rank.pool.page))
         self.rows = rank.pool.numbers(self.pages)
-        self.events: deque[Event] = deque()  # of its chunks that are not written
+        self.events: deque[Event] = deque()  # of its chunks that are not yet written
         self.pages_released = self.succeeded = self.ended = self.given_back = self.over = False
         self.at_last = False
 
@@ -49,7 +51,7 @@ class Sender(Gated):
         return self.ended or self.succeeded or not self.has_target
 
     def poll(self) -> bool:
-        """Return whether Success is reported, as in the plugin's sender."""
+        """Poll as the plugin's sender does. Return whether Success is reported."""
         rank = self.rank
         if not rank.alive or rank.stopped:
             return self.succeeded
@@ -66,7 +68,7 @@ class Sender(Gated):
 
 
 class Socket:
-    """A ROUTER: it raises if it knows that the connection is gone."""
+    """A ROUTER socket, which raises once it has noticed that a connection is gone."""
 
     def __init__(self, rank: PrefillRank) -> None:
         self._rank, self._to = rank, b""
@@ -98,12 +100,12 @@ class PrefillRank(Process):
         self.pool = memory.Pool(place.server.page, 1)
         self.device = Device(self) if place.server.device else None
         self.worker._copies = self.device.copies if self.device else Copiers(self)
-        self.listen()
-        self.senders: dict[int, Sender] = {}  # by use
-        self.packed: dict[int, Sender] = {}  # whose rows, by stamp
+        self.check_calls()
+        self.senders: dict[int, Sender] = {}  # by the sender's own number
+        self.packed: dict[int, Sender] = {}  # whose rows a slot holds, by stamp
 
     def used(self, socket: object) -> None:
-        """Do nothing: the rank stands in for the worker's poller."""
+        """Do nothing. The rank replaces the worker's poller, which has this method."""
 
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)
@@ -126,12 +128,12 @@ class PrefillRank(Process):
         self.worker.add_chunk(sender.handle, first, count, last, pages)
 
     def write(self, sender: Sender, first: int, count: int) -> None:
-        """Write as the forward does, whatever the process's threads are doing."""
+        """Write rows as a forward does, even while the process's threads are stopped."""
         for token in range(first, first + count):
             self.pool.rows[sender.rows[token]][0] = memory.row(sender.request.id, token)
 
     def written(self, sender: Sender) -> None:
-        """End the event behind the forward, which the channel thread polls."""
+        """Complete the event recorded after the forward, which the channel thread polls."""
         sender.events.popleft().over = True
         self.later("queue", self.rng.random() * 0.0002, self.on_thread, self.look)
 
@@ -141,8 +143,10 @@ class PrefillRank(Process):
         self.group.poll_on(sender.request, self.worker._slowest)
 
     def end(self, sender: Sender, reason: str) -> None:
-        """End a request in the scheduler's thread. One that failed is ended first; one that
-        succeeded frees its pages first."""
+        """End a request in the scheduler's thread.
+
+        A successful request frees its pages first, a failed one only after the plugin's `end`.
+        """
         sender.ended = True
         self.awaiting.discard(sender.number)
         delay = self.rng.random() * (0.0005 if reason else 0.001)
@@ -213,6 +217,6 @@ class PrefillRank(Process):
         return SlotCheck.OK
 
     def left_gate(self, sender: Sender) -> None:
-        """Poll: SGLang's next poll finds it idle."""
+        """Poll the request again, since its last copy may have ended."""
         if sender.handle.pages_released and sender.has_target and not sender.ended:
             self.group.poll(sender.request)

@@ -1,7 +1,7 @@
-"""A process: the channel thread with its machine, and what stops it or all of its threads.
+"""A process: its channel thread with the machine, and the faults that stop this or all threads.
 
-Calls from inside the process come over one queue, in the order in which they were queued. So `end`
-is called before the `packed` of a copy that ran after it.
+Calls from inside the process come from one queue, in order. So `end` reaches the machine before
+`packed` does for a copy that ran later.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ if TYPE_CHECKING:
     from tests.sim.world import Place, World
 
 
-FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
-INTERRUPTS = 0.1  # of the points at which another thread may run: how often it does
-MEDIUM = 0.4  # where a rank has little patience, so that a second is a long time
-REFUSED = OverflowError, ValueError  # what raises where a message cannot be encoded
+FINE, COARSE = 0.1, 1.0  # seconds between ticks, with and without a deadline nearby
+INTERRUPTS = 0.1  # probability that another thread runs at a point where it may
+MEDIUM = 0.4  # seconds between ticks without a deadline nearby, for a rank with short time-outs
+REFUSED = OverflowError, ValueError  # raised for a message that cannot be encoded
 UNDONE = {decode.StartRead, decode.StartCopies, Open, Ready, Fail}
-"""Actions, and messages of a Send, whose failure a machine handles."""
-TOLD = {
+"""The actions, and the messages of a Send, whose failure a machine handles."""
+EVENTS = {
     name: (None,) * (method.__code__.co_argcount - 1 - len(method.__defaults__ or ()))
     + (method.__defaults__ or ())
     for machine in (prefill_machine.Machine, decode_machine.Machine)
     for name, method in vars(machine).items()
     if name[0] != "_" and name not in ("advance", "actions", "on_action_failed")
 }
-"""The machines' methods that tell them something, with defaults for their arguments."""
+"""The machines' methods that take events, with defaults for their arguments."""
 
 
 class Injected(Exception): ...
 
 
 class Process:
-    """`time`: the time that a thread reads; `local`: by the process's clock, which stands still
-    while its host is suspended. `awaiting`: requests that wait only for the drafter: on
-    prefill those sent and not released, on decode those whose target is there. `stopped_for`,
-    `hung_for`: total seconds of the process, and of its channel thread alone. `worker`: its
-    code."""
+    """One rank's process.
+
+    `local`: the time of the host's clock, which stands still while the host is suspended. `time`:
+    the time that the process's threads read. `awaiting`: requests that wait for the drafter alone;
+    on prefill their target is sent, on decode it has arrived. `stopped_for`: seconds for which the
+    whole process was stopped. `hung_for`: seconds for which the channel thread alone hung.
+    `worker`: the worker's code.
+    """
 
     judge: Any = None
     device: Any = None
@@ -68,24 +71,24 @@ class Process:
         self.awaiting: set[int] = set()
         self.alive, self.stopped, self.broken = True, False, False
         self.stopped_for = self.hung_for = 0.0
-        self.now = 0.0  # the machine's, of the call that was made last
-        self._was_told = False
-        self._runs = 0  # calls of the channel thread that are being made
+        self.now = 0.0  # the machine's time at its last call
+        self._was_called = False
+        self._runs = 0  # nested calls of the channel thread
         self._at: float | None = None
-        self._acts = False  # there will be a look at what the machine asks for
-        self._first: list[tuple[Callable, tuple]] = []  # what a stop came into
-        self.errors: dict[str, int] = {}  # how many copies of a kind will fail
+        self._acts = False  # whether the machine's actions will be fetched
+        self._first: list[tuple[Callable, tuple]] = []  # steps that a stop interrupted
+        self.errors: dict[str, int] = {}  # number of copies that will fail, by kind
         self._parked: list[tuple[object, Callable, tuple]] = []
         self._last: dict[object, float] = {}
         self._tick_time: float | None = None
         is_decode = place.server.side == "decode"  # a prefill rank's clock stops with it
         self._coarse = MEDIUM if is_decode and world.patience < 0.5 else COARSE
         self._stop: tuple[str, float, bool] | None = None  # where, seconds, whether suspended
-        self.ran_since = 0.0  # since then its channel thread has run without a break
+        self.ran_since = 0.0  # when the channel thread last continued after a break
         self._asleep = 0.0  # seconds for which its host was suspended
         self._busy = self._slow_until = self.slow_step = 0.0  # see `slow`
-        self._hang: tuple[str, float] | None = None  # of which action, or "", and for how long
-        self._hung: deque[tuple[Callable, tuple]] | None = None  # what waits for the thread
+        self._hang: tuple[str, float] | None = None  # action's type, or "" for any, and seconds
+        self._hung: deque[tuple[Callable, tuple]] | None = None  # steps of the hung thread
         self._since = 0.0
 
     @property
@@ -116,8 +119,10 @@ class Process:
     # -- threads
 
     def later(self, thread: object, delay: float, call: Callable, *args: object) -> None:
-        """Schedule a step of a thread, after its earlier ones and never while the process is
-        stopped."""
+        """Schedule a step of a thread, after the thread's earlier steps.
+
+        The step waits while the process is stopped.
+        """
         when = max(self._last.get(thread, 0.0), self.clock.now + delay)
         self._last[thread] = when
         self.clock.at(when, self.step, thread, call, args)
@@ -131,8 +136,10 @@ class Process:
             call(*args)
 
     def park(self, thread: object, call: Callable, args: tuple) -> None:
-        """Keep a call until the process continues or has died: then too, the data plane's calls are
-        made."""
+        """Retain a call until the process continues.
+
+        If the process dies instead, only the calls of the data plane are made.
+        """
         self._parked.append((thread, call, args))
 
     def post(self, call: Call, delay: float = 0.0002) -> None:
@@ -148,11 +155,11 @@ class Process:
             call(*args)
         except Blocked:
             owner.then = call, args
-            if not owner.copies:  # a query said "not yet" of what is over
+            if not owner.copies:  # a query returned False although the copies had ended
                 self.later("scheduler", 0.001, self.unblocked, owner)
 
     def unblocked(self, owner: Gated) -> None:
-        """Repeat the waiting call: a copy of the owner's has ended."""
+        """Repeat the owner's waiting call, after one of the owner's copies has ended."""
         if owner.then is not None:
             call, args = owner.then
             self.blocking(owner, call, *args)
@@ -163,7 +170,7 @@ class Process:
         self.on_thread(self._take, call)
 
     def on_thread(self, call: Callable, *args: object) -> None:
-        """Make a step of the channel thread, now or after the steps that it is still busy with."""
+        """Make a step of the channel thread, now or after the steps that still run."""
         now, self._busy = self.clock.now, max(self._busy, self.clock.now)
         if now < self._slow_until and not (self._runs or self.hung or self.broken):
             took = self.rng.random() * self.slow_step
@@ -185,14 +192,16 @@ class Process:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Let the channel thread run nothing else meanwhile: it makes this call, or the caller has
-        yet to note what comes of it."""
+        """Keep the channel thread from running anything else.
+
+        Either it makes this call itself, or the caller must first record the result of the call.
+        """
         self._runs += 1
         yield
         self._runs -= 1
 
     def interrupts(self) -> bool:
-        """Return whether the channel thread now runs in the middle of another one's call."""
+        """Return whether the channel thread now runs in the middle of another thread's call."""
         return self.rng.random() > 1 - INTERRUPTS and not (self._runs or self.stopped)
 
     @property
@@ -201,7 +210,7 @@ class Process:
         return max(self._last.get("queue", 0.0), self.ran_since) < self.clock.now
 
     def _take(self, call: Call) -> None:
-        if self.stopped:  # since the call before
+        if self.stopped:  # the previous call has stopped the process
             self._first.append((self._make, (call, self.local)))
         elif self._stop is not None and self._stop[0] == "sampled":
             self._first.append((self._make, (call, self.local)))
@@ -211,15 +220,15 @@ class Process:
 
     def _make(self, call: Call, now: float) -> None:
         self.now = self._at = now
-        self._was_told, (method, args) = False, call
+        self._was_called, (method, args) = False, call
         self.machine.advance(now)
         method(*args)
         self._at = None
-        if not self._was_told:
+        if not self._was_called:
             if self.judge is not None:
-                self.judge.handled("", (), now)
+                self.judge.after_call("", (), now)
             self._note(method.__name__, args)
-        if self.worker._held:  # the thread polls for what it may release
+        if self.worker._held:  # the thread polls for slots that it may release
             self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
         self._want_tick()
         if self._acts:
@@ -230,35 +239,35 @@ class Process:
         else:
             self._act()
 
-    def listen(self) -> None:
-        """Listen to what the machine is told, whoever calls it."""
-        for name, defaults in TOLD.items():
+    def check_calls(self) -> None:
+        """Check each call of the machine's methods, from any caller."""
+        for name, defaults in EVENTS.items():
             if (method := getattr(self.machine, name, None)) is not None:
-                setattr(self.machine, name, partial(self._tell, name, method, defaults))
+                setattr(self.machine, name, partial(self._checked_call, name, method, defaults))
 
-    def _tell(self, name: str, method: Callable, defaults: tuple, *args: Any) -> None:
-        self._was_told, checks = True, self.world.checks
-        told = args + defaults[len(args) :]
+    def _checked_call(self, name: str, method: Callable, defaults: tuple, *args: Any) -> None:
+        self._was_called, checks = True, self.world.checks
+        full = args + defaults[len(args) :]
         if name != "tick":
-            checks.told(self, name, told)
+            checks.before_call(self, name, full)
         method(*args)
         self._note(name, args)
         if name != "tick":
-            checks.handled(self, name, told)
+            checks.after_call(self, name, full)
         elif self.judge is not None:
-            self.judge.handled(name, told, self.now)
+            self.judge.after_call(name, full, self.now)
 
     def _note(self, name: str, args: tuple) -> None:
         if self.world.log is not None:
             self.world.note(self.name, f"{name}{args!r}")
 
     def look(self) -> None:
-        """Look for what makes no call of its own: CUDA events, and copies that have ended."""
+        """Poll CUDA events and ended copies, which cause no call by themselves."""
         for call in [*self.worker._poll(()), *self.worker._copied()]:
             self.on_thread(self._take, call)
 
     def _act(self) -> None:
-        """Act at the end of a look, which may have taken several calls."""
+        """Perform the actions at the end of a pass, which may have taken several calls."""
         self._acts = False
         actions = self.machine.actions()
         if not actions:
@@ -266,7 +275,7 @@ class Process:
         if self.world.log is not None:
             self.world.note_actions(self.name, actions)
         self.world.checks.invariants(self)
-        self.world.checks.asked(self, actions)
+        self.world.checks.after_pass(self, actions)
         if self._stop is not None and self._stop[0] == "emitted":
             cut = self.rng.randint(0, len(actions) - 1)
             self._first += [(self.perform, (action,)) for action in actions[cut:]]
@@ -277,11 +286,11 @@ class Process:
                 self._hung = deque((self.perform, (rest,)) for rest in actions[number:])
                 return
             self.perform(action)
-        if self.worker._copies.done:  # what could not be started
+        if self.worker._copies.done:  # copies that could not be started
             self.later("queue", 0.0, self.on_thread, self.look)
 
     def perform(self, action: object) -> None:
-        """Carry out an action, or raise in its place."""
+        """Perform an action, or raise instead if a fault says so."""
         self.before(action)
         try:
             if self.errors.get("action") and type(getattr(action, "message", action)) in UNDONE:
@@ -299,10 +308,13 @@ class Process:
     def after(self, action: Any) -> None: ...
 
     def slow(self, seconds: float, step: float) -> None:
-        """Let each step of the channel thread take up to so long, for a while: none is a stall."""
+        """Let each step of the channel thread take up to `step` seconds, for `seconds`.
+
+        A single step is too short for a stall.
+        """
         self._slow_until, self.slow_step = self.clock.now + seconds, step
 
-    # -- the channel thread alone hangs in an action, or ends
+    # -- faults of the channel thread alone
 
     def hang(self, what: str, seconds: float) -> None:
         self._hang = hang = what, seconds
@@ -330,7 +342,7 @@ class Process:
             self._hung += waiting
         elif waiting:
             self._first += waiting
-        if self.worker._copies.done:  # of what the thread did behind the action that hung
+        if self.worker._copies.done:  # from actions after the one that hung
             self.later("queue", 0.0, self.on_thread, self.look)
 
     def break_(self) -> None:
@@ -350,7 +362,7 @@ class Process:
             self.clock.after(1.0, self._no_stop, stop)
 
     def _no_stop(self, stop: tuple[str, float, bool]) -> None:
-        """Give up a stop: nothing happened that it could interrupt."""
+        """Cancel a stop, if no step has come that it could interrupt."""
         if self._stop is stop:
             self._stop = None
 
@@ -361,7 +373,7 @@ class Process:
         self._stop = None
 
     def _go_on(self, suspended: bool) -> None:
-        """Do all that waited, each thread's steps in order."""
+        """Make all parked steps, each thread's steps in order."""
         if not self.alive:
             return
         self.stopped, self.ran_since = False, self.clock.now
@@ -401,7 +413,7 @@ class Process:
         return bool(self.awaiting)
 
     def _want_tick(self) -> None:
-        """Schedule a tick. One that would do nothing, since nothing is under way, is left out."""
+        """Schedule a tick. `_on_tick` skips the tick if the machine has nothing outstanding."""
         if self._tick_time is not None and not self.is_urgent():
             return
         interval = (FINE if self.is_urgent() else self._coarse) * (0.9 + 0.1 * self.rng.random())
@@ -419,9 +431,12 @@ class Process:
 
 
 class Gated:
-    """A request on one rank. `copies`: those in flight, by job. `then`: SGLang's call that waits in
-    `Gate.close`. `has_target`: stock's own Success is there, since `target_at`; before that its
-    rank was stopped for `slow_by` seconds in all."""
+    """A request on one rank.
+
+    `copies`: copies in flight, by job. `then`: SGLang's call that waits in `Gate.close`.
+    `has_target`: whether SGLang's own status is Success. `target_at`: when it became Success.
+    `slow_by`: the total seconds for which the rank was stopped before that.
+    """
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate

@@ -1,4 +1,4 @@
-"""Runs many schedules; replays one, cut down to the smallest that fails like it, with its log."""
+"""Runs many schedules, replays one with its log, and shrinks one that fails."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.sim.world import Life, World
 
 @dataclass
 class Outcome:
-    """The outcome of a schedule. `invariant`: the one that was broken, or "". `seen`: scenes that
-    occurred, with their number."""
+    """The outcome of a schedule.
+
+    `invariant`: the broken invariant, or "". `seen`: counts of the scenes that occurred.
+    """
 
     spec: Spec
     invariant: str = ""
@@ -31,7 +33,7 @@ def run_spec(spec: Spec, logged: bool = False) -> Outcome:
     log: list[str] | None = [] if logged else None
     outcome = Outcome(spec, log=log)
     level = logging.root.manager.disable
-    logging.disable()  # what is meant to fail has much to say
+    logging.disable()  # injected faults would fill the log
     try:
         world = World(spec, log)
         outcome.seen = world.seen
@@ -48,9 +50,12 @@ def run_spec(spec: Spec, logged: bool = False) -> Outcome:
 
 
 def _compare(world: World) -> None:
-    """Check that requests that no fault affects take at most twice their time without faults, plus
-    0.1 s; more if looks take time, or if they get one slot at a time because dead ranks hold the
-    others. If SGLang alone takes that long, no second run is needed."""
+    """Check that a request without a fault takes at most twice its time in a run without faults.
+
+    The request gets 0.1 s on top of that, and more if passes of the channel thread take time or if
+    dead ranks leave it one slot at a time. The second run is skipped if SGLang alone explains the
+    time of the first.
+    """
     spec = world.spec
     slack = {life: 0.1 * (1 + spec.gathers) + _one_by_one(spec, life) for life in world.untouched}
     suspects = [life for life, more in slack.items() if life.took > more + 2 * _least(life.request)]
@@ -66,7 +71,7 @@ def _compare(world: World) -> None:
 
 
 def _one_by_one(spec: Spec, life: Life) -> float:
-    """Return how long its segments take if each waits for the one before."""
+    """Return how long a request's segments take if each waits for the one before."""
     request = life.request
     own = [spec.servers[number] for number in (request.prefill, request.decode)]
     segments = request.prompt // min(server.tokens for server in own) + len(request.chunks)
@@ -103,10 +108,10 @@ def run_many(seeds: Iterable[int], seconds: float = 1e9) -> Result:
     return result
 
 
-# A failing schedule is cut down: requests and faults that it fails without are left out.
-TRIES = 3  # other orders of events that each smaller schedule is given
+# `shrink` removes requests and faults from a schedule as long as it still fails.
+TRIES = 3  # orders of events to try for each smaller schedule
 MOST = 600  # runs in all
-LINES = 1000  # of the log, the last ones
+LINES = 1000  # last lines of the log to print
 
 
 def shrink(outcome: Outcome) -> Outcome:
@@ -137,13 +142,13 @@ def summary(result: Result) -> str:
 
 
 def describe(outcome: Outcome) -> str:
-    """Describe the smallest schedule that fails like this one, with its log."""
+    """Describe the smallest schedule that breaks the same invariant, with its log."""
     least = run_spec(shrink(outcome).spec, logged=True)
     return "\n".join(
         [
             f"{outcome.invariant}: {outcome.detail}",
             f"again: python scripts/simulate.py --replay {outcome.spec.seed}",
-            "the smallest schedule found that fails like it:",
+            "the smallest schedule found that breaks the same invariant:",
             *least.spec.lines(),
             *(least.log or ())[-LINES:],
             f"{least.invariant}: {least.detail}",

@@ -1,5 +1,6 @@
-"""SGLang: which ranks a decode rank contacts, what the real plan makes of the facts, and the life
-of a request on each side, whose ranks go in lockstep.
+"""SGLang's part: the ranks that a decode rank contacts, and the life of a request on each side.
+
+The plugin's real `make_plan` computes the sources. The ranks of one side run in lockstep.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def slot_bytes(heads: int, tp: int, tokens: int) -> int:
 
 @lru_cache(1 << 12)
 def sources_of(heads: int, prefill: Server, decode: Server, rank: int) -> tuple[Source, ...]:
-    """Return the sources of the real plan."""
+    """Return the sources that the plugin's `make_plan` computes."""
     rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
     infos = [{"rank_ip": "p", "rank_port": i} for i in contacted(prefill.tp, decode.tp, rank)]
     return plans.make_plan(infos, rows, _row(heads, decode, rank)).sources
@@ -60,9 +61,11 @@ WAITING = 90.0  # SGLang's own time-out for the target, on both sides; 300 s by 
 
 
 class Group:
-    """The ranks of a server. `handles`: SGLang's sender or receiver on each rank, by request.
-    `epoch`: changes when the group is killed, so that its steps do not continue in its
-    successor."""
+    """The ranks of a server.
+
+    `handles`: SGLang's sender or receiver on each rank, by request. `epoch`: a number that changes
+    when the server is killed, so that its pending steps do not run after a restart.
+    """
 
     def __init__(self, world: World, server: Server) -> None:
         self.world, self.clock, self.rng = world, world.clock, world.clock.rng
@@ -80,8 +83,7 @@ class Group:
         return all(rank.alive for rank in self.ranks)
 
     def step(self, delay: float, call: Callable, *args: object) -> None:
-        """Make a step once all ranks of the group run: each of SGLang's steps begins with an
-        all-reduce."""
+        """Make a step once all ranks run, since SGLang's steps begin with an all-reduce."""
         self.clock.after(delay, self._step, self.epoch, call, args)
 
     def _step(self, epoch: int, call: Callable, args: tuple) -> None:
@@ -97,20 +99,19 @@ class Group:
         return self.rng.random() * 0.001
 
     def waited(self, request: Request, what: str = "time-out") -> None:
-        """Fail a request that waited too long, or for a dead server, if SGLang still needs it."""
+        """Fail a request that waits too long, or for a dead server, unless its target arrived."""
         handles = self.handles.get(request.id)
         if not (handles and all(one.has_target for one in handles)):
             self.fail(request, what)
 
     def poll_on(self, request: Request, slowest: float) -> None:
-        """Poll a request even if nothing happens: at some time before the last resort, and from the
-        last resort on."""
+        """Poll a request without an event: once before the last resort, and repeatedly after it."""
         if self.world.hangs:
             self.clock.after(slowest * self.rng.random(), self.step, 0.0, self.poll, request)
         self.clock.after(slowest + 0.05, self.poll_again, request)
 
     def poll_again(self, request: Request) -> None:
-        """Poll again until all ranks are done with it."""
+        """Poll again until all ranks have ended the request."""
         if request.id in self.handles:
             self.step(0.0, self._poll_again, request)
 
@@ -120,7 +121,7 @@ class Group:
             self.clock.after(0.25, self.poll_again, request)
 
     def poll_all(self) -> None:
-        """Poll all requests: a rank's channel has ended."""
+        """Poll all requests, after a rank's channel thread has ended."""
         for number in list(self.handles):
             self.poll_again(self.world.lives[number].request)
 
@@ -129,7 +130,7 @@ class Group:
 
 
 class PrefillGroup(Group):
-    """`_stream`: when the forwards, one after the other, will have ended."""
+    """A prefill server. `_stream`: when the last of its queued forwards will end."""
 
     _stream = 0.0
 
@@ -143,7 +144,7 @@ class PrefillGroup(Group):
             self._first_chunk(request)
 
     def _first_chunk(self, request: Request) -> None:
-        """Begin the first chunk, at the start of one of this side's pages."""
+        """Begin the first chunk, at the start of a page of the prefill pool."""
         page = self.server.page
         self._chunk(request, 0, min(request.first_token // page * page, request.prompt))
 
@@ -172,7 +173,7 @@ class PrefillGroup(Group):
 
     def _chunk_done(self, request: Request, number: int, first: int) -> None:
         life, chunk = self.world.lives[request.id], request.chunks[number]
-        if life.prefill_over:  # the forward that was launched for it runs to its end
+        if life.prefill_over:  # a forward that was already launched still runs to its end
             for sender in self.handles[request.id] if chunk.pending else ():
                 if not sender.given_back:
                     sender.rank.write(sender, first, chunk.count)
@@ -208,7 +209,7 @@ class PrefillGroup(Group):
             self.poll(request)
 
     def poll(self, request: Request) -> None:
-        """Poll all ranks: SGLang acts on the lowest of their states."""
+        """Poll all ranks, since SGLang acts on the lowest of their states."""
         polled = [sender.poll() for sender in self.handles[request.id]]
         if all(polled):
             self.step(self._skew(), self._end, request, "")
@@ -238,8 +239,10 @@ class DecodeGroup(Group):
         return contacted(prefill.tp, self.server.tp, rank.place.rank)
 
     def _sources(self, request: Request, rank: DecodeRank) -> list[Source] | None:
-        """Return the sources with the instances that the rank knows; None if a dead prefill server
-        gives no facts."""
+        """Return the sources with the instances in the rank's cache.
+
+        Return None if the server is not in the cache and is dead.
+        """
         group = self.world.groups[request.prefill]
         known, name = rank.known, request.name
         if (request.prefill, name) not in known:
@@ -294,7 +297,7 @@ class DecodeGroup(Group):
             if not reason:
                 self.world.checks.rows(receiver.rank, receiver, receiver.verdict)
             receiver.rank.later("scheduler", self._skew(), receiver.rank.close, receiver, reason)
-        told = request.abort is None or request.abort[2]
-        if reason and ((told and rng.random() < 0.8) or by != "stock"):
+        both = request.abort is None or request.abort[2]
+        if reason and ((both and rng.random() < 0.8) or by != "stock"):
             group = self.world.groups[request.prefill]
             self.clock.after(rng.random() * 0.02, group.fail, request, "decode aborted it")

@@ -1,4 +1,4 @@
-"""The requests that must be warm whatever goes wrong."""
+"""The requests that must be warm in spite of the faults of a schedule."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ if TYPE_CHECKING:
 
 
 def is_spared(world: World, request: Request) -> bool:
-    """Return whether it must be warm: its number can be sent, neither of its servers has a fault,
-    both have the usual patience, and both have slots for it, whatever the ranks of servers with a
-    fault hold.
+    """Return whether a request must be warm.
 
-    A late request comes when all is over. Also left out (SlotPool.available_for):
+    Its room number must be encodable, and neither of its servers may have a fault or less patience
+    than usual. A late request comes after all faults have ended. Both servers must also have slots
+    for the request, no matter how many slots the ranks with a fault hold. `SlotPool.available_for`
+    does not guarantee that in these cases:
 
-    * a server with fewer than eight slots, or with more living ranks that may want one than it has
-      slots, or than a quarter of these if ranks have a fault;
-    * as many ranks with a fault as there are slots, if they were served before: each may have been
-      served while the others held slots, and then cannot be told from the living;
-    * a request whose last message is older than the last slot that a rank with a fault got, or
-      newer by less than `Times.unsure`. Its ranks are refused what silent, dead ranks are refused,
-      until they send something, or for `slot_aside`.
+    * The server has fewer than eight slots and some rank has a fault.
+    * More healthy ranks may want a slot than the server has slots, or than a quarter of its slots
+      if some rank has a fault.
+    * At least as many ranks have a fault as there are slots, and one of them was served before.
+      Such a rank cannot be distinguished from a healthy one.
+    * The last message of one of the request's ranks is older than the last slot that a rank with a
+      fault got, or less than `Times.unsure` newer. Such a rank is treated as silent until its next
+      message, or for `slot_aside`.
     """
     own = (request.prefill, request.decode)
     if not 0 <= request.number < 1 << 64:

@@ -1,4 +1,4 @@
-"""A schedule as plain values: a world can be rebuilt from it, and it can be cut down."""
+"""A schedule as plain values, from which a run can be repeated and shrunk."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.sim.faults import Fault
 
-Where = tuple[int, int]  # server, and a rank of it
+Where = tuple[int, int]  # a server's number, and a rank of that server
 
 
 @dataclass(frozen=True)
 class Server:
-    """`tokens`: how many fit a slot, with all heads of a rank. `patience`: multiplies its times.
-    `device`: its pools are on GPUs."""
+    """A server.
+
+    `tokens`: the number of tokens, with all heads of a rank, that fit a slot. `patience`: the
+    factor of its time-outs. `device`: whether its pools are on GPUs.
+    """
 
     number: int
     side: str
@@ -28,7 +31,10 @@ class Server:
 
 @dataclass(frozen=True)
 class Chunk:
-    """`pending`: it is handed over when its forward is launched, not when that has ended."""
+    """A chunk of a prompt.
+
+    `pending`: whether SGLang sends it when its forward is launched, not after the forward.
+    """
 
     count: int
     pending: bool
@@ -37,12 +43,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Request:
-    """`number`: SGLang's. `after`: the request that had this number before; -1 for none.
+    """A request.
 
-    `optimistic`: the forward does not wait for decode. `forward`: for how long an earlier one still
-    writes to decode's pages. `abort`: which side, when, and whether the other is told. `late`: it
-    comes long after all faults. `name`: the one of its prefill server's names by which it is
-    addressed."""
+    `number`: its room number. `after`: the id of the request that had this room number before, or
+    -1. `optimistic`: whether the forward starts before decode's metadata. `forward`: seconds for
+    which an earlier forward still writes to decode's pages. `abort`: the side that aborts it, when,
+    and whether the other side aborts it too. `late`: whether it comes long after all faults.
+    `name`: the name by which decode addresses the prefill server.
+    """
 
     id: int
     number: int
@@ -64,14 +72,17 @@ class Request:
 
     @property
     def holds_slots(self) -> bool:
-        """True if it waits so long for an earlier forward that others wait for its slots."""
+        """True if an earlier forward makes the request hold slots that others wait for."""
         return self.forward > 0.1
 
 
 @dataclass(frozen=True)
 class Spec:
-    """`copying`: the longest time of a copy. `copiers`: how many copies a rank makes in parallel.
-    `gathers`: how often a look takes more than one event before it asks for actions."""
+    """A schedule.
+
+    `copying`: the longest time of a copy. `copiers`: the number of copies that a rank makes in
+    parallel. `gathers`: the probability that one pass of the channel thread takes several events.
+    """
 
     seed: int
     heads: int
@@ -84,7 +95,7 @@ class Spec:
     gathers: float = 0.0
 
     def lines(self) -> list[str]:
-        """Describe the schedule for people to read."""
+        """Describe the schedule in lines of text."""
         head = f"seed {self.seed}, {self.heads} heads, {'TCP' if self.over_tcp else 'RDMA'}"
         items = [*self.servers, *self.requests, *self.faults]
         return [head, *map(str, items)]

@@ -1,7 +1,7 @@
-"""Every schedule of a request with two readers that differs a little from the plainest one.
+"""Exhaustive search around the plainest schedule of a request with two readers.
 
-By default, all schedules with one deviation and some of those with two. `--full` tries more of
-them.
+By default, the tests try all schedules with one deviation and some of those with two. `--full`
+tries more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.sim.every import PREFILL, READER, search, small
 from tests.sim.faults import Break, Cut, Double, Fault, Kill
 
 ONE, MORE, PENDING = small(1), small(1, 1), small(1, 1, pending=True)
-LONG, AGAIN = small(2, 1, slots=3), small(1, again=True)  # two requests of one number
+LONG, AGAIN = small(2, 1, slots=3), small(1, again=True)  # `again` reuses the room number
 CASES = pytest.mark.parametrize(
     "spec", [ONE, MORE, PENDING, LONG, AGAIN], ids=["one", "more", "pending", "long", "again"]
 )
@@ -30,7 +30,7 @@ def explore(spec: Any, late: int, befall: int, one_in: int, **more: Any) -> None
 
 
 @CASES
-def test_one_step_is_late(spec: Any) -> None:
+def test_one_late_step(spec: Any) -> None:
     explore(spec, 1, 0, 1)
 
 
@@ -39,7 +39,7 @@ def test_one_fault(spec: Any) -> None:
     explore(spec, 0, 1, 7)
 
 
-def test_two_steps_are_late() -> None:
+def test_two_late_steps() -> None:
     explore(ONE, 2, 0, 4)
 
 
@@ -47,8 +47,8 @@ def test_a_fault_and_a_late_step() -> None:
     explore(ONE, 1, 1, 400)
 
 
-def test_a_restart_and_a_connection_that_breaks() -> None:
-    """Data read from the new instance's slots is refused, and the room goes cold."""
+def test_a_restart_and_a_broken_connection() -> None:
+    """A room that reads from the slots of a new instance goes cold."""
     kinds = Kill(0, PREFILL, 0.1), Break(0, READER, 0.0, PREFILL)
     explore(MORE, 0, 2, 30, kinds=kinds)
 
@@ -57,7 +57,7 @@ def test_a_restart_and_a_connection_that_breaks() -> None:
 @pytest.mark.timeout(7200)
 @CASES
 @pytest.mark.parametrize(("late", "befall", "one_in"), [(2, 0, 1), (1, 1, 10), (0, 2, 500)])
-def test_two_deviations_in_full(spec: Any, late: int, befall: int, one_in: int) -> None:
+def test_more_schedules_with_two_deviations(spec: Any, late: int, befall: int, one_in: int) -> None:
     explore(spec, late, befall, one_in)
 
 
@@ -65,8 +65,8 @@ def small_ones(kind: type[Fault]) -> tuple[Fault, ...]:
     return tuple(kind.small(PREFILL, READER))
 
 
-def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both copies of a READY are acknowledged, though the first one's read may still be running."""
+def test_search_finds_a_defect_with_duplicate_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect acknowledges a duplicate READY although the read for the first may still run."""
     whole = Decode.ready
 
     def acknowledge(self: Any, peer: Any, ready: Any) -> None:
@@ -81,8 +81,8 @@ def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.Monk
     assert "still reads" in search(ONE, 0, 1, small_ones(Double)).failed.finding
 
 
-def test_a_defect_that_a_lost_open_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A room whose readers have not all opened it is never released."""
+def test_search_finds_a_defect_with_lost_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect never releases a room that one of its readers did not open."""
     monkeypatch.setattr(Prefill, "_give_up", lambda self, request: None)
     assert search(ONE, 0).failed is None
     assert search(ONE, 0, 1, small_ones(Cut)).failed is not None

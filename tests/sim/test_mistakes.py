@@ -1,5 +1,5 @@
-"""The simulator finds mistakes: each one in a table is put into the code, and must show within a
-few schedules of its scene, with the expected finding.
+"""The simulator finds defects: each defect of a table breaks an expected invariant within a limited
+number of schedules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.sim.runner import run_spec
 
 
 @pytest.mark.parametrize("mistake", TABLE, ids=[one.make.__name__ for one in TABLE])
-def test_a_mistake_is_found(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_finds_the_mistake(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake.make(monkeypatch)
     for seed in range(mistake.most):
         outcome = run_spec(Draw(seed, mistake.scene).spec())
@@ -20,4 +20,4 @@ def test_a_mistake_is_found(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -
             assert outcome.invariant in mistake.found, outcome.detail
             print(f"found after {seed + 1} of {mistake.most} schedules")
             return
-    pytest.fail(f"{mistake.most} schedules of {mistake.scene!r} show nothing")
+    pytest.fail(f"no invariant broke in {mistake.most} schedules of {mistake.scene!r}")

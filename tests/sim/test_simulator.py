@@ -1,6 +1,7 @@
-"""The machines keep their promises, in whole clusters on a virtual clock.
+"""All invariants hold in random schedules of whole clusters on a virtual clock.
 
-By default this takes about a minute, with different seeds each time. --full is the long run.
+By default the tests take about a minute, partly with new seeds in each run. `--full` runs many
+more schedules.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.sim.draw import Draw
 from tests.sim.runner import Result, describe, run_many, run_spec, shrink, summary
 
 FRESH = int(time.time()) * 1000  # the first seed of today's run
-FEW = 2  # requests and faults that a cut-down schedule may have at most
+FEW = 2  # maximum number of requests, and of faults, in a shrunk schedule
 
 
 def hold(seeds: Iterable[int], seconds: float = 1e9) -> Result:
@@ -28,16 +29,22 @@ def hold(seeds: Iterable[int], seconds: float = 1e9) -> Result:
     return result
 
 
-def test_known_seeds_hold() -> None:
-    """Some of these seeds have slots with the right stamp and a wrong sum, which threads refuse
-    unread, and whose rows GPUs zero after storing them."""
+def test_known_seeds_pass() -> None:
+    """All invariants hold for known seeds.
+
+    Some of these seeds have slots with the right stamp and a wrong checksum. Copying threads reject
+    such a slot before they write rows; GPUs zero its rows after they stored them.
+    """
     seen = hold(range(400)).seen
     assert min(seen["DIFFERS", on_device, True] for on_device in (False, True)) > 2
 
 
-def test_stamps_and_sums_catch_what_a_suspended_host_misreads() -> None:
-    """The host's clock stood still, so it reads and uses slots that may have new owners by now.
-    Some of those slots still held what was announced, some did not."""
+def test_a_suspended_host_rejects_reused_slots() -> None:
+    """A decode rank rejects slots that were reused while its host was suspended.
+
+    The host's clock stood still, so the rank reads slots that may have new owners. Some of these
+    slots still hold the announced bytes, and others do not.
+    """
     seen = Counter[Any]()
     for seed in range(200):
         outcome = run_spec(Draw(seed, "suspended").spec())
@@ -48,19 +55,19 @@ def test_stamps_and_sums_catch_what_a_suspended_host_misreads() -> None:
     assert sum(refused.values()) > 5
 
 
-def test_other_seeds_hold_each_time() -> None:
+def test_new_seeds_pass() -> None:
     hold(range(FRESH, FRESH + 10**6), seconds=40)
 
 
-def test_a_seed_gives_the_same_run_again() -> None:
+def test_a_seed_replays_the_same_run() -> None:
     for seed in range(20):
         spec = Draw(seed).spec()
         first, second = (run_spec(spec, logged=True).log for _ in range(2))
         assert first == second
 
 
-def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cold rooms are decided without clearing their rows."""
+def test_a_defect_is_found_shrunk_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect decides cold rooms without clearing their rows."""
 
     def decide(self: Any, room: Any) -> None:
         if room.cold and not room.decided:
@@ -81,5 +88,5 @@ def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-def test_ten_thousands_of_schedules_hold() -> None:
+def test_a_hundred_thousand_seeds_pass() -> None:
     hold(range(10**6, 10**6 + 10**5))

@@ -1,6 +1,8 @@
-"""The transfers of each peer's segments to one decode rank, by network and copies, which tell
-whether the rank itself delayed the peer. Only stamps are followed, from the arrival of their READY
-on; requests, slots and shares are unknown here."""
+"""An independent model of whether a decode rank itself delayed the segments of a peer.
+
+The model follows each stamp from the arrival of its READY through its read and its copy. It has no
+requests, slots or shares.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ if TYPE_CHECKING:
     from sglang_mixkv.channel.messages import Ready
     from tests.sim.decode import DecodeRank
 
-NOW = 0.005  # seconds: so much later a thread knows of what has happened
-TICK = 0.1  # between two looks at what is late
+NOW = 0.005  # seconds after which a thread has noticed an event
+TICK = 0.1  # seconds between two checks for late rooms
 FOREVER = float("inf")
 
 
 class Part:
-    """A peer's segments here: those that are `read`, since when, and all others. `times`: when the
-    others became some, and when none, in turns."""
+    """A peer's segments on this rank.
+
+    `read`: when the read of a segment began, by stamp. `here`: segments that wait for a read, a
+    forward or a copy. `times`: alternating times at which `here` stopped and started to be empty.
+    """
 
     def __init__(self) -> None:
         self.here: dict[int, int] = {}  # generations, by stamp
@@ -41,7 +46,7 @@ class Part:
         return found
 
     def delayed(self, since: float, now: float) -> float:
-        """Return for how long any was here, but not being read, since then."""
+        """Return for how long, since then, any segment waited on this rank."""
         ends = [*self.times, now] if len(self.times) % 2 else self.times
         spans = zip(ends[::2], ends[1::2], strict=True)
         return sum(max(0.0, end - max(since, begin)) for begin, end in spans)
@@ -51,7 +56,7 @@ class Wire:
     def __init__(self, rank: DecodeRank) -> None:
         self._rank = rank
         self._parts: dict[bytes, Part] = {}
-        self._known: set[int] = set()  # stamps that have come
+        self._known: set[int] = set()  # stamps whose READY has arrived
         self._read: set[int] = set()  # stamps of which a read has begun
         self._copied: set[int] = set()  # stamps that are being copied
 
@@ -59,7 +64,7 @@ class Wire:
         return self._parts.setdefault(peer, Part())
 
     def came(self, peer: bytes, ready: Ready) -> None:
-        """Note a READY that has reached the process, which may be stopped."""
+        """Record a READY that has reached the process, even if the process is stopped."""
         for one in ready.segments:
             if one.stamp not in self._known:
                 self._known.add(one.stamp)
@@ -73,7 +78,7 @@ class Wire:
             part.read[stamp] = now
 
     def read_ended(self, peer: bytes, generation: int, stamps: Iterable[int]) -> None:
-        """Note the end of a read. What it brought waits for a forward or a copy, or is `gone`."""
+        """Record the end of a read, whose segments now wait for a forward or a copy."""
         part, now = self._part(peer), self._rank.clock.now
         for stamp in stamps:
             if part.read.pop(stamp, now) <= now - self._wait + NOW:  # a liar names one twice
@@ -84,18 +89,18 @@ class Wire:
         self._copied.update(stamps)
 
     def acknowledged(self, stamps: Iterable[int]) -> None:
-        """Note ACKs: what was not read never will be."""
+        """Record ACKs. A segment that was acknowledged before its read is never read."""
         self.gone(stamp for stamp in stamps if stamp not in self._read)
 
     def gone(self, stamps: Iterable[int]) -> None:
-        """Note what was copied, dropped, or acknowledged without a read."""
+        """Record segments that were copied, dropped, or acknowledged without a read."""
         for stamp in stamps:
             self._copied.discard(stamp)
             for part in self._parts.values():
                 part.take(stamp, self._rank.clock.now)
 
     def not_needed(self, generation: int) -> None:
-        """Note that a request is cold or closed: only its copies under way go on."""
+        """Record that a request is cold or closed, so that only its copies in flight continue."""
         for part in self._parts.values():
             rest = [stamp for stamp, of in part.here.items() if of == generation]
             self.gone(stamp for stamp in rest if stamp not in self._copied)
@@ -105,8 +110,10 @@ class Wire:
         return 0.3 * self._rank.place.times.patience
 
     def is_to_blame(self, peer: bytes) -> bool | None:
-        """Return whether the peer is to blame for what has not come in time. None: it may be taken
-        either way, as where this rank itself has not run all the time."""
+        """Return whether the peer is to blame for late segments.
+
+        Return None if either answer is acceptable, for example if this rank was stopped meanwhile.
+        """
         rank, part = self._rank, self._part(peer)
         now = rank.clock.now
         since = now - self._wait

@@ -1,6 +1,4 @@
-"""Both workers' code on the virtual clock: what they do between SGLang, a machine and the rest,
-without their threads, sockets and data planes.
-"""
+"""Both workers' code on the virtual clock, without their threads, sockets and data planes."""
 
 from __future__ import annotations
 
@@ -17,13 +15,18 @@ if TYPE_CHECKING:
 
 
 class Blocked(BaseException):
-    """SGLang's scheduler, the caller, waits in `Gate.close` for copies in flight. Its call is
-    repeated from the beginning when they have ended."""
+    """Raised where SGLang's scheduler would wait in `Gate.close` for copies in flight.
+
+    The scheduler's call is repeated from its beginning after these copies have ended.
+    """
 
 
 class VirtualGate(Gate):
-    """A handle's gate that raises instead of waiting. The channel thread of its rank, once set, may
-    look before the gate closes and after that, in the middle of a call of SGLang's scheduler."""
+    """A handle's gate that raises instead of waiting.
+
+    Once `rank` is set, the rank's channel thread may run just before and after the gate closes, in
+    the middle of a call of SGLang's scheduler.
+    """
 
     rank: Process | None = None
 
@@ -43,7 +46,7 @@ class VirtualGate(Gate):
 
 
 class Sending(SendHandle):
-    """`sender`: SGLang's sender."""
+    """A send handle with a virtual gate. `sender`: SGLang's sender."""
 
     sender: Any
 
@@ -52,11 +55,11 @@ class Sending(SendHandle):
         self.gate = VirtualGate()
 
     def __repr__(self) -> str:
-        return f"use {self.sender.number}" if hasattr(self, "sender") else "a new use"
+        return f"sender {self.sender.number}" if hasattr(self, "sender") else "a new sender"
 
 
 class Receiving(ReceiveHandle):
-    """`request`: SGLang's receiver."""
+    """A receive handle with a virtual gate. `request`: SGLang's receiver."""
 
     def __init__(self, pages: Any, page_size: int, event: Any) -> None:
         super().__init__(pages, page_size, event)
@@ -67,7 +70,7 @@ class Receiving(ReceiveHandle):
 
 
 class Event:
-    """The event recorded after a forward. `query` may say "not yet" after it is over."""
+    """A CUDA event recorded after a forward."""
 
     def __init__(self) -> None:
         self.over = False
@@ -77,7 +80,7 @@ class Event:
 
 
 class Store:
-    """The interface to a rank's memory that its worker and its copier use."""
+    """The interface to a rank's memory for its worker and its copier."""
 
     def __init__(self, rank: Process) -> None:
         self._rank = rank
@@ -91,7 +94,7 @@ class Store:
 
 
 class _Quiet:
-    """A silent logger."""
+    """A logger without output."""
 
     def error(self, *_: Any) -> None: ...
 
@@ -99,8 +102,11 @@ class _Quiet:
 
 
 class Borrowed:
-    """A worker of the class `of`. Whatever is not set here is that class's own code, run with the
-    names in `other` replaced, and `time` replaced by the rank's."""
+    """A worker that runs the methods of the class `of` without its threads and sockets.
+
+    The methods see `other` instead of their module's globals of the same names, and the rank's
+    clock instead of `time`.
+    """
 
     def __init__(self, of: type, rank: Process, other: dict[str, Any], **more: Any) -> None:
         self._of, self._rank, self._code = of, rank, {}
@@ -136,7 +142,7 @@ class Borrowed:
     # -- its queue and its reporter
 
     def put(self, call: Call, wake: bool = True) -> None:
-        """Queue a call. The thread may take it before the caller goes on."""
+        """Queue a call, which the channel thread may take before this method returns."""
         if self._rank.interrupts() and self._rank.has_taken_all:
             self._rank.handle(call)
         else:

@@ -1,4 +1,4 @@
-"""A cluster on a virtual clock: built from a schedule, run to its end, and checked."""
+"""Builds a cluster from a schedule, runs it on a virtual clock, and checks it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Makes calls in the order of their times; calls at the same time, in the order they were
-    added."""
+    """Makes calls in the order of their times, and in the order of `at` for equal times."""
 
     def __init__(self, rng: random.Random) -> None:
         self.now, self.rng = 0.0, rng
@@ -52,8 +51,11 @@ class Clock:
 
 
 class Life:
-    """The outcome of a request. `reason`: why it failed; `by`: who failed it. `queued`: seconds for
-    which its forwards waited for those of others, whose order another fault may change."""
+    """The outcome of a request.
+
+    `reason`: why it failed. `by`: which part failed it. `queued`: seconds for which its forwards
+    waited for those of other requests, whose order may change with a fault.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -61,7 +63,7 @@ class Life:
         self.ended, self.queued = 0.0, 0.0  # on decode; on prefill
         self.outcome = self.reason = self.by = ""
         self.prefill_over = self.written = self.target_begun = False
-        self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
+        self.metadata: int | None = None  # number of SGLang's metadata messages still in flight
 
     @property
     def decode_over(self) -> bool:
@@ -78,11 +80,11 @@ def _short(line: str) -> str:
     return re.sub(r"<[\w.]*?(\w+) object at 0x\w+>", r"\1", line)
 
 
-LIMIT = 5000.0  # seconds; a world that is not at rest by then never will be
+LIMIT = 5000.0  # seconds after which a world must be idle
 
 
 class Place:
-    """An address. `process`: the instance that is now there."""
+    """A rank's address. `process`: the instance that currently runs there."""
 
     def __init__(self, server: Server, rank: int, heads: int) -> None:
         self.server, self.rank, self.where = server, rank, (server.number, rank)
@@ -93,7 +95,7 @@ class Place:
 
 
 class World:
-    """`rng`: decides in place of the schedule's seed."""
+    """A cluster. `rng`: a generator to use instead of one from the schedule's seed."""
 
     def __init__(
         self, spec: Spec, log: list[str] | None = None, rng: random.Random | None = None
@@ -105,17 +107,17 @@ class World:
         self.checks = Checks(self)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
-        self.processes: list[Process] = []  # all that ever were
-        self.links: list[Link] = []  # all that were ever made
-        self.unnoticed: dict[bytes, float] = {}  # until then prefill takes a connection for alive
-        self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
+        self.processes: list[Process] = []  # all processes, including dead ones
+        self.links: list[Link] = []  # all links, including closed ones
+        self.unnoticed: dict[bytes, float] = {}  # when prefill notices that a connection is gone
+        self.place_of: dict[bytes, Place] = {}  # by instance, including dead ones
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
         self.hangs = any(fault.halts for fault in spec.faults)
         self.liars: set[int] = set()  # prefill servers, once they have lied
-        self.seen: Counter[Hashable] = Counter()  # scenes, for those who count them
-        self.untouched: list[Life] = []  # requests with which no fault has to do, at the end
+        self.seen: Counter[Hashable] = Counter()  # scenes that a test counts
+        self.untouched: list[Life] = []  # at the end, the requests that no fault affected
         self._build()
 
     def _build(self) -> None:
@@ -150,7 +152,7 @@ class World:
     # -- requests
 
     def _arrive(self, request: Request) -> None:
-        """Send it to both sides, as the router does, if both are alive."""
+        """Send a request to both sides, as the router does, if both are alive."""
         life = self.lives[request.id]
         prefill, decode = self.groups[request.prefill], self.groups[request.decode]
         if not (prefill.is_alive and decode.is_alive):
@@ -160,13 +162,16 @@ class World:
         prefill.step(request.prefill_delay, prefill.arrive, request)
         decode.step(request.decode_delay, decode.arrive, request)
         if request.abort is not None:
-            side, seconds, told = request.abort
-            self.clock.after(seconds, self.abort, request, side, told)
+            side, seconds, both = request.abort
+            self.clock.after(seconds, self.abort, request, side, both)
 
     def _follow(self, request: Request) -> None:
-        """Send a request with the number of an earlier one once SGLang is done with that (the guard
-        of guards/room_reuse.py): decode has closed it, and prefill has ended it, or sent all of its
-        target to readers that still live, as before decode has it recomputed (true retraction)."""
+        """Send a request with the room number of an earlier one, once SGLang has ended that one.
+
+        guards/room_reuse.py enforces this order. Decode has closed the earlier request. Prefill has
+        either ended it, or sent its whole target to readers that are alive, as happens before
+        decode has it recomputed (true retraction).
+        """
         former = self.lives[request.after]
         receivers = self.groups[request.decode].handles.get(request.after, ())
         senders = self.groups[request.prefill].handles.get(request.after, ())
@@ -179,11 +184,11 @@ class World:
             again = 0.02 if self.clock.now < request.arrival + 5 else 2.0
             self.clock.after(again, self._follow, request)
 
-    def abort(self, request: Request, side: str, told: bool) -> None:
-        """Abort it on one side. `told`: the other side hears of it."""
+    def abort(self, request: Request, side: str, both: bool) -> None:
+        """Abort a request on one side. `both`: whether the other side aborts it too."""
         other = "decode" if side == "prefill" else "prefill"
         self.groups[getattr(request, side)].fail(request, "aborted")
-        if told:
+        if both:
             group = self.groups[getattr(request, other)]
             self.clock.after(self.clock.rng.random() * 0.05, group.fail, request, "aborted")
 
@@ -200,7 +205,7 @@ class World:
             self.log.append(f"{self.clock.now:10.4f} ***    {text}")
 
     def run(self) -> None:
-        """Run it. Raises Finding if an invariant is broken."""
+        """Run the schedule. Raise Finding if an invariant is broken."""
         try:
             self.clock.run(LIMIT)
             self.checks.at_the_end()
@@ -208,8 +213,10 @@ class World:
             self._forget_jobs()
 
     def _forget_jobs(self) -> None:
-        """Drop all jobs, which the garbage collector does not look at: it would keep all that they
-        refer to."""
+        """Drop all jobs, since the garbage collector does not track them.
+
+        Otherwise everything that they refer to would stay in memory.
+        """
         self.clock._heap.clear()
         for process in self.processes:
             process.copiers_end()
