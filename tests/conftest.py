@@ -1,5 +1,4 @@
-"""Set-up of every run: the option --full, and a folder in the temporary one for what the run
-leaves."""
+"""Set-up of every test run: the option --full, and a temporary folder for its files."""
 
 from __future__ import annotations
 
@@ -17,15 +16,16 @@ FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """SGLang leaves the files that it names its sockets by. Names of sockets are short, so this
-    folder's is. A shell's background job ignores Ctrl-C, as its children then would."""
+    """Make a temporary folder, with a short name because of the limit for socket paths, in which
+    SGLang leaves its sockets' files. Restore signal handlers, since a background job of a shell
+    ignores Ctrl-C, and its children would too."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         if signal.getsignal(number) is signal.SIG_IGN:
             own = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if own else signal.SIG_DFL)
     config.stash[OF_THE_RUN] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="mixkv-")
     tempfile.tempdir = None
-    # what a drawn case takes says more of the machine than of the code
+    # the duration of a drawn case depends more on the machine than on the code
     settings.register_profile("untimed", settings.default, deadline=None)
     settings.load_profile("untimed")
 
@@ -35,8 +35,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Keep what failed tests left, for people to look at. Runs without a session (--help) end
-    here."""
+    """Remove the temporary folder, unless tests failed and left files in it. Runs without a session
+    (--help) end here too."""
     folder = config.stash[OF_THE_RUN]
     if not config.stash.get(FAILED, False) or not os.listdir(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -56,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Report a failure at once, since the summary of a run of hours may never come."""
+    """Print a failure immediately, since a run of several hours may be interrupted before its
+    summary."""
     if report.failed:
         print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}", file=sys.__stderr__)

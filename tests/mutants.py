@@ -1,4 +1,4 @@
-"""The mutants of a file, by operators of Cosmic Ray and four that it lacks, and a run of tests."""
+"""Generate a file's mutants, by Cosmic Ray's operators and four more, and run tests on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KILLED_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class Own(Operator):
-    """An operator that replaces children of a node."""
+    """Base class of operators that replace a node's children."""
 
     @classmethod
     def examples(cls) -> tuple[()]:
@@ -38,13 +38,14 @@ class Own(Operator):
 
     def mutate(self, node: Any, index: int) -> Any:
         child, code = next(itertools.islice(self.changes(node), index, None))
-        before = child.get_first_leaf().prefix  # of a statement its indentation
+        before = child.get_first_leaf().prefix  # a statement's prefix has its indentation
         node.children[node.children.index(child)] = parso.parse(before + code)
         return node
 
 
 class Delete(Own):
-    """Calls, assignments to what outlives the function, del, raise and bare return do nothing."""
+    """Replaces calls, del, raise, bare return, and assignments that outlive the function by
+    pass."""
 
     def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
         for one in node.children if node.type == "simple_stmt" else ():
@@ -54,7 +55,7 @@ class Delete(Own):
 
 
 class Negate(Own):
-    """Conditions that no other operator turns round, and membership."""
+    """Negates conditions that no other operator negates, and membership tests."""
 
     def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
         children = getattr(node, "children", ())
@@ -67,7 +68,7 @@ class Negate(Own):
 
 
 class Nothing(Own):
-    """A function returns None."""
+    """Makes a function return None."""
 
     def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
         if node.type == "return_stmt" and code_of(node.children[1]) not in FALSE:
@@ -75,7 +76,7 @@ class Nothing(Own):
 
 
 class Arguments(Own):
-    """A call without one of its keywords, or with two arguments in each other's place."""
+    """Drops a keyword argument of a call, or swaps two adjacent arguments."""
 
     def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
         if node.type != "trailer" or node.children[0] != "(" or node.children[1] == ")":
@@ -156,8 +157,8 @@ def mutants(root: Path, file: str, config: dict[str, Any]) -> list[Mutant]:
 
 
 def says_nothing(node: Any, skip: dict[str, list[str]]) -> bool:
-    """Return True if no behaviour depends on it: types, texts, decorators, SILENT arguments, and
-    what the file names."""
+    """Return True if no behaviour depends on the node: types, texts, decorators, SILENT arguments,
+    and the functions and calls in `skip`."""
     above = node.parent
     if node.type in ("decorator", "fstring", "assert_stmt", "import_from"):
         return True
@@ -176,7 +177,7 @@ def says_nothing(node: Any, skip: dict[str, list[str]]) -> bool:
     if is_keyword(node) and node.children[0].value in SILENT:
         return True
     if above.type == "raise_stmt" and node.type in ("atom_expr", "power"):
-        return True  # what the error says
+        return True  # the error's message
     inside = node.type == "simple_stmt" and code_of(node)
     return bool(inside) and inside.startswith(tuple(skip["calls"]))
 
@@ -190,8 +191,8 @@ def function_of(node: Any) -> str:
 
 
 def run_tests(tests: list[str], root: Path, copy: Path) -> int:
-    """Run tests until one fails, in a process of its own, with the package of a copy of the
-    checkout."""
+    """Run tests in this process, a fork, on the package in a copy of the checkout, until one
+    fails. Return an exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
@@ -201,11 +202,11 @@ def run_tests(tests: list[str], root: Path, copy: Path) -> int:
         os.dup2(nowhere, fd)
     os.chdir(copy)
     scratch = copy / "tmp"
-    shutil.rmtree(scratch, ignore_errors=True)  # of the last one, which was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # left by the last run, if it was killed
     scratch.mkdir()
     os.environ |= {
         "TMPDIR": str(scratch),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # to look for them takes as long as many tests
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # loading plugins takes as long as many tests
         "PYTHONPATH": f"{copy}:{os.getenv('PYTHONPATH', '')}",
     }
     here = {str(root), str(root / "tests"), str(root / "scripts")}

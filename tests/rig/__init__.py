@@ -1,6 +1,6 @@
-"""Parts that several folders of tests share. Helpers for a single folder of tests are kept there.
+"""Code that several folders of tests share. Helpers for a single folder are kept in that folder.
 
 channel    the draft channel without SGLang: machines, threads, data planes, prefill servers
-ring       SGLang's own managers, one process per rank, and the truth that bytes are compared with
-process    processes, HTTP servers and stores, and what a process holds
+ring       SGLang's own managers, one process per rank, and the expected bytes
+process    processes, HTTP servers and stores, and the resources of a process
 """

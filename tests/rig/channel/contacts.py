@@ -1,4 +1,5 @@
-"""SGLang's rule for which ranks meet, restated; tests/pure/tools/test_plan.py compares it."""
+"""A restatement of SGLang's rule for which ranks contact each other, which
+tests/pure/tools/test_plan.py compares with SGLang's code."""
 
 from __future__ import annotations
 

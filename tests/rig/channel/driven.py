@@ -1,5 +1,5 @@
-"""The two state machines driven by hand, one side at a time: the test is the other side, SGLang and
-the clock. Copies end when they are asked for."""
+"""Drive one side's state machine by hand. The test acts as the other side, SGLang and the clock.
+Copies complete immediately, unless the test holds them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sglang_mixkv.prefill.machine import Machine as PrefillMachine
 from sglang_mixkv.prefill.transfer import Segment
 
 PREFILL, READER = b"prefill_", b"reader_0"
-TOKENS = 10  # of a segment
-SLOTS = 64  # of the default staging buffer
-BEGAN = 5000.0  # clocks do not begin at 0
+TOKENS = 10  # per segment
+SLOTS = 64  # in the default staging buffer
+BEGAN = 5000.0  # not 0, like a real clock
 
 
 class _Side:
@@ -38,7 +38,7 @@ class _Side:
         self.details: list[tuple[str, str]] = []
 
     def tell(self, method: Callable[..., None], *args: Any, **more: Any) -> None:
-        """Call the machine, and leave its actions for later."""
+        """Call the machine without carrying out its actions."""
         self.machine.advance(self.now)
         method(*args, **more)
 
@@ -73,10 +73,12 @@ class _Side:
 
 
 class Prefill(_Side):
-    """`gone`: connections whose READYs nobody reads. `unreachable`: those that take no message.
-    `slow`: readers that acknowledge only when `acknowledge` says so; others do it immediately.
-    `sent`: tokens sent to readers, by generation; `pages`: the pages of the chunks they came from.
-    `most`: tokens that fit a slot."""
+    """A prefill rank's machine.
+
+    `gone`: connections that never answer a READY. `unreachable`: connections to which sending
+    fails. `slow`: readers that send an ACK only when the test calls `acknowledge`; others send it
+    immediately. `sent`: number of tokens announced, by generation; `pages`: the pages of their
+    chunks. `most`: tokens per slot."""
 
     def __init__(self, slots: int = SLOTS, patience: float = 1.0, most: int = TOKENS) -> None:
         super().__init__(slots, patience)
@@ -158,9 +160,11 @@ class Prefill(_Side):
 
 
 class Decode(_Side):
-    """`hung`: peers whose reads do not end; `broken`: those whose reads fail. `held_copies`: copies
-    that do not end, if it is a list. `verdicts`, `when`: each room's outcome and its time, by
-    generation."""
+    """A decode rank's machine.
+
+    `hung`: peers whose reads do not complete; `broken`: peers whose reads fail. `held_copies`: if
+    it is a list, copies are added to it and do not complete. `verdicts`, `when`: each room's
+    outcome and its time, by generation."""
 
     def __init__(self, slots: int = SLOTS, patience: float = 1.0) -> None:
         super().__init__(slots, patience)
@@ -207,7 +211,7 @@ class Decode(_Side):
     def open(
         self, generation: int, *peers: bytes, segments: int = 4, patience: float = 99, **more: Any
     ) -> None:
-        """Open a request. `segments`: how many each of these peers sends for the prompt."""
+        """Open a request. `segments`: the number that each of these peers sends."""
         sources = tuple(
             Source(peer, range(4), 1, 1 << 20, TOKENS, patience) for peer in peers or (PREFILL,)
         )

@@ -1,10 +1,10 @@
-"""A CUDA driver on host memory, for cuda.py. Kernels run in Triton's interpreter, and late.
+"""A fake CUDA driver on host memory, for cuda.py. Kernels run late, in Triton's interpreter.
 
-Arguments pass through the prototypes of cuda.py, as they would on their way into libcuda. Copies
-and launches run when an event behind them is queried for the `late + 1`st time, or the stream is.
+Arguments are converted by the prototypes in cuda.py, as for libcuda. Copies and launches run when
+an event after them, or the stream, is queried for the `late + 1`st time.
 
-Now and then another thread seems to capture a graph: queries then fail with a code from 900 to 908,
-and nothing has run. A thread must make the device its own before its first call.
+Some queries fail with a code from 900 to 908 and run nothing, as if another thread were capturing a
+graph. A thread must set the device's context before its first call.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ H100 = {cuda.MAJOR: 9, cuda.MINOR: 0, **ORDERED}
 
 
 class FakeCuda:
-    """`attributes`: of the device. `log`: all calls with their arguments; `calls`: how often each
-    function was called. `captures`: the share of queries that a graph capture makes fail.
-    `answers`: codes that the next queries return whatever is running. `fails`: a function whose
-    every call fails. `broken`: the device has failed and runs nothing more; every call returns the
-    error, as when the context is lost."""
+    """`attributes`: the device's. `log`: all calls with their arguments; `calls`: the number of
+    calls per function. `captures`: the share of queries that fail because of a graph capture.
+    `answers`: codes that the next queries return unconditionally. `fails`: a function whose calls
+    all fail. `broken`: the context is lost; nothing runs, and every call returns the error."""
 
     def __init__(
         self, late: int = 1, attributes: dict[int, int] | None = None, captures: float = 0.2
@@ -65,7 +64,7 @@ class FakeCuda:
         self.fails, self.broken = "", False
         self._asked, self._random, self._bound = 0, random.Random(late), set[int]()
         self.compiled: list[Any] = []
-        self.events: dict[int, int] = {}  # recorded ones: how often each was asked
+        self.events: dict[int, int] = {}  # by recorded event: its number of queries
         self._queue: deque[Callable[[], None] | int] = deque()
         self._running = threading.Lock()
         self._handles, self._memory = itertools.count(1 << 40), list[Any]()
@@ -110,13 +109,13 @@ class FakeCuda:
             return self._random.choice(list(CAPTURES))
         try:
             return getattr(self, f"_{name}")(*arguments) or 0
-        except Exception:  # ctypes would drop it
+        except Exception:  # ctypes would ignore it
             traceback.print_exc()
             return UNKNOWN
 
     def _run_to(self, event: int | None) -> int:
-        """Run the queue up to an event. One thread at a time, or another would find an event whose
-        kernel is still running."""
+        """Run the queue up to an event. The lock prevents another thread from seeing an event as
+        done while a kernel before it is still running."""
         with self._running:
             while not self.broken and self._queue and (event is None or event in self._queue):
                 work = self._queue.popleft()

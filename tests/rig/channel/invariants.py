@@ -1,6 +1,4 @@
-"""Violations of a state machine's and its slots' invariants, which hold at any time; and what is
-left on an idle rank.
-"""
+"""Check the invariants of a state machine and its slots, and that an idle rank holds nothing."""
 
 from __future__ import annotations
 
@@ -24,16 +22,18 @@ def slot_violations(pool: SlotPool) -> Iterator[str]:
     held, free = set(pool._owner), set(pool._free)
     if len(pool._free) != len(free) or held & free or held | free != set(range(pool.count)):
         yield f"slots: {len(pool._free)} free and {len(held)} held of {pool.count}"
-    if dict(pool.held) != Counter(pool._owner.values()):  # of two Counters, zeros are equal
+    if dict(pool.held) != Counter(
+        pool._owner.values()
+    ):  # comparing two Counters would ignore zeros
         yield "slots: the owners' counts are wrong"
     if max(pool.held.values(), default=0) > quota_of(pool.count):
         yield f"slots: one owner has {max(pool.held.values())} of {pool.count}"
     if not set(pool._published) <= held:
-        yield "slots: one is published that nobody holds"
+        yield "slots: a published slot has no owner"
 
 
 def outstanding(machine: Any) -> dict[str, int]:
-    """Count what requests still hold, by kind; empty on an idle rank."""
+    """Count the objects that requests still hold, by kind. An idle rank holds none."""
     found = {"rooms": len(machine._requests)}
     if isinstance(machine, Decode):
         segments = machine._segments
@@ -48,7 +48,7 @@ def outstanding(machine: Any) -> dict[str, int]:
 
 
 def left(worker: Any) -> list[str]:
-    """Return what is wrong with an idle rank's channel. A dead reader's slots may stay
+    """Return errors and leaks of an idle rank's channel. A dead reader's slots may stay
     published."""
     found = ["a thread of the draft channel has ended"] if worker.broken else []
     held = outstanding(worker._machine).items()
@@ -56,7 +56,7 @@ def left(worker: Any) -> list[str]:
 
 
 def left_by(manager: Any) -> list[str]:
-    """Return the same for SGLang's manager, which has no channel without the plugin."""
+    """Return errors and leaks of a manager's channels. A stock manager has none."""
     channels = (getattr(manager, f"{side}_channel", None) for side in ("prefill", "decode"))
     return [line for channel in channels if channel is not None for line in left(channel)]
 
@@ -84,7 +84,7 @@ def _decode(machine: Any) -> Iterator[str]:
     yield from _used(machine.slots, reading + copying)
     probes = set[int]().union(*(state.probes for state in machine.breaker._states.values()))
     if not probes <= machine._requests.keys():
-        yield "breaker: a probe that is over holds others back"
+        yield "breaker: a probe's request has ended, but the probe has not"
 
 
 def strikes(machine: Decode) -> dict[bytes, int]:

@@ -1,4 +1,4 @@
-"""GpuRows without a GPU, as far as the channel uses them."""
+"""A stand-in for GpuRows, with the methods that the channel calls, that needs no GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Ticket:
 
 
 class OnDevice:
-    """numpy copies immediately. Each batch ends `took` seconds later, after the one before it."""
+    """Copies with numpy when a batch starts. The batch completes `took` seconds later, or that long
+    after the previous batch."""
 
     max_batch, can_start, took = 2, True, 0.0
 
@@ -53,6 +54,6 @@ class OnDevice:
 
 
 class Quick(OnDevice):
-    """Takes as long as the kernels are expected to take."""
+    """Completes batches as fast as the kernels are expected to."""
 
     max_batch, took = 64, 15e-6

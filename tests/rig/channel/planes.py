@@ -1,7 +1,7 @@
 """Processes that read each other's memory over a data plane of the draft channel.
 
-Each test's body runs in its own process, the reader, which forks its peers before any of them has
-an engine.
+Each test's body runs in its own process, the reader. It forks its peers before any process makes an
+engine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sglang_mixkv.errors import MixKVError
 
 MIB = 1 << 20
 SIZE, GUARD, CANARY = 32 * MIB, 4096, 0xA5
-LIST = [(GUARD + i * MIB, i * MIB + 777, MIB) for i in range(24)]  # what takes a while
+LIST = [(GUARD + i * MIB, i * MIB + 777, MIB) for i in range(24)]  # a long read
 ONE = (GUARD, 0, 10)
-PATIENCE_S = 20.0 * STRETCH  # for what takes milliseconds on a machine that is not busy
-QUIET_S = 0.2  # for what must not happen
+PATIENCE_S = 20.0 * STRETCH  # limit of operations that take milliseconds on an idle machine
+QUIET_S = 0.2  # how long to check that nothing happens
 FORK = mp.get_context("fork")
 ENV = {
     "MC_LOG_LEVEL": "ERROR",
@@ -50,7 +50,8 @@ class Place(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A data plane, its environment in addition to ENV, and where a reader and its peers are."""
+    """A data plane, its environment in addition to ENV, and the places of a reader and its
+    peers."""
 
     plane: str
     env: Mapping[str, str] = {}
@@ -81,7 +82,7 @@ def pattern(seed: int) -> np.ndarray:
 
 @dataclass
 class Served:
-    """A peer's process, as the reader sees it."""
+    """The reader's handle of a peer process."""
 
     process: Any
     pipe: Any
@@ -106,9 +107,10 @@ class Served:
 
 
 class Reader:
-    """A plane over memory that holds CANARY, and peers whose memory is random. Reads are numbered;
-    an extent is an offset into each memory, and a length. `ends`: the errors of ended reads.
-    `then`: the bytes at that time. `later`: how many peers the test itself begins."""
+    """A data plane whose memory is filled with CANARY, and peers whose memory is random. Reads are
+    numbered; an extent is a local offset, a remote offset and a length. `ends`: the errors of ended
+    reads. `then`: their bytes when they ended. `later`: the number of further peers that the test
+    starts itself."""
 
     def __init__(self, way: str, peers: int, later: int = 0) -> None:
         self.way, of = way, WAYS[way]
@@ -126,7 +128,7 @@ class Reader:
         return self.plane.connect(self.peers[of].endpoint, seconds)
 
     def start(self, peer: RemoteMemory, *extents: tuple[int, int, int], of: int = 0) -> int:
-        """Start a read. This must not wait for the peer: a stopped one would take 30 s."""
+        """Start a read. This must not wait for the peer, which would take 30 s if it is stopped."""
         here, there, tag = self.address, self.peers[of].address, len(self.started)
         self.started.append((of, extents))
         began = time.monotonic()
@@ -135,14 +137,15 @@ class Reader:
         return tag
 
     def look(self) -> None:
-        """Note the reads that have ended, each once. Without an error, all bytes must be there."""
+        """Poll for ended reads. Each must end once, and without an error all its bytes must have
+        arrived."""
         for tag, error in self.plane.ended():
             assert tag not in self.ends
             self.ends[tag], self.then[tag] = error, self.bytes_of(tag)
-            assert error or all(self.landed(tag)), "it has not ended"
+            assert error or all(self.landed(tag)), "the read ended before all its bytes arrived"
 
     def wait(self, *tags: int, seconds: float = PATIENCE_S) -> list[str | None]:
-        """Wait for reads. Return their errors: "" if correct, None if still running."""
+        """Wait for reads. Return their errors: "" for success, None if still in flight."""
         until = time.monotonic() + seconds
         self.look()
         while not self.ends.keys() >= set(tags) and time.monotonic() < until:
@@ -157,22 +160,25 @@ class Reader:
         assert self.wait(tag) == [""]
 
     def check_nothing_lands(self, *tags: int) -> None:
-        """Check that nothing more lands after these reads have ended."""
+        """Check that no byte arrives after these reads have ended."""
         time.sleep(QUIET_S)
         for tag in tags:
-            assert all(map(np.array_equal, self.then[tag], self.bytes_of(tag))), "it had not ended"
+            assert all(map(np.array_equal, self.then[tag], self.bytes_of(tag))), (
+                "bytes arrived late"
+            )
 
     def bytes_of(self, tag: int) -> list[np.ndarray]:
         return [self.memory[to : to + length].copy() for to, _, length in self.started[tag][1]]
 
     def landed(self, tag: int) -> list[bool]:
-        """Return for each extent whether it has arrived."""
+        """Return, for each extent, whether all its bytes have arrived."""
         of, extents = self.started[tag]
         there = [pattern(self.peers[of].seed)[at : at + length] for _, at, length in extents]
         return list(map(np.array_equal, self.bytes_of(tag), there))
 
     def stop_midway(self, peer: RemoteMemory) -> int:
-        """Stop the first peer when a list has landed in part."""
+        """Stop the first peer when only a part of a list has arrived, and return the read's
+        number."""
         begins = np.array([to + byte for to, _, _ in LIST for byte in range(8)])
         for _ in range(100):
             self.memory[:] = CANARY
@@ -180,7 +186,7 @@ class Reader:
             while (self.memory[begins] == CANARY).all():
                 pass
             self.peers[0].stop()
-            time.sleep(0.1)  # what was on its way
+            time.sleep(0.1)  # for bytes in flight
             self.look()
             if tag not in self.ends and set(self.landed(tag)) == {True, False}:
                 return tag
@@ -198,7 +204,7 @@ def fork_peer(seed: int, way: Way) -> Served:
 
 
 def serve(pipe: Any, other: Any, seed: int, way: Way) -> None:
-    """Run a peer. It does what it is asked to: functions of its own memory."""
+    """Run a peer, which calls the functions that it receives, with its own memory."""
     die_with_parent()
     other.close()
     os.environ.update(pipe.recv())
@@ -213,7 +219,7 @@ def serve(pipe: Any, other: Any, seed: int, way: Way) -> None:
 
 
 def over(*ways: Any, peers: int = 1, later: int = 0) -> Callable[..., Any]:
-    """Make a test whose body runs in the reader's process, once for each way."""
+    """Make a test whose body runs in a reader process, once per way."""
 
     def test_of(body: Callable[[Reader], None]) -> Any:
         @pytest.mark.parametrize("way", ways)
@@ -233,7 +239,7 @@ def go(way: str) -> Way:
 
 
 def enter(way: Way) -> Way:
-    """Give this process the environment of the way."""
+    """Set the environment of the way in this process."""
     for name in (
         "MC_TCP_ENABLE_CONNECTION_POOL",
         "MC_FORCE_TCP",
@@ -257,7 +263,7 @@ def read(way: str, body: Callable[[Reader], None], peers: int, later: int = 0) -
 
 
 def check_bytes(reader: Reader) -> None:
-    """Read many lists together: mixed lengths, from two peers, at any offset, side by side."""
+    """Read many lists concurrently from two peers, with different lengths and offsets."""
     peers = [reader.connect(0), reader.connect(1)]
     random = np.random.default_rng(0)
     sizes = (1, 2, 7, 64, 4095, 4096, 65_537, MIB, MIB + 13) * 4
@@ -282,8 +288,8 @@ def check_bytes(reader: Reader) -> None:
 
 
 def check_endpoints(reader: Reader) -> None:
-    """Two servers may name the same rank, and a rank may be reconnected while in use: forgetting it
-    must not take it away from anybody else."""
+    """Check that forgetting one connection to a rank leaves another one usable: two servers may
+    publish the same rank, and a rank may be reconnected while it is in use."""
     one, two = reader.connect(), reader.connect()
     reader.check_read(one)
     reader.plane.forget(one)
@@ -304,12 +310,13 @@ def check_endpoints(reader: Reader) -> None:
 
 
 def mooncake_names_each_instance(reader: Reader, first: RemoteMemory) -> None:
-    """Mooncake never asks again about a name it knows."""
+    """Check that each instance has its own name, since Mooncake caches what it learns about a
+    name."""
     other = msgspec.structs.replace(first.endpoint, instance=b"another one")
     second = reader.plane.connect(msgspec.msgpack.encode(other))
     assert len({first.name, second.name, reader.connect().name}) == 2
     reader.check_read(second)
-    with pytest.raises(MixKVError, match="MIXKV-START-06"):  # that memory is registered
+    with pytest.raises(MixKVError, match="MIXKV-START-06"):  # already registered
         reader.plane.register(Memory(reader.address, SIZE))
 
 

@@ -1,5 +1,5 @@
-"""A decode rank and the prefill servers that it knows: HTTP, threads, sockets and the ranks of both
-sides are real. Only SGLang's own table is faked.
+"""A decode rank and its prefill servers, with real HTTP, threads, sockets and ranks on both sides.
+Only SGLang's table of servers is faked.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 
-PORT = 9000  # of SGLang's own socket of a prefill rank, to which nothing is sent here
+PORT = 9000  # of a prefill rank's SGLang socket, which these tests do not use
 TOKENS = 20
-PATIENCE = 3  # a busy machine
+PATIENCE = 3  # for busy machines
 
 
 def row(instance: bytes, address: str, staging: StagingFacts) -> Row:
@@ -38,19 +38,20 @@ def row(instance: bytes, address: str, staging: StagingFacts) -> Row:
 
 
 def row_of(prefill: Prefill, **changes: Any) -> Row:
-    """Return what this rank publishes, with these fields changed."""
+    """Return the row that this rank publishes, with these fields changed."""
     own = row(prefill.instance, prefill.channel.address, prefill.row.staging)
     return msgspec.structs.replace(own, **changes)
 
 
 def sizes(**changed: int) -> SimpleNamespace:
-    """Return SGLang's entry for a server of these sizes; attention-TP rank 0 is contacted."""
+    """Return SGLang's entry for a server of these sizes, of which attention-TP rank 0 is
+    contacted."""
     same = dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1)
     return SimpleNamespace(target_tp_ranks=[0], **{**same, **changed})
 
 
 class Site:
-    """`reasons`: why requests were refused."""
+    """A decode rank with its table of prefill servers. `reasons`: why requests were refused."""
 
     def __init__(self) -> None:
         self.times = Times(PATIENCE)
@@ -79,13 +80,13 @@ class Site:
         return wait_for(lambda: self.servers.ensure(address)) and bool(self.table.get(address))
 
     def peer(self, address: str) -> bytes:
-        """Return the only rank of a server that is ready."""
+        """Return the peer that is the only rank of a ready server."""
         infos = [{"rank_ip": HOST, "rank_port": PORT}]
         (source,) = self.servers.plan(address, infos, None).sources
         return source.peer
 
     def request(self, address: str, prefill: Prefill) -> str:
-        """Return the outcome of a request: warm, or why it is cold."""
+        """Run a request, and return `warm` or the reason why it is cold."""
         self._rooms += 1
         use = prefill.send(self._rooms, TOKENS)
         found = self.ended(self.decode.open(self._rooms, TOKENS, self.peer(address)))
@@ -93,14 +94,14 @@ class Site:
         return found
 
     def ended(self, entry: ReceiveHandle) -> str:
-        """Return the outcome of a request that is already open."""
+        """Complete an open request, and return `warm` or the reason why it is cold."""
         self.decode.channel.target_arrived(entry)
         assert wait_for(lambda: entry.state is not None)
         self.decode.channel.close(entry)
         return entry.reason or "warm"
 
     def held(self) -> dict[str, int]:
-        """Count what is held for prefill servers."""
+        """Count the objects that the decode rank holds for prefill servers."""
         channel: Any = self.decode.channel
         return {
             "servers": len(self.servers._servers), "sockets": len(channel._links._links),

@@ -1,5 +1,5 @@
-"""Both sides of the draft channel in one process, without SGLang: their threads, sockets, slots and
-copies are real. Only reads are faked, by copies that a test can hold back or break.
+"""Both sides of the draft channel in one process, without SGLang. Threads, sockets, slots and
+copies are real; reads are memory copies that a test can hold or fail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKEN_BYTES = 2 * len(HEADS) * 16  # K and V of one layer
 SLOTS, SLOT_BYTES = 8, 1024  # prefill's slots, and the bytes of decode's, which are smaller
 SEGMENT = (SLOT_BYTES - SLOT_OVERHEAD) // TOKEN_BYTES  # tokens
 CANARY = 0xA5
-SOON_S = 20.0  # for what takes milliseconds on a machine that is not busy
+SOON_S = 20.0  # limit of operations that take milliseconds on an idle machine
 
 
 def wait_for(what: Callable[[], Any], seconds: float = SOON_S) -> bool:
@@ -48,7 +48,7 @@ def wait_for(what: Callable[[], Any], seconds: float = SOON_S) -> bool:
 
 
 class Event:
-    """A torch.cuda.Event that is done when the test says so."""
+    """A stand-in for a torch.cuda.Event that completes when the test sets `done`."""
 
     def __init__(self) -> None:
         self.done = False
@@ -58,8 +58,9 @@ class Event:
 
 
 class Reads(DataPlane):
-    """`held`: reads do not end. `broken`: how many of the next reads fail. `damage`: offsets of the
-    bytes that are read wrong, counted from either end. `_peers`: those not yet released."""
+    """A data plane that copies memory. `held`: reads do not complete. `broken`: the number of next
+    reads that fail. `damage`: offsets of bytes that are read wrongly; negative ones count from the
+    end. `_peers`: peers that are not released yet."""
 
     name = "copies"
 
@@ -97,9 +98,10 @@ class Reads(DataPlane):
 
 
 class Reporter:
-    """`seen`, `details`: of all notes. `bytes`, `copying`: the bytes and seconds of all copies.
-    `announcing`: seconds from each chunk to its READY. `ticks`: how often the channel's thread has
-    ticked. `digest`: of this side's weights. `weighed`: the notes of them alone."""
+    """Records what a channel reports. `seen`, `details`: all notes except those about weights,
+    which are in `weighed`. `bytes`, `copying`: the bytes and seconds of all copies. `announcing`:
+    seconds from each chunk to its READY. `ticks`: the number of ticks of the channel's thread.
+    `digest`: the CRC of this side's weight version."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -131,8 +133,8 @@ class Reporter:
 
 
 def stop(worker: Any) -> None:
-    """End a channel's threads, which in a server end with the process, and close what they hold.
-    Copies in flight end first; no copy reads anything after this."""
+    """End a channel's threads and close its resources, which a server leaves to the end of its
+    process. Copies in flight complete first; none starts later."""
     worker.stop()
     worker._thread.join(SOON_S)
     if isinstance(worker._copies, HostCopier):
@@ -149,11 +151,10 @@ def stop(worker: Any) -> None:
 
 
 class _Side:
-    """The parts that both sides have. `memory`: the pool's rows, K and V beside each other, on
-    pages of their own that `take_away` unmaps, as SGLang's memory saver does. `device`: makes
-    GpuRows of a pool and its staging; None if threads copy. `rows`, `staging`, `plane` and
-    `on_device` (GpuRows for both) can be passed in, for example on a GPU; then `memory` is not what
-    is transferred."""
+    """The parts that both sides share. `memory`: the pool's rows, with K and V in one array, in
+    mapped pages that `take_away` makes inaccessible, like SGLang's memory saver. `device`: makes
+    GpuRows from rows and staging; None if threads copy. A test may pass its own `rows`, `staging`,
+    `plane` and `on_device` (GpuRows), for example on a GPU; with other rows, `memory` is unused."""
 
     device: Callable[[DraftRows, Staging], Any] | None = None
     size: tuple[int, int]  # slots, and their bytes
@@ -177,7 +178,7 @@ class _Side:
         self.store = Store(self.rows, self.staging, self.plane, on_device)
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
-        """Return the tokens of a segment that fits a slot on either side."""
+        """Return the number of tokens in a segment that fits a slot on both sides."""
         size = min(self.staging.slot_bytes, slot_bytes) - SLOT_OVERHEAD
         return size // (self.rows.bytes_per_head * heads)
 
@@ -216,7 +217,7 @@ class Prefill(_Side):
             stop(self.channel)
 
     def pages(self, tokens: int, events: Sequence[Event] = ()) -> Pages:
-        """Return the last pages of the pool, in reverse."""
+        """Return the last pages of the pool in reverse order."""
         return Pages(np.arange(PAGES)[::-1][: -(-tokens // PAGE)], PAGE, events)
 
     def send(
@@ -241,7 +242,7 @@ class Decode(_Side):
         self.channel = DecodeWorker(machine, self.store, times, self.notes, restarted, lost)
 
     def reach(self, row: Any, server: str = "") -> bytes:
-        """Connect to this rank, and return its peer."""
+        """Connect to the rank with this row, and return its peer."""
         link = self.channel.dial(row, server)
         self.channel.add(link)
         return link.peer
@@ -297,8 +298,8 @@ class Channel:
     def request(
         self, room: int, tokens: int = 20, arrived: bool = False, **more: Any
     ) -> tuple[str, str]:
-        """Run a whole request, and compare every byte. `arrived`: its target is there, so its wait
-        for draft KV is limited."""
+        """Run a whole request, and compare every byte. `arrived`: its target has arrived, which
+        limits the wait for draft KV."""
         sent, handle = self.prefill.send(room, tokens), self.open(room, tokens, **more)
         if arrived:
             self.decode.channel.target_arrived(handle)
@@ -309,7 +310,7 @@ class Channel:
         return found
 
     def same(self, handle: ReceiveHandle) -> bool:
-        """Return whether its rows equal prefill's."""
+        """Return whether the room's rows equal prefill's."""
         tokens = handle.opened.end - handle.opened.first_token
         there = self.prefill.memory[:, self.prefill.pages(tokens).rows(0, tokens)]
         return bool(np.array_equal(self.decode.rows_of(handle), there))
@@ -319,8 +320,8 @@ class Channel:
         self.decode.channel.close(handle)
 
     def check_three_at_once(self) -> None:
-        """Run rooms of one segment and of several, the last after a prefix: all must be right, and
-        each byte counted once on either side."""
+        """Check that three concurrent rooms are correct, and that both sides count each byte once.
+        The rooms have one or several segments; the last one has a prefix."""
         rooms = [(1, 1, 0), (2, 20, 0), (3, 64, 8)]
         handles = [self.open(number, tokens, first=first) for number, tokens, first in rooms]
         sent = [self.prefill.send(number, tokens, first) for number, tokens, first in rooms]
@@ -341,7 +342,7 @@ class Channel:
         assert not [t.name for t in here if t.name.startswith("mixkv-")]
 
     def at_rest(self) -> bool:
-        """Return whether soon nothing is left of any room, and every slot is free."""
+        """Wait until no room is left and every slot is free; return False after the time limit."""
         sides = self.prefill, self.decode
         return wait_for(
             lambda: (

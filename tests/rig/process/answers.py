@@ -1,4 +1,4 @@
-"""HTTP servers for a test, each in a thread: one that answers, and some that do not."""
+"""HTTP servers in threads: one with the test's answers, and one that never answers completely."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def serving(
     answer: Callable[..., tuple[int, bytes]], host: str = "127.0.0.1", port: int = 0
 ) -> Iterator[str]:
     """Yield a server's address. `answer`: takes a path with its query, and returns a status and a
-    body; it may block. For a POST it also gets the JSON and the Authorization header. `host`: ""
-    for all addresses of this machine."""
+    body; it may block. For a POST it also takes the JSON and the Authorization header. `host`: ""
+    listens on all addresses."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -32,7 +32,7 @@ def serving(
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with contextlib.suppress(OSError):  # nobody waits for it any more
+            with contextlib.suppress(OSError):  # the client has closed the connection
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...
@@ -50,14 +50,14 @@ def serving(
 
 
 def many(address: str, count: int) -> list[str]:
-    """Return so many addresses of a server that listens on all addresses of this machine."""
+    """Return `count` loopback addresses of a server that listens on all addresses."""
     return [f"127.0.1.{number}:{address.rpartition(':')[2]}" for number in range(1, count + 1)]
 
 
 @contextmanager
 def silent(begin: bytes = b"", drip: bytes = b"") -> Iterator[str]:
-    """A server that accepts each connection and sends `begin`, then `drip` repeatedly, but never a
-    complete answer. It listens on all addresses of this machine."""
+    """Yield the address of a server that accepts each connection and sends `begin`, then `drip`
+    repeatedly, but never a complete answer. It listens on all addresses."""
     stop, listener = threading.Event(), socket.create_server(("", 0), backlog=256)
 
     def run() -> None:

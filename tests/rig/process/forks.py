@@ -1,4 +1,4 @@
-"""Work in a forked process, which may publish arguments, keep hooks and start threads."""
+"""Run code in a forked process, where it can change global state and start threads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 STRETCH = float(os.environ.get("MIXKV_STRETCH", "1"))
-"""A slow machine multiplies its time limits by this."""
+"""Factor for time limits on slow machines."""
 LIMIT_S = 120 * STRETCH
 PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends, for whatever reason."""
+    """Make the kernel end this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def in_fork(what: Callable[[], Any], on_error: Callable[[BaseException], Any] = repr) -> Any:
-    """Call it in a fork; return its result, or what `on_error` there makes of its exception."""
+    """Call the function in a fork. Return its result, or the result of `on_error`, called there
+    with its exception."""
     context = mp.get_context("fork")
     here, there = context.Pipe()
 

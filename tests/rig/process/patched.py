@@ -1,4 +1,4 @@
-"""SGLang with patches of upstream/, beside the installed one, which stays as it is."""
+"""Make a patched copy of SGLang with patches from upstream/. The installed one is unchanged."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def touched(name: str) -> list[str]:
 
 
 def own_tests(name: str) -> list[str]:
-    """Return a patch's tests, as paths in the folder of `patched`."""
+    """Return a patch's own tests, as paths in the folder that `patched` makes."""
     return [file.removeprefix("test/") for file in touched(name) if file.startswith("test/")]
 
 
 def patched(site: Path, names: Iterable[str], *, tests_of: Iterable[str] = ()) -> Path:
-    """Make a folder for PYTHONPATH whose `sglang` has these patches: links, except to what they
-    change. The patches' own tests lie in it, and those of `tests_of`, whose code it lacks."""
+    """Make a folder for PYTHONPATH whose `sglang` has these patches. Unchanged files are symbolic
+    links. The folder also contains the tests of these patches and of the patches in `tests_of`,
+    whose code is not applied."""
     spec = find_spec("sglang")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -44,7 +45,8 @@ def patched(site: Path, names: Iterable[str], *, tests_of: Iterable[str] = ()) -
 
 
 def _link(source: Path, place: Path) -> None:
-    """Link what is in a folder, and copy its bytecode, to which none may be added there."""
+    """Link the contents of a folder. Copy its bytecode, so that Python adds none to the
+    original."""
     place.mkdir(parents=True)
     for one in source.iterdir():
         if one.name == "__pycache__":
@@ -54,7 +56,7 @@ def _link(source: Path, place: Path) -> None:
 
 
 def _own(site: Path, file: Path) -> None:
-    """Make the folders on the way to a file, and the file, copies instead of symbolic links."""
+    """Replace symbolic links on a file's path, and the file itself, with copies."""
     for folder in [*reversed(file.parents)][2:]:
         if (site / folder).is_symlink():
             source = (site / folder).resolve()
@@ -67,7 +69,8 @@ def _own(site: Path, file: Path) -> None:
 
 
 def _apply(site: Path, name: str, *options: str) -> None:
-    """Apply a patch as upstream/README.md says for site-packages, with no fuzz."""
+    """Apply a patch without fuzz, by the command that upstream/README.md gives for
+    site-packages."""
     command = ["git", "apply", "-p2", *options, str(UPSTREAM / f"{name}.patch")]
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(site.parent)}
     done = subprocess.run(command, cwd=site, env=env, text=True, capture_output=True)
@@ -75,7 +78,7 @@ def _apply(site: Path, name: str, *options: str) -> None:
 
 
 def python(site: Path, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    """Run Python with the `sglang` in this folder."""
+    """Run Python with the `sglang` of this folder."""
     path = [site, ROOT, ROOT / "tests"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, path))}

@@ -1,4 +1,4 @@
-"""The resources that a process holds, and which of them have grown."""
+"""Measure a process's resources, and find leaks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 Held = Mapping[str, int]
 
 SLACK = {"threads": 6, "fds": 24, "sockets": 24, "rss_mib": 64}
-"""For what is created on first use: Mooncake has up to four sockets to each peer."""
+"""Allowance for resources created on first use: Mooncake has up to four sockets per peer."""
 
 
 def resources() -> dict[str, int]:
-    """Count what this process holds."""
+    """Count the resources of this process."""
     fds = list(_existing_fds())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
@@ -27,14 +27,15 @@ def resources() -> dict[str, int]:
 
 
 def _existing_fds() -> Iterable[str]:
-    """Yield what the open descriptors refer to; one may be closed during the listing."""
+    """Yield the targets of the open file descriptors. A descriptor may be closed while they are
+    listed."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(f"/proc/self/fd/{fd}")
 
 
 def grown(warm: Held, end: Held, slack: Held) -> list[str]:
-    """Describe what has grown by more than its slack."""
+    """Describe the resources that have grown by more than their slack."""
     return [
         f"{name} grew from {warm[name]} to {end[name]}"
         for name in warm
@@ -43,7 +44,8 @@ def grown(warm: Held, end: Held, slack: Held) -> list[str]:
 
 
 def leaks(warm: Held, now: Callable[[], Held], slack: Held, seconds: float = 5) -> list[str]:
-    """Describe what has grown and stays so for `seconds`: closing takes time."""
+    """Describe the resources that are still above their slack after `seconds`, since closing them
+    takes time."""
     deadline = time.monotonic() + seconds
     while (found := grown(warm, now(), slack)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A Mooncake store: a master, and a node whose memory outlives the servers that use it."""
+"""A Mooncake store: a master, and a node whose memory is independent of the servers that use it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def store(fleet: Fleet, **more: Any) -> dict[str, Any]:
 
 
 def stored(config: dict[str, Any]) -> int:
-    """Return how many objects it holds, once no more are being written."""
+    """Wait until no more objects are written, and return the number of stored objects."""
     url, last = f"http://{HOST}:{config['master_metrics_port']}/metrics", -1
     while True:
         found = re.findall(r"^master_key_count (\d+)", request("GET", url).text, re.MULTILINE)

@@ -1,8 +1,8 @@
-"""`sglang.launch_server` whose ranks each write what they hold to a file, twice a second.
+"""Run `sglang.launch_server` so that each rank writes its state to a file twice a second.
 
-    idle     SGLang knows of no open request; its own check of pages and request slots has then
-             run, which ends a server that leaks
-    left     what is wrong with the plugin's channel; nothing without the plugin
+    idle     SGLang has no request in flight. SGLang's own check for leaked pages and request slots
+             has passed then, since it ends the server otherwise
+    left     errors and leaks of the plugin's channel; empty without the plugin
 
 SGLang's child processes also import this file before they apply hooks.
 """
@@ -41,7 +41,7 @@ def state(scheduler: Any) -> dict[str, Any]:
 
 
 def tables(manager: Any) -> list[str]:
-    """Return what SGLang's tables of rooms hold in an idle manager, with or without the plugin."""
+    """Describe the entries left in SGLang's tables of rooms in an idle manager."""
     left = {name: getattr(manager, name, None) for name in TABLES}
     return [
         f"{n} holds {sorted(t, key=str)[:5]}" for n, t in left.items() if isinstance(t, dict) and t
@@ -55,7 +55,9 @@ def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
     def report() -> None:
         while True:
-            with suppress(AttributeError):  # a stage's event loop sets some, when it begins
+            with suppress(
+                AttributeError
+            ):  # a pipeline stage's event loop sets some attributes late
                 partial = path.with_suffix(".tmp")
                 partial.write_text(json.dumps(state(scheduler)))
                 partial.replace(path)

@@ -1,6 +1,6 @@
-"""SGLang on this machine's CPU, with the plugin: imported once, before any rank is forked.
+"""Import SGLang's CPU engine with the plugin, once, before any rank is forked.
 
-Importing this module sets the environment that SGLang's import reads.
+Importing this module sets environment variables that SGLang reads when it is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ for folder in reversed(os.environ["PYTHONPATH"].split(os.pathsep)):
 
 
 def import_sglang() -> None:
-    """Import what the ranks need, except Mooncake's engine, which starts threads."""
+    """Import the modules that ranks need, except Mooncake's engine, which starts threads."""
     for module in ("mooncake", "decode", "nixl"):
         importlib.import_module(f"sglang.srt.disaggregation.{module}")
     importlib.import_module("sglang.srt.managers.scheduler")

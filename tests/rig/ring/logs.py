@@ -1,4 +1,4 @@
-"""A rank's log lines, for a test to read."""
+"""Collect a rank's log lines for a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class _Kept(logging.Handler):
 
 
 def keep_lines(words: str) -> Callable[[Rank], None]:
-    """Add the plugin's log lines with these words to the rank's reasons, as a `Special.before`."""
+    """Return a `Special.before` that adds the plugin's log lines with these words to the rank's
+    reasons."""
 
     def keep(rank: Rank) -> None:
         log = logging.getLogger("sglang.sglang_mixkv")

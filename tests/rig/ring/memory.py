@@ -1,5 +1,5 @@
-"""One rank's memory: SGLang's own pools, filled with the truth on prefill and with a canary on
-decode, and every byte compared at the end.
+"""A rank's memory: SGLang's own pools, filled with the expected bytes on prefill and with a canary
+on decode. At the end, every byte on decode is compared.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 from rig.ring import model
 from rig.ring.model import Cache, Case
 
-# As MetadataBuffers lays them out: six rows, the drafter's three, the room.
+# The layout of SGLang's MetadataBuffers: six rows, three for the drafter, and the room.
 AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
 SERVED_COLD = "success", "cold"
 
 
 @dataclass
 class Ended:
-    """One request, as a rank saw it. `state`: warm or cold, on decode; `reason`: why, or why it
-    failed."""
+    """One request on one rank. `state`: warm or cold, on decode. `reason`: why it is cold, or why
+    it failed."""
 
     number: int
     began: float
@@ -32,8 +32,8 @@ class Ended:
 
 @dataclass
 class RankReport:
-    """One rank's final report. `wrong`: byte differences, as text. `counted`: the plugin's series.
-    `warm`: what a rank that serves traffic held once it had created everything it needs."""
+    """One rank's final report. `wrong`: byte differences, as text. `counted`: the plugin's metrics.
+    `warm`: the resources of a rank that serves traffic, after its first requests."""
 
     side: str
     rank: int
@@ -56,7 +56,7 @@ class RankReport:
 
 
 class Memory:
-    """Pools, model state and metadata of one rank of a case. `report.wrong`: the differences."""
+    """A rank's pools, model state and metadata. `report.wrong` lists the differences found."""
 
     def __init__(self, case: Case, side: str, rank: int) -> None:
         self.case, self.side, self.rank = case, side, rank
@@ -74,7 +74,7 @@ class Memory:
         self.report = RankReport(side, rank)
 
     def allocate(self) -> None:
-        """Call this once SGLang has this rank's arguments and numbers."""
+        """Allocate and fill the memory. SGLang must have this rank's arguments and numbers."""
         self.sglang_pools: dict[str, Any] = {}
         self.pools = self._pools()
         self.state = self._state()
@@ -90,21 +90,22 @@ class Memory:
         ]
 
     def draft_args(self, side: str = "") -> str:
-        """Return how this side's (or the given side's) KV args have the drafter: `channel`, in
-        separate lists; `appended`, as in SGLang; `hidden`, its pool left out."""
+        """Return where the KV args of this side (or the given one) have the drafter: `channel`, in
+        the plugin's channel; `appended`, after the target, as in SGLang; `hidden`, nowhere."""
         side = side or self.side
         opted_in = getattr(self.case, f"{side}_mixkv")
         way = "channel" if opted_in else "appended"
         return self.case.special.draft_args.get(side, way)
 
     def _aux_number(self, rank: int) -> int:
-        """Return which aux rows a prefill rank has: as in SGLang, those of all possible senders
-        agree."""
+        """Return the number that seeds a prefill rank's metadata rows. As in SGLang, all ranks that
+        may send a request have the same rows."""
         tp, pp, dp = (getattr(self.case, f"prefill_{name}") for name in ("tp", "pp", "dp"))
         return rank // (tp * dp * pp) * dp + rank // tp % dp
 
     def _stage_layers(self) -> range:
-        """Stages have equally many layers unless a case says otherwise."""
+        """Return this stage's layers. All stages have the same number, unless the case sets
+        `stage_layers`."""
         sizes = [self.case.target.layers // self.pp_size] * self.pp_size
         if self.pp_size > 1:
             sizes = [*self.case.special.stage_layers] or sizes
@@ -120,7 +121,8 @@ class Memory:
         return drafts and self.stage == self.pp_size - 1
 
     def _pools(self) -> dict[str, list[np.ndarray]]:
-        """Return views of SGLang's own pools: a canary, and on prefill every request's rows."""
+        """Build SGLang's own pools, and return views of them. They contain a canary, and on prefill
+        every request's rows."""
         caches = {"target": self.case.target, "draft": self.case.draft}
         views = {}
         for name, cache in caches.items():
@@ -157,11 +159,11 @@ class Memory:
         return cache
 
     def _tables(self, name: str) -> list[np.ndarray]:
-        """Return each request's pages in the pool of that name."""
+        """Return each request's pages in the named pool."""
         return self._page_tables[name == "window"]
 
     def _rows(self, name: str, number: int) -> list[np.ndarray]:
-        """Return what this rank holds of a complete request, per entry."""
+        """Return this rank's part of a request's rows, per entry."""
         cache = self._cache(name)
         rows = model.cut(
             cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
@@ -172,7 +174,7 @@ class Memory:
         return [model.on_dcp_rank(row, self.dcp, rank) for row in rows]
 
     def _sent(self, name: str, number: int, entry: int) -> np.ndarray:
-        """Return which rows of a request are written here, [pages, rows of a page]."""
+        """Return which rows of a request are written on this rank, [pages, rows of a page]."""
         case, first = self.case, self._first_page(name, number)
         pages = case.pages(case.requests[number])
         sent = np.ones((pages, case.page_size), bool)
@@ -187,7 +189,7 @@ class Memory:
         return model.on_dcp_rank(sent, self.dcp, None if name == "draft" else self.dcp_rank)
 
     def _on_stage(self, name: str, cache: Cache, rows: list[np.ndarray]) -> list[np.ndarray]:
-        """Return those of the whole model's entries that are on this pipeline stage."""
+        """Return the entries, out of the whole model's, that belong to this pipeline stage."""
         if not name.startswith("target") or self.pp_size == 1:
             return rows
         if name == "target index":
@@ -222,12 +224,12 @@ class Memory:
         return self.case.turn(number) % self.dp_size == self.dp_rank
 
     def watch(self) -> None:
-        """Remember every byte as it is: what belongs to no request must stay."""
+        """Copy all memory, since bytes that belong to no request must not change."""
         self.shadow = {name: [one.copy() for one in of] for name, of in self.memory.items()}
 
     def expect(self, number: int, is_cold: bool) -> None:
-        """A request has succeeded: each of its bytes must be the truth, now and at the end. If it
-        is cold, each of its tokens' draft rows may be zeros instead."""
+        """Check a request that has succeeded, and expect its bytes at the end as well. If it is
+        cold, each token's draft rows may be zero instead."""
         ways = {self.draft_args(side) for side in ("prefill", "decode")}
         moved = ways <= {"appended", "channel"} and not self.case.special.draft_stays
         for name, shadow in self.shadow.items():
@@ -245,8 +247,9 @@ class Memory:
                 self._differ(f"{name} entry {index}", rows, got, f" of request {number}")
 
     def compare(self) -> None:
-        """Compare every byte of every buffer: successful requests must hold the truth, all else its
-        canary. Failed requests' memory may hold anything, unless the case says otherwise."""
+        """Compare every byte of every buffer with the expected bytes of successful requests and
+        with the canary elsewhere. Failed requests' pages may contain anything, unless the case has
+        `failed_rooms_stay_clean`."""
         failed = [one.number for one in self.report.ended if one.status != "success"]
         for name, shadow in self.shadow.items():
             for index, (want, got) in enumerate(zip(shadow, self.memory[name], strict=True)):
@@ -256,7 +259,7 @@ class Memory:
                 self._differ(f"{name} entry {index}", want, got)
 
     def _places(self, name: str, number: int) -> np.ndarray:
-        """Return where a request's data lies in decode's memory of that name."""
+        """Return a request's indices in decode's memory of that name."""
         return self._tables(name)[number] if name in self.pools else np.array([number + 1])
 
     def _truth(self, name: str, number: int) -> list[np.ndarray]:
@@ -268,13 +271,15 @@ class Memory:
         return self._rows(name, number)
 
     def _first_page(self, name: str, number: int) -> int:
-        """Return the first page that is sent for the request; with a window, the first in reach."""
+        """Return the first page that is sent for the request: with a window, the first page in
+        it."""
         if name == "window":
             return model.window_start(self.case, number)
         return model.draft_start(self.case, number) if name == "draft" else 0
 
     def _aux_sender(self, number: int) -> int:
-        """Return the prefill process whose aux rows belong here: stock's target_tp_ranks[0]."""
+        """Return the prefill rank that sends the request's metadata row, which is
+        target_tp_ranks[0] in SGLang."""
         case = self.case
         tp = case.prefill_tp
         rank = (

@@ -1,6 +1,6 @@
-"""The truth that transfers are compared with: unsharded caches, cut as SGLang loads them.
+"""The expected bytes of transfers: unsharded caches, split over ranks as SGLang does.
 
-Nothing here uses the project's own geometry, routes or plans.
+This module uses none of the plugin's own layouts, routes or plans.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 from rig.ring.special import Shared, Special
 
 BACKEND = "mooncake"
-"""The SGLang transfer backend of cases that do not name one."""
+"""SGLang's transfer backend for cases that do not specify one."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One model's KV cache. `kind` mla: one latent row of `k_bytes` per token and layer. mha: K and
-    V rows of `heads` heads, `k_bytes` and `v_bytes` each. `dtype`: bf16 or fp8, or torch's name.
-    `index_k`: for DSA (mla, pages of 64), whether each layer has index keys: one that shares an
-    earlier layer's top-k has none."""
+    """One model's KV cache. `kind`: `mla` has one latent row of `k_bytes` per token and layer;
+    `mha` has K and V rows of `heads` heads, of `k_bytes` and `v_bytes` each. `dtype`: bf16, fp8, or
+    torch's name. `index_k`: for DSA (mla with pages of 64), whether each layer has index keys; a
+    layer that uses an earlier layer's top-k has none."""
 
     kind: str
     layers: int = 1
@@ -45,8 +45,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class Request:
-    """`tokens` to transfer beyond a decode-side prefix of `prefix_pages`, in chunks of
-    `chunk_pages` (0: one chunk)."""
+    """A request for `tokens` tokens after a prefix of `prefix_pages` that decode has cached, sent
+    in chunks of `chunk_pages` (0: one chunk)."""
 
     tokens: int
     prefix_pages: int = 0
@@ -55,13 +55,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """Equal prefill servers, one decode server, and requests, which take the former in turn."""
+    """Identical prefill servers, one decode server, and requests, distributed round-robin over the
+    prefill servers."""
 
     prefill_tp: int
     decode_tp: int
     target: Cache = Cache("mla", layers=2, k_bytes=24)
     draft: Cache | None = Cache("mha", layers=1, heads=4)
-    algorithm: str = "EAGLE3"  # what SGLang's arguments call the speculation, where there is any
+    algorithm: str = "EAGLE3"  # SGLang's --speculative-algorithm, if there is a drafter
     requests: tuple[Request, ...] = (Request(23), Request(8, chunk_pages=1))
     page_size: int = 4
     prefill_dp: int = 1
@@ -69,10 +70,10 @@ class Case:
     prefill_pp: int = 1
     prefills: int = 1
     prefill_dcp: int = 1
-    dcp: int = 1  # decode's
+    dcp: int = 1  # the DCP size of decode
     shuffled: bool = True
     hybrid: bool = False  # pools publish layer ids, and there is linear-attention state
-    draft_window: int = 0  # tokens that decode reads of the drafter; 0 for all
+    draft_window: int = 0  # number of last tokens whose draft rows are read; 0 for all
     target_window: int = 0  # the target has one more layer, with this window, in an SWAKVPool
     backend: str = field(default_factory=lambda: BACKEND)
     prefill_mixkv: bool = True
@@ -83,8 +84,8 @@ class Case:
     shared: Shared = field(default_factory=Shared, hash=False, compare=False)
 
     def cache(self, name: str) -> Cache | None:
-        """Return the cache of that name. SGLang sends the target's layers with a `window`, and its
-        index keys (`... index`), page by page too, but as state."""
+        """Return the named cache. SGLang sends the target's sliding-window layers (`window`) and
+        index keys (`... index`) by page as well, but as state."""
         if name == "window":
             return replace(self.target, layers=1)
         cache = self.target if name.startswith("target") else self.draft
@@ -97,7 +98,7 @@ class Case:
         return number % self.prefills
 
     def turn(self, number: int) -> int:
-        """Return a request's number among those of its prefill server, which picks the DP ranks."""
+        """Return a request's number within its prefill server, which determines the DP ranks."""
         return number // self.prefills
 
     def all_rounds(self) -> tuple[tuple[int, ...], ...]:
@@ -107,14 +108,14 @@ class Case:
         return self.prefill_dcp if side == "prefill" else self.dcp
 
     def pages(self, request: Request, dcp: int = 1) -> int:
-        """Count a request's pages, as a side with so many DCP ranks numbers them."""
+        """Return a request's number of pages on a side with this DCP size."""
         return -(-request.tokens // (self.page_size * dcp))
 
     @property
     def by_token(self) -> bool:
-        """Return whether senders are told a chunk's number of tokens, as by SGLang's schedulers;
-        otherwise whole pages are sent. SGLang's own transfer needs it only between different DCP
-        sizes."""
+        """Return whether `send` gets the number of tokens of a chunk, as from SGLang's schedulers;
+        otherwise whole pages are sent. SGLang's own transfer needs the number only between
+        different DCP sizes."""
         return self.prefill_dcp != self.dcp or (self.prefill_mixkv and self.decode_mixkv)
 
     @property
@@ -124,8 +125,8 @@ class Case:
 
 
 def heads_of_rank(heads: int, tp: int, rank: int) -> slice:
-    """Restate QKVParallelLinear's rule (sglang/srt/layers/linear.py); test_loading_rule.py checks
-    it."""
+    """Return the KV heads on a rank by the rule of SGLang's QKVParallelLinear (layers/linear.py),
+    which test_loading_rule.py checks."""
     if tp >= heads:
         first = rank // (tp // heads)
         return slice(first, first + 1)
@@ -133,7 +134,7 @@ def heads_of_rank(heads: int, tp: int, rank: int) -> slice:
 
 
 NAMES = ("target", "draft", "window", "target index", "draft index")
-INDEX_K_BYTES = 132  # a token: 128 in fp8, and a scale
+INDEX_K_BYTES = 132  # per token: 128 in fp8, and a scale
 
 
 def whole(case: Case, name: str, cache: Cache, request: int) -> list[np.ndarray]:
@@ -148,16 +149,16 @@ def whole(case: Case, name: str, cache: Cache, request: int) -> list[np.ndarray]
 
 
 def cut(cache: Cache, entries: list[np.ndarray], tp: int, rank: int) -> list[np.ndarray]:
-    """Return the rows as a rank of this TP size holds them."""
+    """Return the part of the rows that belongs to a rank at this TP size."""
     if cache.is_mla:
         return entries
     return [entry[:, :, heads_of_rank(cache.heads, tp, rank)] for entry in entries]
 
 
 def on_dcp_rank(entry: np.ndarray, dcp: int, rank: int | None) -> np.ndarray:
-    """Return a request's rows [pages, page_size, ...] in the pages of a server with `dcp` ranks,
-    followed by zeros: of the target, each rank has every dcp-th token (layers/dcp/layout.py); of
-    the drafter (`rank` None), all."""
+    """Arrange a request's rows [pages, page_size, ...] in the pages of a server with `dcp` ranks,
+    padded with zeros. A rank has every dcp-th token of the target (layers/dcp/layout.py), and all
+    tokens of the drafter (`rank` None)."""
     pages, page_size, *rest = entry.shape
     there = -(-pages // dcp)
     tokens = np.zeros((there * dcp * page_size, *rest), entry.dtype)
@@ -169,9 +170,9 @@ def on_dcp_rank(entry: np.ndarray, dcp: int, rank: int | None) -> np.ndarray:
 def sglang_pool(
     case: Case, cache: Cache, tp: int, rank: int, layers: int, first_layer: int = 0, dcp: int = 1
 ) -> Any:
-    """Return the KV pool that SGLang's model runner builds for these layers of a cache on one rank.
+    """Make the KV pool that SGLang's model runner builds for these layers of a cache on one rank.
 
-    `dcp`: for a drafter, the number of DCP ranks it is beside; its pages are larger by that factor
+    `dcp`: for a drafter, the server's DCP size, by which its pages are larger
     (mem_cache/kv_cache_configurator.py, pool_page_size)."""
     import torch
     from sglang.srt.mem_cache.memory_pool import (
@@ -184,7 +185,7 @@ def sglang_pool(
     names = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
     dtype = getattr(torch, names.get(cache.dtype, cache.dtype))
     page_size = case.page_size * dcp
-    size = (case.pool_pages - 1) * page_size  # SGLang adds a page of its own in front
+    size = (case.pool_pages - 1) * page_size  # SGLang adds one page in front
     common = {
         "size": size, "page_size": page_size, "dtype": dtype,
         "device": "cpu", "enable_memory_saver": False,
@@ -213,8 +214,8 @@ def sglang_pool(
 
 
 def hybrid_pool(case: Case, full: Any, tp: int, layers: range) -> Any:
-    """Return the pool around `full` that SGLang builds for a model of full and linear-attention
-    layers, with one state slot per request. Odd layers are full, even ones linear."""
+    """Make the pool around `full` that SGLang builds for a model with full and linear attention,
+    with one state slot per request. Odd layers have full attention, even ones linear."""
     import torch
     from sglang.srt.configs.mamba_utils import (
         Mamba2CacheParams,
@@ -278,16 +279,17 @@ def canary(seed: list[int], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:
-    """Return each request's pages on that side (all ranks of a side agree).
+    """Return each request's pages on that side, which are the same on all its ranks.
 
-    `pool` 1: those in the pool of the target's sliding-window layers, which are numbered apart."""
+    `pool` 1 is the pool of the target's sliding-window layers, which has its own page numbers."""
     sizes = [case.pages(r, case.dcp_of(side)) for r in case.requests]
     order, ends = _page_order(case, side, pool), np.cumsum(sizes)
     return [order[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def surplus_pages(case: Case, side: str, number: int) -> np.ndarray:
-    """Count a request's pages beyond its prompt on that side: `Special.surplus`, 0 to 2."""
+    """Return a request's pages after its prompt on that side. `Special.surplus` has their number, 0
+    to 2."""
     first = sum(case.pages(r, case.dcp_of(side)) for r in case.requests) + 2 * number
     count = case.special.surplus.get(side, 0)
     return _page_order(case, side)[first : first + count]
@@ -301,7 +303,7 @@ def _page_order(case: Case, side: str, pool: int = 0) -> np.ndarray:
 
 
 def draft_bytes(case: Case) -> int:
-    """Count the bytes of the drafter that all decode ranks need: each head on a rank, once."""
+    """Return the draft bytes that all decode ranks need, counting each head on each rank once."""
     if case.draft is None or case.draft.is_mla:
         return 0  # SGLang moves the rows of an MLA drafter
     per_rank = len(range(case.draft.heads)[heads_of_rank(case.draft.heads, case.decode_tp, 0)])
@@ -318,8 +320,8 @@ def window_start(case: Case, request: int) -> int:
 
 
 def draft_start(case: Case, request: int) -> int:
-    """Return the first draft page that decode asks for: the last page may hold one token, the
-    window lies before that token, and begins on a page."""
+    """Return the first draft page that decode requests. It assumes that the last page holds a
+    single token, places the window before that token, and rounds down to a page."""
     if not case.draft_window:
         return 0
     size = case.page_size * case.dcp
@@ -330,9 +332,9 @@ def draft_start(case: Case, request: int) -> int:
 def state_rows(
     case: Case, request: int, key: tuple[int, int], width: int, tp: int, rank: int
 ) -> np.ndarray:
-    """Return one state tensor of one request on one rank: [heads on rank, width].
+    """Return a rank's part of one of a request's state tensors, [heads on rank, width].
 
-    It is cut by TP rank like SGLang's mamba states (dim 0 of the per-slot tensor)."""
+    SGLang splits Mamba states by TP rank in dimension 0 of the per-slot tensor."""
     rng = np.random.default_rng([case.seed, request, 77, *key])
     rows = rng.integers(0, 256, (STATE_HEADS, width), np.uint8)
     per_rank = STATE_HEADS // tp

@@ -1,4 +1,4 @@
-"""One rank in its own process: its memory, KV args and manager, run as SGLang's schedulers do."""
+"""A rank in its own process: its memory, KV args and manager, called as by SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from rig.ring.releases import Releases
 from mixkv_demo.series import totals
 
 LIMIT_S = 60 * STRETCH
-"""The longest wait of a rank for another; the requests of a round end within half of it."""
+"""Time limit for waiting for another rank. The requests of a round must end within half of it."""
 GPU = {"prefill": 3, "decode": 1}
 PAUSE_S = {"prefill": 5e-4, "decode": 1e-3}
 
 
 @dataclass
 class OpenRequest:
-    """A request in progress on a rank, with SGLang's sender or receiver. `chunks`: what prefill has
-    yet to send; `published`: decode's metadata went out."""
+    """A request in flight on a rank, with SGLang's sender or receiver. `chunks`: not sent yet by
+    prefill. `published`: whether decode has sent its metadata."""
 
     handle: Any
     chunks: list[np.ndarray] = field(default_factory=list)
@@ -46,11 +46,11 @@ class OpenRequest:
 
 
 class Rank(Memory):
-    """One rank's manager over its memory. `host`: its address; `server_host`: rank 0's."""
+    """A rank's memory and manager. `host`: the rank's address. `server_host`: rank 0's address."""
 
     host = server_host = "127.0.0.1"
     slack_s = 2.0 * STRETCH
-    """An idle manager's workers tidy up within that."""
+    """Time limit within which an idle manager's workers must clean up."""
 
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
         super().__init__(case, side, rank)
@@ -100,7 +100,8 @@ class Rank(Memory):
             start_mooncake(self.host, args.disaggregation_ib_device)
 
     def _unlike(self, config: Any) -> Any:
-        """Return settings unlike the other side's; the seed says which has the larger ones."""
+        """Return settings that differ from the other side's. The seed determines which side has the
+        larger values."""
         larger = (self.case.seed + (self.side == "prefill")) % 2
         return msgspec.structs.replace(
             config, staging_mb=max(1, config.staging_mb // (2 - larger)),
@@ -113,13 +114,13 @@ class Rank(Memory):
         return self.case.shared.pp_groups.get(key)
 
     def _queue(self) -> SimpleNamespace:
-        """Return what `_init_kv_manager` reads of SGLang's queues."""
+        """Make a stand-in for SGLang's queue with the attributes that `_init_kv_manager` reads."""
         from sglang.srt.disaggregation.utils import TransferBackend
         from sglang.srt.runtime_context import get_server_args
 
         case, target = self.case, self.sglang_pools["target"]
         stages = self._stage_layers()
-        target.start_layer = stages.start * (2 if case.hybrid else 1)  # of all kinds of layers
+        target.start_layer = stages.start * (2 if case.hybrid else 1)  # counting linear layers too
         target.end_layer = stages.stop
         is_hidden = self.draft_args() == "hidden"
         aux = [(rows.ctypes.data, rows.nbytes, rows[0].nbytes) for rows in self.aux]
@@ -144,8 +145,8 @@ class Rank(Memory):
         )  # fmt: skip
 
     def start_manager(self) -> None:
-        """Have SGLang's queue make it, within the plugin's hook. The case sets the drafter's
-        configuration and window."""
+        """Make the manager by SGLang's queue, with the plugin's hook around it. The drafter's
+        configuration and window come from the case."""
         from sglang.srt.disaggregation.decode import DecodePreallocQueue
         from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
@@ -176,12 +177,12 @@ class Rank(Memory):
 
     @property
     def plugin(self) -> Any:
-        """Return the plugin's reporter on this rank; None if SGLang runs alone."""
+        """Return the plugin's reporter on this rank, or None without the plugin."""
         local = getattr(self.manager, "local", None)
         return local.reporter if local is not None else None
 
     def counted(self) -> Counter[tuple[str, ...]]:
-        """Return the plugin's series in this process; nothing if SGLang runs alone."""
+        """Return the plugin's metrics in this process; none without the plugin."""
         from prometheus_client import REGISTRY, generate_latest
 
         if self.plugin is None:
@@ -202,8 +203,8 @@ class Rank(Memory):
         return f"{host}:{self.ports[self.case.prefill_of(number)]}"
 
     def run(self) -> None:
-        """Run all requests, round by round; on decode compare every byte. None begins before every
-        rank has its fault."""
+        """Run all requests, round by round, after every rank has injected its fault. On decode,
+        compare every byte."""
         if faults := self.case.special.faults:
             faults.get((self.side, self.rank), lambda _: None)(self)
             self.case.shared.injected.wait(LIMIT_S / 2)
@@ -237,14 +238,14 @@ class Rank(Memory):
             )  # fmt: skip
 
     def is_known(self, number: int) -> bool:
-        """Return whether a request's prefill server is known; if not, the caller asks again
+        """Return whether decode has a request's prefill server's facts. If not, call this again
         later."""
         return bool(self.manager.try_ensure_parallel_info(self.address(number)))
 
     def _receiver(self, number: int, deadline: float) -> Any:
         while not self.is_known(number):
             if time.monotonic() > deadline:
-                raise TimeoutError("prefill facts never came")
+                raise TimeoutError("prefill's facts did not arrive")
             time.sleep(0.02)
         address = self.address(number)
         receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
@@ -252,7 +253,8 @@ class Rank(Memory):
         return receiver
 
     def step(self, limit_s: float) -> None:
-        """Advance all requests in turn, as a scheduler does; none may take longer."""
+        """Poll all requests once, as SGLang's scheduler does. A request that takes longer than
+        `limit_s` ends as stuck."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         names = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
@@ -275,7 +277,7 @@ class Rank(Memory):
         if status == "failed":
             reason = reason_of(one.handle)
             self.report.reasons.append(f"{self.side} {self.rank}: {reason}")
-            if one.published:  # it may be written until nothing can arrive
+            if one.published:  # prefill may still write to its pages
                 self.releases.hold(one.handle)
         else:
             if (self.side, status) == ("decode", "success"):
@@ -307,8 +309,8 @@ class Rank(Memory):
         return [pages[i : i + step] for i in range(0, len(pages), step)] or [pages]
 
     def state_indices(self, number: int) -> list[np.ndarray] | None:
-        """Return what names a request's state on this side, kind by kind: pages of its window, a
-        slot, pages of its index keys."""
+        """Return the indices of a request's state on this side, one array per kind: pages of its
+        window, its slot, pages of its index keys."""
         found = []
         if self.case.target_window:
             found.append(self._tables("window")[number][model.window_start(self.case, number) :])
@@ -319,12 +321,12 @@ class Rank(Memory):
         return found or None
 
     def left_behind(self) -> list[str]:
-        """Return what this idle rank should not have."""
+        """Return errors and leaks on this idle rank."""
         return left_behind(self.manager, self.slack_s)
 
 
 def start_mooncake(host: str, devices: str | None = None) -> None:
-    """Make the engine before the managers, as SGLang does."""
+    """Make Mooncake's engine. SGLang does this before it makes managers."""
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
         init_mooncake_transfer_engine,
     )
@@ -333,17 +335,18 @@ def start_mooncake(host: str, devices: str | None = None) -> None:
 
 
 def stock_class(rank: Rank, kind: str) -> Any:
-    """Return the SGLang class of a backend from which one of the plugin's is made."""
+    """Return the SGLang class that the plugin's class of this kind is derived from."""
     return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
 
 
 def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
-    """Hand one chunk to a sender, as SGLang's scheduler does."""
+    """Pass one chunk to a sender, as SGLang's scheduler does."""
     sender.send(chunk, state, num_kv_tokens=tokens_in(rank, sender, chunk))
 
 
 def tokens_in(rank: Rank, sender: Any, chunk: np.ndarray) -> int | None:
-    """Return the prompt's tokens in the chunk that is sent next; None if the case does not say."""
+    """Return the number of the prompt's tokens in the next chunk, or None if whole pages are
+    sent."""
     if not rank.case.by_token:
         return None
     size = rank.case.page_size * rank.case.prefill_dcp
@@ -352,7 +355,7 @@ def tokens_in(rank: Rank, sender: Any, chunk: np.ndarray) -> int | None:
 
 
 def reason_of(handle: Any) -> str:
-    """Return why a sender or receiver failed, and end it, as SGLang's schedulers do."""
+    """Return why a sender or receiver failed, and close it, as SGLang's schedulers do."""
     try:
         handle.failure_exception()
     except Exception as error:
@@ -376,8 +379,8 @@ def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
 
 
 def left_behind(manager: Any, seconds: float) -> list[str]:
-    """Return what an idle manager should not have, once its workers have had time to tidy up."""
-    threads = getattr(manager, "_worker_threads", ())  # NIXL's keeps none
+    """Return errors and leaks of an idle manager, after giving its workers time to clean up."""
+    threads = getattr(manager, "_worker_threads", ())  # NIXL's manager has no such list
     ended = [f"thread {t.name} has ended" for t in threads if not t.is_alive()]
     deadline = time.monotonic() + seconds
     while (found := [*ended, *left_by(manager), *tables(manager)]) and time.monotonic() < deadline:

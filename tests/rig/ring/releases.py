@@ -1,4 +1,4 @@
-"""SGLang's deferred release of what failed requests hold, without the scheduler."""
+"""SGLang's deferred release of failed requests' resources, without the scheduler."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 
 class Releases:
-    """The resources that failed requests of a decode rank hold until no write to them can be in
+    """The resources of a decode rank's failed requests, retained until no write to them can be in
     flight.
 
-    SGLang's own deferred release decides: DecodeTransferQueue._defer_release and
+    SGLang's own code decides when to release them: DecodeTransferQueue._defer_release and
     resolve_deferred_releases (disaggregation/decode.py)."""
 
     def __init__(self) -> None:
         from sglang.srt.disaggregation import decode
         from sglang.srt.environ import envs
 
-        decode.all_reduce_flags = lambda flags, **_: flags  # each rank here decides for itself
+        decode.all_reduce_flags = lambda flags, **_: flags  # no other ranks here
         queue = decode.DecodeTransferQueue.__new__(decode.DecodeTransferQueue)
         queue._deferred_releases = []
         queue.deferred_kv_release_timeout = (
             envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
         )
         queue.enable_staging, queue.gloo_group = False, None
-        queue.enable_host_receive = False  # 0.5.22 asks for this, newer ones for the next
+        queue.enable_host_receive = False  # read by 0.5.22; the next one by newer releases
         queue._is_host_destination = lambda _: False
         queue._release_request = lambda request: request.free()
         queue._observe_deferred_kv_release = lambda *_, **__: None
@@ -38,7 +38,8 @@ class Releases:
         return len(self.queue._deferred_releases)
 
     def hold(self, receiver: Any, free: Callable[[], None] = lambda: None) -> None:
-        """Hold a failed request's pages, as pop_transferred does. `free`: they may be reused."""
+        """Retain a failed request's pages, as pop_transferred does. `free` is called when they may
+        be reused."""
         if not receiver.abort_notified:
             receiver.ensure_abort_notified(force_arm=True)
         req = SimpleNamespace(bootstrap_room=receiver.bootstrap_room)
@@ -47,11 +48,11 @@ class Releases:
         )
 
     def resolve(self) -> None:
-        """Release what is drained or overdue."""
+        """Release the resources of drained and overdue requests."""
         self.queue.resolve_deferred_releases()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all is released, and in any case for `seconds` if given."""
+        """Resolve releases for `seconds`, or until all are released if `seconds` is None."""
         end = time.monotonic() + (seconds or 0)
         while time.monotonic() < end or (seconds is None and len(self)):
             self.resolve()

@@ -1,10 +1,8 @@
-"""Real managers, real bootstrap server, real ZMQ and Mooncake TCP: one forked process per rank.
+"""Run a case with one forked process per rank: real managers, bootstrap servers, ZMQ and transfers.
 
-Faults are injected by callables in `Case.special` (special.py).
-
-SGLang is imported once, in the parent; each rank is a fork of it that publishes its own
-ServerArgs and rank numbers, builds SGLang's own KV pools and KV args, and drives the
-classes that get_kv_class hands out, as SGLang's schedulers do.
+SGLang is imported once, in the parent. Each rank is a fork that publishes its own ServerArgs and
+rank numbers, builds SGLang's own KV pools and KV args, and calls the classes that get_kv_class
+returns, as SGLang's schedulers do. Callables in `Case.special` (special.py) inject faults.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from rig.ring.unserved import skip_unserved
 from sglang_mixkv.engine.releases import sglang_version
 
 REPORT_S = 3 * LIMIT_S
-"""The longest time without a report. It exceeds a rank's wait for others, so that the rank can say
-what did not come."""
+"""Time limit without a report. It is longer than a rank's wait for others, so that the rank can
+report what it waited for."""
 LOOK_S = 0.05
 SIDES = "prefill", "decode"
 
@@ -63,7 +61,7 @@ class Outcome:
 
 
 class Stages:
-    """The part of SGLang's PP group that PPConsensusStore needs: one broadcast from stage 0."""
+    """A stand-in for SGLang's PP group with the one broadcast that PPConsensusStore needs."""
 
     def __init__(self, queue: Any, size: int) -> None:
         self._queue, self._size = queue, size
@@ -80,7 +78,7 @@ def _rank_main(
     make: type[Rank], case: Case, side: str, rank: int, ports: list[int], pipe: Any, go: Any,
     life: int,
 ) -> None:  # fmt: skip
-    gc.freeze()  # a million objects of the parent: to look at them stops a rank for a second
+    gc.freeze()  # collecting the parent's million objects would stop a rank for a second
     report = RankReport(side, rank)
     try:
         one = make(case, side, rank, ports, life)
@@ -104,7 +102,8 @@ def ranks_of(case: Case) -> list[Key]:
 
 
 def _skip_what_0_5_21_does_not_move(case: Case) -> None:
-    """Skip targets that 0.5.21 does not move with or without the plugin (docs/compatibility.md)."""
+    """Skip targets that SGLang 0.5.21 cannot move even without the plugin
+    (docs/compatibility.md)."""
     if sglang_version() != "0.5.21":
         return
     if not all(case.target.index_k):
@@ -114,7 +113,7 @@ def _skip_what_0_5_21_does_not_move(case: Case) -> None:
 
 
 def run(case: Case) -> Outcome:
-    """Run one case; when this returns, every rank's process has ended."""
+    """Run a case, and return after every rank's process has ended."""
     _skip_what_0_5_21_does_not_move(case)
     skip_unserved(case.algorithm, dcp_size=case.dcp, disaggregation_decode_enable_radix_cache=False)
     servers = start(case, [free_port() for _ in range(case.prefills)])
@@ -126,8 +125,8 @@ def run(case: Case) -> Outcome:
 
 
 def start(case: Case, ports: list[int], sides: Collection[str] = SIDES) -> Servers:
-    """Start the ranks of these sides. If prefill's run elsewhere, they are up already, and whoever
-    has started decode's calls `all_sent`."""
+    """Start the ranks of these sides. If decode is started alone, prefill must be up already, and
+    the caller must call `all_sent`."""
     context = mp.get_context("fork")
     shared = Shared(
         bootstrap_up=[context.Event() for _ in ports],
@@ -144,7 +143,7 @@ def start(case: Case, ports: list[int], sides: Collection[str] = SIDES) -> Serve
 
 
 def right(case: Case) -> Outcome:
-    """Run a case that must be right to the last byte, and with no byte sent for nothing."""
+    """Run a case, and check that every byte is correct, and that no unneeded byte is sent."""
     return check_right(case, run(case))
 
 
@@ -158,8 +157,8 @@ def check_right(case: Case, outcome: Outcome) -> Outcome:
 
 
 class Servers:
-    """All ranks of a case: their processes, and the pipes on which they report. `away`: those
-    killed by a test."""
+    """The ranks of a case: their processes, and the pipes for their reports. `away`: ranks that a
+    test has killed."""
 
     def __init__(
         self, case: Case, context: Any, ports: list[int], make: type[Rank] = Rank,
@@ -182,8 +181,8 @@ class Servers:
         self._pipes[key] = here
 
     def reports(self, limit_s: float = REPORT_S) -> dict[Key, RankReport]:
-        """Return all reports except those of ranks that were killed for good. `limit_s`: the
-        longest time without one."""
+        """Return all reports except those of ranks that were killed and not restarted. `limit_s`:
+        the time limit without a report."""
         found: dict[Key, RankReport] = {}
         until = time.monotonic() + limit_s
         while missing := [k for k in self._keys if k not in found and k not in self.away]:
@@ -199,7 +198,7 @@ class Servers:
         return {key: found[key] for key in self._keys if key in found}
 
     def _look(self, found: dict[Key, RankReport]) -> None:
-        """Decode ranks compare only after every prefill rank has reported."""
+        """Let decode ranks compare once every prefill rank has reported."""
         prefill = [key for key in self._keys if key[0] == "prefill"]
         if prefill and all(key in found for key in prefill):
             self.all_sent()
@@ -209,7 +208,7 @@ class Servers:
 
     @staticmethod
     def _take(pipe: Any) -> RankReport | None:
-        """Return a rank's report, None if it ended without one."""
+        """Return a rank's report, or None if its process ended without one."""
         try:
             found: RankReport = pipe.recv()
         except (EOFError, OSError):
@@ -220,7 +219,7 @@ class Servers:
         process = self._processes[key]
         process.join(1)
         code = process.exitcode
-        how = "still runs" if code is None else f"ended with exit code {code}"
+        how = "is still running" if code is None else f"ended with exit code {code}"
         return RankReport(*key, error=f"{key} did not report: its process {how}")
 
     def end(self) -> None:

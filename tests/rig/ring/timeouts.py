@@ -1,9 +1,9 @@
-"""SGLang's timeouts, shortened for tests, and what a fault leaves for a while."""
+"""SGLang's timeouts, shortened for tests, and entries that remain for some time after a fault."""
 
 from __future__ import annotations
 
-# The prefill's is longer: a rank that is done early opens its next room at once, and waits
-# there while another rank's request still ends by the decode side's timeout (and its ABORT).
+# Prefill's bootstrap timeout is longer: a rank whose request has ended begins the next one at once,
+# and waits there while another rank's request still ends by decode's timeout and ABORT.
 BOOTSTRAP_S, WAITING_S = 25, 4
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(BOOTSTRAP_S),
@@ -13,4 +13,4 @@ TIMEOUTS = {
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "3",
     "SGLANG_MIXKV_PATIENCE": "3",
 }
-GONE = "waiting left", "transfers left"  # a room that no request came for is known for a minute
+GONE = "waiting left", "transfers left"  # an OPEN without a request is retained for a minute

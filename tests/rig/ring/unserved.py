@@ -1,4 +1,4 @@
-"""Skips what the installed SGLang is refused with (engine/releases.py): it cannot be tested."""
+"""Skip tests of settings that the plugin refuses with the installed SGLang (engine/releases.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_mixkv.engine import releases
 
 
 def skip_unserved(algorithm: str, **flags: Any) -> None:
-    """`flags`: further server arguments of the test's servers, on either side."""
+    """Skip the test if the plugin refuses a server with this algorithm and these arguments."""
     args = SimpleNamespace(speculative_algorithm=algorithm, **flags)
     for rule in releases.rules()[len(releases.ARGUMENT_RULES) :]:
         if rule.applies(args):
