@@ -1,7 +1,7 @@
-"""Real servers, each deployment started once and stopped before the next one starts.
+"""Fixtures with real servers. Each deployment starts once, and stops before the next one starts.
 
-pytest groups the tests by the parameter of ``pd``, so every test of one pair of servers runs
-while that pair is up. The single server comes first, and stays only as its answers.
+pytest groups the tests by the parameter of ``pd``, so all tests of a pair of servers run while that
+pair is up. The single server runs first, and only its answers are retained.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mixkv_demo.servers import (
 )
 
 START_TIMEOUT = pytest.mark.timeout(1800)
-"""Two deployments may start within one test, on a machine that has other work."""
+"""Two deployments may start within one test, on a busy machine."""
 
 ENABLE = ("--enable-mixkv",)
-COLLAPSED = 1.3  # an accept length below it: the drafter has nothing of the prompt
+COLLAPSED = 1.3  # a lower accept length shows that the drafter has no KV of the prompt
 TP1, TP2 = ("--tp", "1"), ("--tp", "2")
 TP1_PP2 = (*TP1, "--pp-size", "2")
 TP2_DP2 = (*TP2, "--attn-dp-size", "2")
@@ -44,9 +44,9 @@ HOST_CACHE = (
     *PAGES, "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "4",
     "--max-total-tokens", "640",
 )  # fmt: skip
-"""A pool that is smaller than the prompts together: one that comes again was evicted."""
+"""The pool is smaller than all prompts together, so a repeated prompt was evicted."""
 BY_PAGE = ("--hicache-mem-layout", "page_first_direct")
-# Decode keeps room for what a request may still generate.
+# Decode reserves tokens for a request's output.
 DECODE_HOST = (
     *HOST_CACHE, *DECODE_CACHE, "--max-total-tokens", "1024", "--num-reserved-decode-tokens", "256",
 )  # fmt: skip
@@ -54,9 +54,9 @@ DECODE_HOST = (
 
 @dataclass(frozen=True)
 class Case:
-    """Two servers with mixkv on both sides. ``shared``: flags of the single server as well.
-    ``spawn``: ranks start as on GPUs. ``channel``: draft KV goes over the draft channel, whose
-    times are ``patience`` times as long, since these servers share two cores."""
+    """A prefill and a decode server with the plugin. ``shared``: flags for both sides and the
+    single server. ``spawn``: ranks are spawned, as on GPUs. ``patience``: factor for the channel's
+    times, since these servers share two cores."""
 
     name: str
     prefill: tuple[str, ...]
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def prefill_ranks_share(self) -> bool:
-        """Return True if a repeated prompt meets the prefill rank that has it cached."""
+        """Return True if a repeated prompt always reaches the prefill rank that has cached it."""
         return not {"--dp", "--attn-dp-size"} & set(self.prefill)
 
     def topology(self) -> Topology:
@@ -97,7 +97,7 @@ class Case:
 
 
 def full(*args: object, **kwargs: object) -> object:
-    """Mark a case that runs with --full only."""
+    """Make a case that runs only with --full."""
     return pytest.param(Case(*args, **kwargs), marks=pytest.mark.full)
 
 
@@ -122,7 +122,7 @@ CASES = [
 
 
 Counts = Counter[tuple[str, ...]]
-"""The plugin's series of all servers: name and values of labels -> value."""
+"""The plugin's metrics of all servers, by name and label values."""
 REST_S = 30
 SENT, NEEDED = ("sent_bytes_total", "draft"), ("needed_bytes_total", "draft")
 WARM = ("rooms_total", "warm")
@@ -130,7 +130,8 @@ WARM = ("rooms_total", "warm")
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to the fixed prompts, and to those that share their first halves."""
+    """The single server's answers to the fixed prompts, and to others that share their first
+    halves (`cousins`)."""
 
     fixed: list[Answer]
     cousins: list[Answer]
@@ -138,7 +139,8 @@ class Answers:
 
 @dataclass(frozen=True)
 class Measured:
-    """A running pair with mixkv, and what it did with the fixed prompts, sent one by one."""
+    """A running pair with the plugin, and its answers and metrics for the fixed prompts, sent one
+    by one."""
 
     case: Case
     deployment: Deployment
@@ -148,7 +150,8 @@ class Measured:
 
 
 def finished(deployment: Deployment, before: Counts, requests: int) -> Counts:
-    """Return what has been counted since `before`, once so many requests have ended."""
+    """Wait until this many requests are counted as finished since `before`, and return the
+    difference of the metrics."""
     deadline = time.monotonic() + REST_S
     while True:
         found = deployment.counters()
@@ -160,7 +163,7 @@ def finished(deployment: Deployment, before: Counts, requests: int) -> Counts:
 
 
 def cold(counted: Counts) -> float:
-    """Rooms of all decode ranks, for any reason."""
+    """Return the number of cold rooms on all decode ranks."""
     return sum(number for at, number in counted.items() if at[:2] == ("rooms_total", "cold"))
 
 
@@ -176,8 +179,8 @@ def answered(
     ask: Callable[[list[int]], Answer] | None = None,
     at_once: int = 1,
 ) -> tuple[list[Answer], Counts]:
-    """Return the answers to these prompts, and what was counted of them. pytest's -rP shows the
-    figures beside the expected ones."""
+    """Send these prompts, and return their answers and metrics. pytest's -rP shows the accept
+    length beside the single server's."""
     before = deployment.counters()
     with ThreadPoolExecutor(at_once) as pool:
         answers = [*pool.map(ask or deployment.ask, asked)]
@@ -190,13 +193,13 @@ def answered(
 
 
 def same(answers: list[Answer], reference: list[Answer]) -> None:
-    """Check that every token is the single server's, and the accept length within 2 %."""
+    """Check that the tokens equal the single server's, and that the accept length is within 2 %."""
     assert [a.tokens for a in answers] == [a.tokens for a in reference]
     assert accept_length(answers) == pytest.approx(accept_length(reference), rel=0.02)
 
 
 def all_arrived(counted: Counts) -> None:
-    """Check that no draft byte is missing or sent twice, and that no rank has been cold."""
+    """Check that no draft byte is missing or sent twice, and that every room is warm."""
     assert counted[SENT] == counted[NEEDED] > 0
     assert warm_share(counted) == 1, counted
 
@@ -206,7 +209,7 @@ Reference = Callable[[str, tuple[str, ...]], Answers]
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """Return the single server's answers, by name of the model pair and its further flags."""
+    """Return a function that returns the single server's answers for a model pair and flags."""
     known: dict[tuple[str, tuple[str, ...]], Answers] = {}
 
     def answers(pair: str, flags: tuple[str, ...]) -> Answers:
@@ -224,12 +227,12 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measured]:
-    """Run each pair of servers with mixkv in turn."""
+    """Run the pair of servers of each case, one after the other."""
     case: Case = request.param
     case.skip_unserved()
     expected = reference(case.pair, case.shared)
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())
-        finished(deployment, Counter(), 1)  # the first request, which is only to get through
+        finished(deployment, Counter(), 1)  # the warm-up request
         answers, counted = answered(deployment, expected.fixed, prompts(pair=case.pair))
         yield Measured(case, deployment, answers, expected, counted)

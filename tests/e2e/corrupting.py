@@ -1,8 +1,11 @@
-"""`sglang.launch_server` that packs K where V belongs while a file exists, its stamps and sums
-right. (Rows in another order would change nothing: attention takes K and V of a row together.) With
-a variable, the drafter's pool holds large numbers where a fresh one holds zeros.
+"""Run `sglang.launch_server` with faults in the drafter's KV, for tests.
 
-SGLang's child processes import this file as well. Tests do not: it changes the process.
+While the file named by TEST_CORRUPT_WHILE exists, K and V are swapped when slots are packed, with
+correct stamps and sums. (A different order of rows would change nothing, since attention reads K
+and V of a row together.) With TEST_POISON_POOL, the drafter's pool contains large numbers instead
+of zeros.
+
+SGLang's child processes import this file too. Tests must not, since it changes the process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`sglang.launch_server` whose SGLANG_DISAGG_STAGING_BUFFER works without a GPU.
+"""Run `sglang.launch_server` with a SGLANG_DISAGG_STAGING_BUFFER that works without a GPU.
 
-Four things of SGLang's staging code need CUDA (or XPU), and are left out or replaced here:
+Four parts of SGLang's staging code need CUDA (or XPU), and are removed or replaced here:
 
-    StagingBuffer                  allows these devices alone
-    gather and scatter             KV and staging on one device with a number
-    their order                    streams and events; copies on a CPU are done when they return
-    the copies                     Triton's kernels, without SGLANG_STAGING_USE_TORCH=1
+    StagingBuffer                  accepts only these devices
+    gather and scatter             need KV and staging on the same numbered device
+    their order                    streams and events; a CPU copy is complete when it returns
+    the copies                     Triton's kernels; SGLANG_STAGING_USE_TORCH=1 replaces them
 
 Everything else is SGLang's: sizes, slots, messages, watermarks, copies by torch.
 """
@@ -22,7 +22,7 @@ ENV = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_STAGING_USE_TORCH": "1"}
 
 
 class Done:
-    """A stream or an event on which nothing is ever under way."""
+    """A stand-in for a stream or an event that is always complete."""
 
     def nothing(self, *_: Any) -> None: ...
 
@@ -41,7 +41,7 @@ def staged(real: Any) -> Any:
 
 
 def with_staging(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap Scheduler.__init__."""
+    """Wrap Scheduler.__init__: allow staging on a CPU."""
     from sglang.srt.disaggregation.common import staging_buffer, staging_handler
 
     staging_buffer._STAGING_SUPPORTED_DEVICE_TYPES += ("cpu",)
@@ -54,7 +54,7 @@ def with_staging(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> No
 
 
 def on_a_numbered_device(original: Any, handler: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap DecodeStagingHandler.__init__."""
+    """Wrap DecodeStagingHandler.__init__, which reads the number of the KV's device."""
     import torch
 
     kwargs = dict(kwargs)

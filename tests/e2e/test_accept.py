@@ -1,6 +1,6 @@
-"""The acceptance harness on real servers: it tells a right pair from a broken one.
+"""`accept` passes a pair of real servers with the plugin, and fails a pair without it.
 
-The broken one is stock: its output is right, and nearly every draft is lost.
+The stock pair's output is correct, but nearly all of its draft tokens are rejected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GOOD = 3.3
 
 
 def write_prompts(path: Path) -> Path:
-    """Ids and text, a half of the prompts each."""
+    """Write the prompts to a file, half of them as token ids and half as text."""
     known = json.loads((model_path("mla") / "tokenizer.json").read_text())["model"]["vocab"]
     word = {number: text for text, number in known.items()}
     path.write_text("\n".join(
@@ -35,7 +35,7 @@ def write_prompts(path: Path) -> Path:
 def run_harness(
     of_single: list[str], topology: Topology, figures: Path
 ) -> tuple[int, dict[str, object]]:
-    """Return exit status and figures of `python -m sglang_mixkv accept` against this pair."""
+    """Run `accept` against this pair, and return its exit status and figures."""
     with Fleet() as fleet:
         url = disaggregated(fleet, "mla", topology).url
         status = accept.main([*of_single, "--pair", url, "--json", str(figures)])
@@ -44,7 +44,7 @@ def run_harness(
 
 @START_TIMEOUT
 @pytest.mark.full
-def test_the_harness_tells_a_right_pair_from_a_broken_one(tmp_path: Path) -> None:
+def test_accept_passes_the_plugin_and_fails_stock(tmp_path: Path) -> None:
     file, figures = write_prompts(tmp_path / "prompts"), tmp_path / "figures.json"
     with Fleet() as fleet:
         of_single = ["--single", single(fleet, "mla").url, "--prompts", str(file)]

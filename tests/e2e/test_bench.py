@@ -1,4 +1,4 @@
-"""The benchmarks run, and write every figure."""
+"""The benchmarks run and write all their figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def quick(name: str, folder: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of a quick run, which itself raises at a wrong byte or a cold drafter."""
+    """Run a benchmark quickly, and return its figures. It raises if a byte is wrong or a drafter is
+    cold."""
     path = folder / f"{name}.json"
     done = subprocess.run(
         [sys.executable, str(BENCH / f"{name}.py"), "--quick", "--json", str(path), *options],
@@ -30,7 +31,7 @@ def quick(name: str, folder: Path, *options: str) -> dict[str, list[dict[str, An
     return parts
 
 
-def test_the_ring_is_timed(tmp_path: Path) -> None:
+def test_the_rings_benchmarks_write_their_figures(tmp_path: Path) -> None:
     lines = quick("cost", tmp_path, "--repeats", "2")["lines"]
     assert len({(line["direction"], line["layout"]) for line in lines}) == 4
     found = quick("scheduler", tmp_path)["scheduler"]
@@ -38,7 +39,7 @@ def test_the_ring_is_timed(tmp_path: Path) -> None:
     assert all(one["stock us"] > 0 for one in found)
 
 
-def test_the_channel_is_timed(tmp_path: Path) -> None:
+def test_the_channels_benchmark_writes_its_figures(tmp_path: Path) -> None:
     parts = quick("channel", tmp_path)
     assert all(one["decode us per slot"] > 0 for one in parts["control plane"])
     assert all(one["p50 ms"] > 0 for one in parts["readers"])

@@ -1,4 +1,4 @@
-"""The documented demo, by its script, in another topology than the default."""
+"""The documented demo and its script, with a topology other than the default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mixkv_demo.pair import ask, prompts
 from .conftest import START_TIMEOUT
 
 ROOT = Path(__file__).parents[2]
-# As scripts/env.sh chooses it.
+# The same choice as in scripts/env.sh.
 SGLANG = "-{MIXKV_SGLANG}".format(**os.environ) if os.environ.get("MIXKV_SGLANG") else ""
 VERSION = "-{}.{}".format(*sys.version_info) if os.environ.get("PYTHON") else ""
 SCRIPTS_ENVIRONMENT = ROOT / f".venv{SGLANG}{VERSION}"
@@ -25,7 +25,8 @@ pytestmark = START_TIMEOUT
 
 @pytest.mark.full
 def test_the_documented_demo(tmp_path: Path) -> None:
-    """Ends with a table and figures: with mixkv what the single server does, without it not."""
+    """The demo's table and figures show the single server's accept length with the plugin, and less
+    than half of it without."""
     if Path(sys.prefix) != SCRIPTS_ENVIRONMENT:
         pytest.skip("scripts/demo.sh would set up another environment than this one")
     file = tmp_path / "figures.json"

@@ -1,7 +1,7 @@
-"""NVIDIA Dynamo in front of the small pair: its frontend and its workers, as they are on PyPI.
+"""The small pair behind NVIDIA Dynamo, with the frontend and workers that are on PyPI.
 
-Workers find each other by files, and requests go over TCP: neither etcd nor NATS is needed. Opted
-in by environment, since Dynamo's parser knows no flags of plugins.
+Workers discover each other through files, and requests go over TCP, so neither etcd nor NATS is
+needed. The environment opts in, since Dynamo's parser rejects a plugin's flags.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .conftest import (
 
 FOLDER = max((Path(sys.prefix) / "dynamo").glob("*[0-9]"), default=Path())
 DYNAMO = FOLDER.name
-"""The newest release of Dynamo that this environment has (scripts/dynamo.sh)."""
+"""The newest release of Dynamo installed here by scripts/dynamo.sh."""
 
 pytestmark = [
     START_TIMEOUT,
@@ -62,7 +62,7 @@ def full(*values: object) -> object:
 
 Flags = tuple[str, ...]
 Workers = tuple[Deployment, Callable[[list[int]], Answer], list[ServerProcess]]
-"""A frontend and its workers, how it is asked, and the workers' processes."""
+"""A frontend with its workers, a function that sends it a prompt, and the workers' processes."""
 
 
 def with_dynamo(server: Launch, home: Path, module: str, flags: Sequence[str]) -> Launch:
@@ -78,19 +78,20 @@ def with_dynamo(server: Launch, home: Path, module: str, flags: Sequence[str]) -
 
 
 def in_a_file(flags: Flags, home: Path) -> Flags:
-    """Flags with a value as YAML, with the events that the KV router of the frontend reads."""
+    """Move the flags that have values to a YAML file, and enable the KV events that the frontend's
+    KV router reads."""
     valued = {w: v for w, v in pairwise(flags) if w.startswith("--") and not v.startswith("--")}
     settings = {word.removeprefix("--"): value for word, value in valued.items()}
     endpoint = f"tcp://*:{free_port()}"
     events = {"publisher": "zmq", "topic": "kv-events", "endpoint": endpoint}
     settings["kv-events-config"] = json.dumps(events)
     file = home / f"{settings['disaggregation-mode']}.yaml"
-    file.write_text(json.dumps(settings))  # JSON is YAML, too
+    file.write_text(json.dumps(settings))  # JSON is valid YAML
     return ("--config", str(file), *(w for w in flags if w.startswith("--") and w not in valued))
 
 
 def worker(server: Launch, home: Path, in_file: bool) -> Launch:
-    """Return the same server as a worker of Dynamo, whose own page is at DYN_SYSTEM_PORT."""
+    """Return the server as a Dynamo worker, which serves its metrics at DYN_SYSTEM_PORT."""
     flags = (*server.argv[server.argv.index("--host") + 4 :], "--served-model-name", "tiny")
     flags = in_a_file(flags, home) if in_file else flags
     changed = with_dynamo(server, home, "dynamo.sglang", flags)
@@ -99,7 +100,7 @@ def worker(server: Launch, home: Path, in_file: bool) -> Launch:
 
 
 def with_sidecar(server: Launch, home: Path) -> tuple[Launch, Launch]:
-    """Return SGLang's own server with a sidecar of Dynamo."""
+    """Return SGLang's own server, and a Dynamo sidecar for it."""
     port = str(free_port())
     further = ("--grpc-port", port, "--incremental-streaming-output")
     flags = ("--grpc-endpoint", f"{launch.HOST}:{port}", "--bootstrap-host", launch.HOST)
@@ -130,11 +131,11 @@ def dynamo(topology: Topology, kind: str) -> Iterator[Workers]:
         deployment = Deployment(fleet, own.url, tuple(servers))
 
         def ask(prompt: list[int]) -> Answer:
-            """Dynamo's frontend streams what `/generate` answers."""
+            """Send a prompt to `/generate`, whose answer Dynamo's frontend streams."""
             return deployment.watch(lambda: stream(deployment.url, request_body(prompt)))
 
         deadline = time.monotonic() + STARTED_S
-        while True:  # workers register when they like
+        while True:  # until the workers have registered
             try:
                 ask(prompts()[0])
                 break
@@ -164,7 +165,7 @@ TO_DP = Topology(TP2, TP2_DP2_OLDER, backend="nixl")
         full(SIDECARS, Topology(TP2, TP1, ENABLE, ENABLE, backend="nixl")),
     ],
 )
-def test_a_pair_of_workers(name: str, topology: Topology, reference: Reference) -> None:
+def test_a_pair_of_dynamo_workers(name: str, topology: Topology, reference: Reference) -> None:
     expected = reference("mla", ()).fixed
     with dynamo(topology, name) as (deployment, ask, workers):
         answers, counted = answered(deployment, expected, prompts(), ask)

@@ -1,4 +1,4 @@
-"""The harness with dummy servers: nothing survives, whatever ends it."""
+"""However a test or the demo ends, its servers and their child processes end too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rig.channel.threads import wait_for
 
 from mixkv_demo.processes import Fleet, ServerDied
 
-# A server with a child that ignores SIGTERM; both write their ids.
+# A server with a child that ignores SIGTERM. Both write their process ids to files.
 STUBBORN = """
 import os, signal, sys, time
 if os.fork() == 0:
@@ -47,8 +47,7 @@ def read(folder: Path, name: str) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Return True if the process has ended, even if nobody has waited for it yet; it may end while
-    we look."""
+    """Return True if the process has ended, even if its parent has not waited for it yet."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text()
@@ -61,8 +60,8 @@ def ids(folder: Path) -> list[int]:
     return [int(read(folder, name)) for name in ("server", "child")]
 
 
-def test_leaving_the_context_ends_the_whole_tree(tmp_path: Path) -> None:
-    """The server's own end also ends its tree."""
+def test_leaving_the_context_ends_all_processes(tmp_path: Path) -> None:
+    """A server's children also end when the server itself is killed."""
     with Fleet() as fleet:
         for name in ("killed", "left"):
             (folder := tmp_path / name).mkdir()
@@ -70,7 +69,9 @@ def test_leaving_the_context_ends_the_whole_tree(tmp_path: Path) -> None:
             pids = ids(folder)
             assert not any(map(gone, pids))
             assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
-            assert os.getpgrp() not in map(os.getpgid, pids)  # Ctrl-C is their starter's alone
+            assert os.getpgrp() not in map(
+                os.getpgid, pids
+            )  # so that Ctrl-C reaches only their starter
             if name == "killed":
                 os.kill(pids[0], signal.SIGKILL)
                 assert wait_for(lambda child=pids[1]: gone(child))
@@ -90,8 +91,8 @@ def test_a_killed_starter_leaves_nothing(tmp_path: Path, number: signal.Signals)
     assert wait_for(lambda: not root.exists())
 
 
-def test_a_server_that_dies_is_noticed(tmp_path: Path) -> None:
-    """The report has its last error, after which much may follow in the log."""
+def test_the_death_of_a_server_is_reported(tmp_path: Path) -> None:
+    """The report includes the server's last error, even if many log lines follow it."""
     script = "print('x.OperatorError: no cheese\\n' + 'dump\\n' * 99); raise SystemExit(7)"
     with Fleet(tmp_path / "logs") as fleet:
         server = fleet.start("brief", [sys.executable, "-c", script], {})
@@ -109,7 +110,8 @@ def test_ctrl_c_ends_a_child() -> None:
 
 
 def test_ctrl_c_ends_a_child_of_a_background_job() -> None:
-    """A shell starts one with SIGINT ignored, which children inherit (tests/conftest.py)."""
+    """A shell's background job ignores SIGINT, and its children inherit that, unless
+    tests/conftest.py restores the handler."""
     script = 'trap "" INT; exec "$0" -m pytest -q -p no:cacheprovider "$1"'
     test = f"{__file__}::{test_ctrl_c_ends_a_child.__name__}"
     subprocess.run(["bash", "-c", script, sys.executable, test], check=True, timeout=120)

@@ -1,8 +1,7 @@
-"""Prometheus beside real servers finds a prefill server that sends wrong draft KV, by its requests
-alone, and tells a cold prefill server from a warm one beside it.
+"""Metrics, `status` and alerts identify a cold prefill server, and one that sends wrong draft KV.
 
-Two prefill servers of the small pair, TP 2, take turns before a decode server, TP 1. `b` has no
-drafter: its requests start cold. `a` drafts; after a while its draft KV is corrupted.
+Two prefill servers of TP 2 alternate in front of a decode server of TP 1. Server `b` has no
+drafter, so its requests start cold. Server `a` has one, whose draft KV is corrupted later.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ SUSPECT = "MixKVDraftSuspect"
 HURRIED = {
     "2h": "1m", "[1d]": "[10m]", "for: 10m": "for: 10s", "for: 5m": "for: 1s"
 }  # fmt: skip
-"""Times of the rules -> those here. MixKVColdDrafters' hour stays: it sees all of the test."""
+"""Shorter times for the alert rules. MixKVColdDrafters keeps its hour, which includes the whole
+test."""
 
 
 def crowd(seed: int) -> Iterator[list[int]]:
@@ -43,7 +43,8 @@ def crowd(seed: int) -> Iterator[list[int]]:
 
 
 def eventually(look: Callable[[], bool]) -> bool:
-    """Wait until a request is counted, which happens after its end, and seen at the next scrape."""
+    """Wait until `look` returns True. A request is counted after its end, and visible after the
+    next scrape."""
     deadline = time.monotonic() + REST_S
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(1)
@@ -51,7 +52,7 @@ def eventually(look: Callable[[], bool]) -> bool:
 
 
 def firing(prometheus: Prometheus) -> dict[str, str]:
-    """Return the alerts that fire: name -> summary."""
+    """Return the summaries of firing alerts, by name."""
     return {
         rule["name"]: alert["annotations"]["summary"]
         for rule in prometheus.rules()
@@ -68,9 +69,9 @@ def counted(prometheus: Prometheus) -> Counter[tuple[str, ...]]:
 
 @START_TIMEOUT
 @pytest.mark.full
-def test_one_cold_prefill_and_one_with_draft_kv_corrupted_later() -> None:
-    """Series say which server and why, `status` says what to do, and the alerts fire; hours are
-    minutes here."""
+def test_cold_and_corrupting_prefill_servers_are_reported() -> None:
+    """Metrics have the server and the reason, `status` reports them, and the alerts fire. The
+    rules' times are shortened."""
     Case("one cold", TP2, TP1).skip_unserved()
     with Fleet() as fleet:
         is_wrong = fleet.folder("wrong") / "now"

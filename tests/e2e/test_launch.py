@@ -1,8 +1,9 @@
-"""The launch scripts themselves with the small pair: only sizes differ from production.
+"""The launch scripts start the small pair; only sizes differ from production.
 
 Prefill opts in by a flag of `sglang serve`, decode by YAML for `python -m sglang.launch_server`.
-Both sizes differ, and one-sided opt-in is refused, so right drafts mean that the plugin is active
-on both sides. The other ways to opt in: tests/protocol/test_launchers.py.
+Since the TP sizes differ, and opting in on one side only is refused, a correct accept length shows
+that the plugin is active on both sides. tests/protocol/test_launchers.py has the other ways to opt
+in.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ README = SCRIPTS.parent / "README.md"
 
 
 def script(name: str, *arguments: str, **variables: str) -> launch.Launch:
-    """Return one of the launch scripts as a server to start."""
+    """Return the launch of a server by one of the launch scripts."""
     path, port = f"{Path(sys.executable).parent}:{os.environ['PATH']}", free_port()
     own = {cpu.SPAWN_ENV: "1", "PATH": path, "HOST": launch.HOST, "PORT": str(port)}
     env = {**launch.local_env(), **own, **variables}
@@ -39,7 +40,7 @@ def script(name: str, *arguments: str, **variables: str) -> launch.Launch:
 
 
 def server(name: str, *arguments: str, **variables: str) -> launch.Launch:
-    """Return a prefill or decode server on CPU: sizes by variables, then the CPU's flags."""
+    """Return the launch of a prefill or decode server on CPU, with sizes set by variables."""
     models = dict(zip(*[iter(model_flags("mla"))] * 2, strict=True))
     names = {"MODEL": models["--model-path"], "DRAFT": models["--speculative-draft-model-path"]}
     flags = (*cpu.LAUNCH_FLAGS, "--sleep-on-idle", "--enable-metrics", *arguments)
@@ -49,9 +50,9 @@ def server(name: str, *arguments: str, **variables: str) -> launch.Launch:
 
 @START_TIMEOUT
 @pytest.mark.full
-def test_a_pair_that_the_launch_scripts_start(reference: Reference, tmp_path: Path) -> None:
-    """The README's request shows the accept length, and SGLang's benchmark runs against it, too, by
-    the documented command with smaller numbers."""
+def test_the_launch_scripts_start_a_working_pair(reference: Reference, tmp_path: Path) -> None:
+    """Output and accept length equal the single server's, the README's request shows the accept
+    length, and the documented command of SGLang's benchmark works, with smaller numbers."""
     expected, yaml, port = reference("mla", ()).fixed, tmp_path / "mixkv.yaml", str(free_port())
     yaml.write_text("enable-mixkv: true\nmixkv-staging-mb: 32\n")
     servers = (

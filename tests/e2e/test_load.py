@@ -1,7 +1,8 @@
-"""Many clients at once, some of whom hang up, and servers that are killed in the middle of it: the
-others get the single server's answers, and nothing is held afterwards.
+"""With many clients, some of which disconnect, and servers that are killed meanwhile, all other
+clients get the single server's answers, and the ranks hold nothing afterwards.
 
-With MIXKV_LOAD_MINUTES=5 a crowd asks again, with other clients hanging up, until they have passed.
+With MIXKV_LOAD_MINUTES=5, crowds of clients repeat for five minutes, with different clients
+disconnecting.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .conftest import ENABLE, TP1, TP1_PP2, TP2, TP2_DP2, TP2_DP2_OLDER, WARM, R
 MINUTES = float(os.environ.get("MIXKV_LOAD_MINUTES", "0"))
 pytestmark = [pytest.mark.timeout(1200 + 60 * MINUTES), pytest.mark.full]
 
-CLIENTS, HANG_UP, PATIENCE_S, IN_VAIN_S = 32, 0.15, (0.05, 6.0), 180.0
+CLIENTS, HANG_UP, PATIENCE_S, GIVE_UP_S = 32, 0.15, (0.05, 6.0), 180.0
 COLD_SHARE, NEAR = 0.001, 0.02
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -43,18 +44,18 @@ TIMEOUTS = {
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "150",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "150",
-    # SGLang's servers close a connection that is idle for 5 s. Requests were seen that the router
-    # could send to one side alone ("error sending request"); that this is why was not shown.
+    # By default SGLang's servers close connections that are idle for 5 s. The router sometimes
+    # failed to send a request to one side ("error sending request"), possibly for this reason.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
     "SGLANG_MIXKV_PATIENCE": "5",
 }
 SETTLED_S = 330.0
-"""More than two of these together, for which prefill knows a room whose request never came."""
+"""Longer than both timeouts together, for which prefill retains an OPEN without a request."""
 
 
 @dataclass
 class Watched:
-    """A pair behind the router, whose ranks say in `states` what they hold."""
+    """A pair behind the router, whose ranks write the resources that they hold to `states`."""
 
     deployment: Deployment
     states: Path
@@ -67,7 +68,7 @@ class Watched:
                 path.unlink()
 
     def restart(self, side: str) -> None:
-        """Start the server again at its ports, and wait until the router sees it."""
+        """Start the server again on its ports, and wait until the router uses it."""
         (server,) = [one for one in self.deployment.servers if one.name == side]
         start(self.deployment.fleet, [replace(server, name=f"{side}-again")])
         deadline = time.monotonic() + SETTLED_S
@@ -80,8 +81,7 @@ class Watched:
                 time.sleep(1)
 
     def held(self) -> list[str]:
-        """Return what ranks still hold when nobody asks for anything, or that a server has
-        ended."""
+        """Return leaks on the idle ranks, or that a server has ended."""
         deadline, now = time.monotonic() + SETTLED_S, time.time()
         while True:
             try:
@@ -90,9 +90,9 @@ class Watched:
                 return [str(error)]
             states = [json.loads(path.read_text()) for path in self.states.glob("*.json")]
             found = [left for state in states for left in state["left"]]
-            found += ["a request is open" for state in states if not state["idle"]]
+            found += ["a request is in flight" for state in states if not state["idle"]]
             if sum(state["at"] > now + 1 for state in states) < self.ranks:
-                found.append("a rank does not say what it holds")
+                found.append("a rank has stopped writing its state")
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(watched_server.EVERY_S)
@@ -113,13 +113,13 @@ def crowd(
     url: str, asked: list[list[int]], turn: int, hang_up: float = HANG_UP,
     end: Callable[[], None] | None = None,
 ) -> list[Answer | RequestFailed | None]:  # fmt: skip
-    """Return what each client gets, None if it hung up or did not ask. `end`: called when a third
-    have their answers; nobody asks any more then."""
+    """Return each client's answer or error, or None if it disconnected or sent nothing. `end`:
+    called once a third of the clients have their answers; no client sends a request after that."""
     source, over = random.Random(turn), Event()
 
     def one(prompt: list[int], patience: float | None) -> Answer | RequestFailed | None:
         try:
-            return None if over.is_set() else ask(url, prompt, patience or IN_VAIN_S)
+            return None if over.is_set() else ask(url, prompt, patience or GIVE_UP_S)
         except RequestFailed as error:
             return None if patience and isinstance(error, NoAnswer) else error
 
@@ -135,7 +135,8 @@ def crowd(
 
 
 def are_served(pair: Watched, asked: list[list[int]], expected: list[Answer]) -> None:
-    """Cold drafters, too, are somebody's trouble."""
+    """Check that all clients that do not disconnect get the single server's answers and accept
+    length, that nearly no room is cold, and that nothing leaks."""
     before, begin = pair.deployment.counters(), time.monotonic()
     served, alone = list[Answer](), list[Answer]()
     for turn in count():
@@ -152,7 +153,9 @@ def are_served(pair: Watched, asked: list[list[int]], expected: list[Answer]) ->
     assert accept_length(served) == pytest.approx(accept_length(alone), rel=NEAR)
     assert pair.held() == []
     rooms = pair.deployment.counters() - before
-    lost = cold(rooms) - rooms["rooms_total", "cold", "prefill_aborted"]  # their clients hung up
+    lost = (
+        cold(rooms) - rooms["rooms_total", "cold", "prefill_aborted"]
+    )  # their clients disconnected
     assert lost <= COLD_SHARE * (rooms[WARM] + lost)
 
 
@@ -168,12 +171,12 @@ BOTH = "decode", "prefill"
         (UP, "nixl", "mla", BOTH), (DOWN, "mooncake", "mla", BOTH),
     ],
 )  # fmt: skip
-def test_nobody_pays_for_another(
+def test_disconnects_and_killed_servers_affect_no_other_client(
     of: tuple[tuple[str, ...], ...], backend: str, pair: str, killed: tuple[str, ...],
     reference: Reference,
 ) -> None:  # fmt: skip
-    """A server may also die when a third of a crowd has its answers. Half of the time is the wait
-    for what a killed server's requests leave."""
+    """Clients that disconnect, or a server that is killed, affect no other client's answer. Half of
+    the test's time is the wait for the timeouts of a killed server's requests."""
     known = reference(pair, ())
     asked, expected = (prompts(pair=pair) + cousins(pair)) * 3, (known.fixed + known.cousins) * 3
     with watched(Topology(*of, ENABLE, ENABLE, backend=backend), pair) as running:

@@ -1,6 +1,6 @@
-"""A pair whose sides run different releases of SGLang, as in a rolling upgrade.
+"""Pairs whose sides run different releases of SGLang, as during a rolling upgrade.
 
-Which mixes SGLang itself serves is measured beside it, without the plugin.
+The same mix also runs without the plugin, to show whether SGLang itself serves it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANSWER_S = 60.0
 
 
 def python(version: str) -> Path:
-    """Return the interpreter of that release's environment (scripts/env.sh)."""
+    """Return the Python interpreter of a release's environment (scripts/env.sh)."""
     name = ".venv" if version == SUPPORTED_SGLANG[-1] else f".venv-{version}"
     found = ROOT / name / "bin" / "python"
     if not found.exists():
@@ -38,7 +38,7 @@ def python(version: str) -> Path:
 
 
 def answers_of(prefill: str, decode: str, backend: str, flags: tuple[str, ...]) -> list[Answer]:
-    """Raises RequestFailed."""
+    """Start this mix, and return its answers; raise RequestFailed if a request fails."""
     topology = Topology(TP2, TP1, flags, flags, backend=backend)
     with Fleet() as fleet:
         deployment = disaggregated(
@@ -52,7 +52,7 @@ def answers_of(prefill: str, decode: str, backend: str, flags: tuple[str, ...]) 
 
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 @pytest.mark.parametrize(("prefill", "decode"), permutations(SUPPORTED_SGLANG, 2))
-def test_a_mix_is_served_where_sglang_serves_it(
+def test_a_mix_is_served_if_sglang_serves_it(
     prefill: str, decode: str, backend: str, reference: Reference
 ) -> None:
     if (prefill, decode) not in MIXES[backend]:

@@ -1,4 +1,4 @@
-"""Pairs of real servers with mixkv do what the single server does."""
+"""Pairs of real servers with the plugin have the single server's output and accept length."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from .conftest import (
 pytestmark = START_TIMEOUT
 
 
-def test_output_and_accept_length_are_the_single_servers(pd: Measured) -> None:
-    """Every draft byte arrives once, and decode's page says what the answers do."""
+def test_output_and_accept_length_equal_the_single_servers(pd: Measured) -> None:
+    """Every draft byte arrives once, and decode's metrics agree with the answers."""
     same(pd.answers, pd.reference.fixed)
     all_arrived(pd.counts)
     if ranks(pd.case.decode) == 1:  # otherwise several ranks count
-        page_is_the_answers(pd.counts, pd.answers, "warm")
+        metrics_agree(pd.counts, pd.answers, "warm")
 
 
-def page_is_the_answers(counted: Counts, answers: list[Answer], *state: str) -> None:
+def metrics_agree(counted: Counts, answers: list[Answer], *state: str) -> None:
     assert counted["finished_requests_total", *state] == len(answers)
     rounds = sum(n for answer in answers for n in answer.rounds_by_right_drafts)
     right = sum(n * k for a in answers for k, n in enumerate(a.rounds_by_right_drafts))
@@ -57,8 +57,8 @@ def page_is_the_answers(counted: Counts, answers: list[Answer], *state: str) -> 
 
 
 def test_repeated_prompts(pd: Measured) -> None:
-    """The prefill finds them in its radix cache, unless they come to another of its DP ranks; with
-    a host cache, on the host. A decode server with a radix cache has most pages too."""
+    """Prefill finds repeated prompts in its radix cache, or in its host cache, unless they reach
+    another DP rank. A decode server with a radix cache needs less than half of the draft bytes."""
     fixed = pd.reference.fixed
     answers, counted = answered(pd.deployment, fixed, prompts(pair=pd.case.pair))
     same(answers, fixed)
@@ -71,15 +71,16 @@ def test_repeated_prompts(pd: Measured) -> None:
 
 
 def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
-    """Their first halves are in the caches, their second halves are new."""
+    """The first halves of the prompts are cached, and the second halves are new."""
     expected, of_pair = pd.reference.cousins, cousins(pd.case.pair)
     answers, counted = answered(pd.deployment, expected, of_pair, at_once=8)
     same(answers, expected)
     all_arrived(counted)
 
 
-def test_samples_that_would_share_a_number_are_refused(pd: Measured) -> None:
-    """The router gives all of them one. What follows is right."""
+def test_samples_that_would_share_a_room_are_rejected(pd: Measured) -> None:
+    """With `n` = 2, the router would give both samples the same room. The next request is
+    correct."""
     body = request_body(prompts(pair=pd.case.pair)[0])
     body["sampling_params"]["n"] = 2
     for url in [pd.deployment.url] * 20 + [server.url for server in pd.deployment.servers]:
@@ -88,8 +89,9 @@ def test_samples_that_would_share_a_number_are_refused(pd: Measured) -> None:
     same([pd.deployment.ask(prompts(pair=pd.case.pair)[0])], pd.reference.fixed[:1])
 
 
-def test_a_plain_request_at_a_pod_costs_nobody_else_anything(pd: Measured) -> None:
-    """The error refers its client to the router."""
+def test_a_request_that_bypasses_the_router_is_rejected(pd: Measured) -> None:
+    """A request without a room is rejected with HTTP 400, and the error tells the client to use the
+    router. The next request is correct."""
     body = request_body(prompts(pair=pd.case.pair)[0])
     for server in pd.deployment.servers:
         with pytest.raises(RequestFailed, match=r"HTTP 400 .*MIXKV-PAIR-09.* got none.* router"):
@@ -97,8 +99,9 @@ def test_a_plain_request_at_a_pod_costs_nobody_else_anything(pd: Measured) -> No
     same([pd.deployment.ask(prompts(pair=pd.case.pair)[0])], pd.reference.fixed[:1])
 
 
-def test_a_request_that_decode_retracts(pd: Measured) -> None:
-    """Prefill computes it again, with the same number (true retraction)."""
+def test_a_retracted_request_is_correct(pd: Measured) -> None:
+    """After true retraction, prefill computes the request again with the same room number, and the
+    output is correct."""
     prompt, before = prompts(pair=pd.case.pair)[0], pd.deployment.counters()
 
     def lines(response: requests.Response) -> Iterator[bytes]:
@@ -124,7 +127,7 @@ def test_a_request_that_decode_retracts(pd: Measured) -> None:
 def test_a_gqa_target_through_sglangs_staging_buffer(
     prefill: tuple[str, ...], decode: tuple[str, ...], reference: Reference
 ) -> None:
-    """SGLang stages the target's heads, the channel the drafter's: each its own."""
+    """SGLang's staging buffer moves the target's heads while the channel moves the drafter's."""
     case = Case("staging buffer", (*prefill, *PAGES), (*decode, *PAGES), "gqa")
     expected = reference("gqa", ()).fixed
 
@@ -142,8 +145,8 @@ def test_a_gqa_target_through_sglangs_staging_buffer(
 
 @pytest.mark.full
 @pytest.mark.parametrize("pair", ["mla-dflash", "mla"])
-def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> None:
-    """The drafter is cold, the output is the single server's."""
+def test_a_pair_with_a_drafter_only_on_decode(pair: str, reference: Reference) -> None:
+    """The output equals the single server's, with a cold drafter."""
     case = Case("decode alone drafts", TP2, TP1, pair)
     case.skip_unserved()
     expected = reference(pair, ()).fixed
@@ -155,4 +158,4 @@ def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> 
     assert counted["rooms_total", "cold", "no_drafter"] == cold(counted) == len(answers)
     assert counted[WARM] == counted[SENT] == 0
     if pair == "mla":
-        page_is_the_answers(counted, answers, "cold", "no_drafter")
+        metrics_agree(counted, answers, "cold", "no_drafter")

@@ -1,7 +1,7 @@
-"""Both routers in front of a pair: SGLang's, and its successor smg. Their policies, what they do
-about a prefill server that decode refuses, and what a client sees of it.
+"""Pairs behind SGLang's router and behind its successor smg: all policies, retries after decode has
+refused a prefill server, and the errors that a client gets.
 
-The servers start once for all routers of a test: a router starts in a second.
+The servers start once for the module, since a router takes only a second to start.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ CASES = [
 ]
 
 Prefill = tuple[Launch, int]
-"""A prefill server, and its bootstrap port."""
+"""A prefill server and its bootstrap port."""
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Two prefill servers with the plugin and one without, and a decode server with it."""
+    """Two prefill servers with the plugin, one without, and a decode server with the plugin."""
 
     fitting: list[Prefill]
     stock: Prefill
@@ -74,7 +74,9 @@ def router(
 
 
 @pytest.mark.parametrize(("name", "policy"), CASES)
-def test_a_policy(name: str, policy: str, servers: Servers, reference: Reference) -> None:
+def test_each_routing_policy(
+    name: str, policy: str, servers: Servers, reference: Reference
+) -> None:
     expected = reference("mla", ()).fixed
     with router(name, servers, servers.fitting, "--policy", policy) as deployment:
         answers, counted = answered(deployment, expected, prompts())
@@ -84,7 +86,7 @@ def test_a_policy(name: str, policy: str, servers: Servers, reference: Reference
 
 @pytest.mark.parametrize("retries", [(), ("--disable-retries",)], ids=["retries", "none"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_client_sees_why_its_request_is_refused(
+def test_a_client_gets_the_reason_of_a_refusal(
     name: str, retries: tuple[str, ...], servers: Servers
 ) -> None:
     with (
@@ -95,7 +97,7 @@ def test_a_client_sees_why_its_request_is_refused(
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_retry_finds_a_server_that_fits(
+def test_a_retry_reaches_a_server_with_the_plugin(
     name: str, servers: Servers, reference: Reference
 ) -> None:
     expected = reference("mla", ()).fixed
@@ -105,8 +107,8 @@ def test_a_retry_finds_a_server_that_fits(
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_client_sees_that_prefill_aborted_its_request(name: str, servers: Servers) -> None:
-    """Decode, which stands still meanwhile, asks prefill for it only afterwards."""
+def test_a_client_gets_an_abort_by_prefill(name: str, servers: Servers) -> None:
+    """Prefill aborts the request while decode is paused, before decode has contacted prefill."""
     (prefill, _), decode = servers.fitting[0], servers.decode
     with (
         router(name, servers, servers.fitting[:1], "--disable-retries") as deployment,
@@ -114,7 +116,7 @@ def test_a_client_sees_that_prefill_aborted_its_request(name: str, servers: Serv
     ):
         post(f"{decode.url}/pause_generation", {"mode": "in_place"}).raise_for_status()
         asked = pool.submit(deployment.ask, prompts()[0])
-        for _ in range(10):  # until prefill has it
+        for _ in range(10):  # prefill may not have the request yet
             post(f"{prefill.url}/abort_request", {"abort_all": True}).raise_for_status()
             wait([asked], timeout=0.3)
         post(f"{decode.url}/continue_generation", {}).raise_for_status()

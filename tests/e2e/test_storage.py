@@ -1,8 +1,8 @@
-"""Servers that share HiCache's storage, Mooncake's store: what comes back from there has the draft
-KV of this rank's heads, whatever the attention-TP size of who wrote it.
+"""Servers of different attention-TP sizes share HiCache's storage (Mooncake's store), and each rank
+reads the draft KV of its own heads.
 
-What is stored outlives the servers. Each is made to forget what it has itself, so that what it
-finds comes from the store.
+Stored pages outlive the servers. The servers' own caches are flushed, so that hits come from the
+store.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 def flags(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the flags of a server that waits for all that the store has of a prompt."""
+    """Return the flags of a server that uses the store, and waits until all stored pages of a
+    prompt are loaded."""
     return (
         *BY_PAGE, "--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config",
         json.dumps(config), "--hicache-storage-prefetch-policy", "wait_complete",
@@ -53,14 +54,14 @@ def flags(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def forget(deployment: Deployment, config: dict[str, Any]) -> None:
-    """Flush the servers' caches; stored pages stay."""
+    """Flush the servers' own caches. Stored pages remain."""
     assert stored(config) > 0
     for server in deployment.servers:
         request("POST", f"{server.url}/flush_cache?timeout=60", headers=HEADERS)
 
 
 def attach(url: str, backend: str, config: dict[str, Any]) -> None:
-    """Attach the storage while the server runs."""
+    """Attach the storage to a running server."""
     body = {
         "hicache_storage_backend": backend, "hicache_write_policy": "write_through",
         "hicache_storage_backend_extra_config_json": json.dumps(config),
@@ -78,7 +79,8 @@ def running(pair: str, prefill: tuple[str, ...], decode: tuple[str, ...]) -> Ite
 
 
 def asked(deployment: Deployment, pair: str, expected: list[Answer]) -> tuple[list[int], Counts]:
-    """Tokens of each prompt that prefill found in the store; all is as the single server's."""
+    """Send the prompts, check the answers against the single server's, and return the number of
+    tokens of each prompt that prefill found in the store."""
     answers, counted = answered(deployment, expected, prompts(pair=pair))
     print("from storage", [answer.storage_tokens for answer in answers], counted[NEEDED])
     same(answers, expected)
@@ -89,7 +91,7 @@ def asked(deployment: Deployment, pair: str, expected: list[Answer]) -> tuple[li
 @pytest.mark.parametrize("pair", ["mla", "gqa"])
 def test_servers_of_both_sizes_share_a_store(pair: str, reference: Reference) -> None:
     expected = reference(pair, ()).fixed
-    # The first prompt was asked when the servers came up.
+    # The first prompt is excluded, since it was sent when the servers started.
     pages = [len(prompt) // 16 * 16 for prompt in prompts(pair=pair)][1:]
     with Fleet() as fleet:
         config = store(fleet, prefetch_threshold=16)
@@ -101,8 +103,8 @@ def test_servers_of_both_sizes_share_a_store(pair: str, reference: Reference) ->
             found, _ = asked(of_two, pair, expected)
             assert found[1:] == pages
             forget(of_two, config)
-        # The other size, on both sides. Decode has what its own size's prefill has stored; prefill
-        # has the target's pages at most, which are no hit without the drafter's.
+        # The sizes are swapped. Decode finds the pages that the first prefill server stored at this
+        # size. Prefill finds only the target's pages, which are no hit without the drafter's.
         with running(pair, (*TP1, *HOST_CACHE, *stores), (*TP2, *DECODE_HOST, *stores)) as other:
             found, counted = asked(other, pair, expected)
             assert not any(found)
@@ -111,7 +113,7 @@ def test_servers_of_both_sizes_share_a_store(pair: str, reference: Reference) ->
             found, _ = asked(other, pair, expected)
             assert found[1:] == pages
             forget(other, config)
-        # Again the first size, after a restart; prefill gets its store while it runs.
+        # The first sizes again, after a restart. Prefill attaches the store while it runs.
         later = (*TP2, *HOST_CACHE, *BY_PAGE, "--admin-api-key", KEY)
         with running(pair, later, (*TP1, *DECODE_HOST, *stores)) as again:
             with pytest.raises(RequestFailed, match=r"MIXKV-START-03.*other than mooncake"):
@@ -123,9 +125,9 @@ def test_servers_of_both_sizes_share_a_store(pair: str, reference: Reference) ->
             assert counted[NEEDED] < alone[NEEDED] / 2
 
 
-def test_without_the_plugin_a_smaller_size_reads_other_heads(reference: Reference) -> None:
-    """Single servers of stock SGLang, one after the other: the output is right, the drafter is
-    not."""
+def test_stock_reads_wrong_heads_at_a_smaller_size(reference: Reference) -> None:
+    """Stock single servers of TP 2 and then TP 1 use one store. The second one's output is correct,
+    but its accept length collapses."""
     expected = reference("mla", ()).fixed
     found = []
     with Fleet() as shared:

@@ -1,4 +1,4 @@
-"""Weights that are updated on one server alone are seen, on both, within a minute."""
+"""If weights are updated on only one server, both servers report it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ WEIGHTS = "weights_total"
 
 
 def counted(pair: Deployment) -> dict[str, int]:
-    """Requests on both sides, by state."""
+    """Return the weight comparisons on both sides, by result."""
     found = pair.counters()
     return {state: int(found[WEIGHTS, state]) for state in ("same", "different", "unknown")}
 
 
 def update(pair: Deployment, server: int, version: str) -> None:
-    """Load what the server has once more, under another name."""
+    """Load the server's weights again under another version."""
     url = pair.servers[server].url
     path = request("GET", f"{url}/get_model_info").json()["model_path"]
     body = {"model_path": path, "weight_version": version, "flush_cache": True}
     assert request("POST", f"{url}/update_weights_from_disk", 120, json=body).json()["success"]
 
 
-def test_an_updated_decode_and_a_forgotten_prefill_are_seen() -> None:
+def test_different_weight_versions_are_reported() -> None:
     case = Case("weights", TP2, TP1)
     case.skip_unserved()
     asked = prompts(4)
@@ -44,7 +44,7 @@ def test_an_updated_decode_and_a_forgotten_prefill_are_seen() -> None:
         update(pair, 1, "v2")
         assert [pair.ask(prompt).tokens for prompt in asked] == answers
         now = counted(pair)
-        # two prefill ranks and a decode rank, which has a peer on each
+        # two prefill ranks with one peer each, and a decode rank with two
         assert (now["same"], now["different"]) == (0, 4 * len(asked))
         assert now["unknown"] == before["unknown"]
         said = [one.what for one in status(*look(urls)).wrong]

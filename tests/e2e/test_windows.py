@@ -1,7 +1,8 @@
-"""A drafter with a window, on a decode server that gets no more of a prompt than it reads.
+"""A drafter with a window needs only the rows in its window.
 
-The target is in the middle of its answer, so that what is drafted next lies within the window, and
-the prompt's first rows do not. Rows of decode's pool that nothing was put in are poison.
+The first prompts end in the middle of an answer, so that the next tokens depend on rows inside the
+window, while the prompt's first rows are outside. Decode's pool is poisoned, so that reading a row
+that was not sent would lower the accept length.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ pytestmark = [START_TIMEOUT, pytest.mark.full]
 
 @pytest.mark.parametrize(
     ("pair", "length", "cache", "moved"),
-    # Of prompts of 162 and 82 tokens, with windows of 104 and 56, in pages of 16.
+    # Prompts have 162 and 82 tokens, windows 104 and 56, pages 16.
     [("mla", 96, (), 114), ("mla-dflash", 48, (), 66), ("mla", 96, DECODE_CACHE, 162)],
     ids=["eagle3", "dflash", "eagle3, decode's cache"],
 )
-def test_what_is_left_out_is_never_read(
+def test_rows_outside_the_window_are_not_needed(
     pair: str, length: int, cache: tuple[str, ...], moved: int
 ) -> None:
-    """Nothing is left out with a prefix cache on decode, since a shorter prompt shares a longer
-    one's rows."""
+    """Rows outside the window are neither sent nor read. With a prefix cache on decode all rows are
+    sent, since a shorter prompt may reuse them."""
     source, half = random.Random(1), length // 2
     strings = [source.sample(SYMBOLS, length) for _ in range(4)]
     prompts = [[BOS, *one, SEP, *one[: length * 2 // 3]] for one in strings]
