@@ -1,4 +1,4 @@
-"""Configuration, and the checks at start."""
+"""The configuration, and the checks of SGLang's arguments at start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_mixkv.errors import MixKVError
 def parse(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    add_flags(parser)  # a second time is no error
+    add_flags(parser)  # a second call must not raise
     return parser.parse_args(argv)
 
 
@@ -40,10 +40,10 @@ VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         {"{}": {}, '{"num_threads": "4"}': {"num_threads": "4"}}, ("{", "[]", '{"a": 4}', "a=b"),
     ),
 }  # fmt: skip
-"""Of each setting: texts inside of its bounds and their values, and texts outside."""
+"""Per setting: valid texts with their values, and invalid texts."""
 
 
-def test_every_setting_has_bounds_and_empty_means_its_default() -> None:
+def test_every_setting_has_bounds_and_a_default() -> None:
     assert set(VALUES) == {one.field for one in config.SETTINGS} == set(Config.__struct_fields__)
     assert resolve(None, {one.environ: " " for one in config.SETTINGS}) == Config()
     assert resolve(parse("--enable-mixkv"), {"SGLANG_ENABLE_MIXKV": "0"}).enabled
@@ -53,7 +53,7 @@ def test_every_setting_has_bounds_and_empty_means_its_default() -> None:
 def test_the_bounds_of_a_setting(
     setting: config.Setting, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A value outside is refused with the setting's name and what was expected."""
+    """An invalid value raises an error that names the setting and the expected value."""
     inside, outside = VALUES[setting.field]
     flag = "" if setting.field == "enabled" else setting.flag
     for text, value in inside.items():
@@ -75,8 +75,12 @@ def test_the_bounds_of_a_setting(
 
 
 @pytest.mark.parametrize("service", ["SGLANG_MIXKV_ROUTER", "SGLANG_MIXKV"])
-def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
-    """A service called sglang-mixkv is the exception: its address has a setting's name."""
+def test_kubernetes_service_variables_are_ignored(service: str) -> None:
+    """Variables that Kubernetes sets for a service are not rejected as unknown settings.
+
+    A service named sglang-mixkv also sets SGLANG_MIXKV_PORT, which is a setting's name. The test
+    leaves that one out.
+    """
     ends = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80",
             "PORT": "tcp://10.0.0.1:80", "PORT_80_TCP": "tcp://10.0.0.1:80",
             "PORT_80_TCP_PROTO": "tcp", "PORT_80_TCP_ADDR": "10.0.0.1"}  # fmt: skip
@@ -88,7 +92,7 @@ def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
 
 
 def arguments(**changed: object) -> SimpleNamespace:
-    """Resolved arguments of a server that is supported."""
+    """Return the resolved arguments of a supported server."""
     base = {
         "disaggregation_mode": "prefill",
         "disaggregation_transfer_backend": "mooncake",
@@ -122,8 +126,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_what_sglang_sets_by_itself_is_no_flag_to_drop() -> None:
-    """SGLang sets some flags itself for some models; only a flag that was given can be dropped."""
+def test_an_error_names_who_set_a_flag() -> None:
+    """An error asks the user to drop a flag only if the user gave that flag.
+
+    SGLang sets some flags itself for some models.
+    """
     given, resolved = arguments(), arguments(enable_multi_layer_eagle=True, use_ray=True)
     rules = refusals.ARGUMENT_RULES
     for raw, word in ((given, "sets it itself"), (resolved, "drop the flag")):
@@ -142,7 +149,7 @@ WITH_A_DRAFTER = [
 ]
 
 
-def test_each_unsupported_choice_is_refused_by_a_rule_of_its_own() -> None:
+def test_each_unsupported_flag_has_its_own_rule() -> None:
     hit = set[str]()
     for changed, name in (*REFUSED, *WITH_A_DRAFTER):
         (refusal,) = refused(arguments(**changed))
@@ -172,7 +179,7 @@ SERVED = [
 ]
 
 
-def test_what_is_supported_or_left_to_sglang_is_not_refused() -> None:
+def test_supported_flags_are_not_refused() -> None:
     for changed in SERVED:
         assert refused(arguments(**changed)) == [], changed
     for changed, _ in WITH_A_DRAFTER:
@@ -187,10 +194,13 @@ UNSERVED = {
 
 
 @pytest.mark.parametrize("release", [*releases.UNSERVED, "99.0"])
-def test_what_a_release_does_not_serve_is_refused_there(
+def test_features_that_a_release_lacks_are_refused(
     release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An untested one is taken for the newest."""
+    """A feature that a release lacks is refused on that release.
+
+    An unknown release is treated as the newest one.
+    """
     monkeypatch.setattr(releases, "sglang_version", lambda: release)
     refused_there = releases.UNSERVED.get(release, releases.UNSERVED["0.5.23"])
     off, on = (0, 1) if release == "0.5.21" else (1, 0.9)
@@ -208,8 +218,11 @@ def test_what_a_release_does_not_serve_is_refused_there(
     assert set(refused_there[1:]) <= set(UNSERVED)
 
 
-def test_every_field_of_the_record_is_there_in_another_process() -> None:
-    """SGLang pickles ServerArgs with it, and reads its dumps where the plugin is not installed."""
+def test_the_configuration_survives_pickling() -> None:
+    """The attached configuration survives pickling without a reference to the plugin.
+
+    SGLang pickles its ServerArgs, and unpickles dumps of them where the plugin is not installed.
+    """
     given = {
         "enabled": True, "staging_mb": 3, "on_draft_mismatch": "cold", "patience": 0.5,
         "allow_untested_sglang": True, "port": 2000, "data_plane": "nixl",
@@ -222,4 +235,4 @@ def test_every_field_of_the_record_is_there_in_another_process() -> None:
     assert b"sglang_mixkv" not in text
     assert msgspec.structs.asdict(config.config_of(pickle.loads(text))) == given
     config.attach(stock := SimpleNamespace(), config.Config())
-    assert not vars(stock), "SGLang is untouched"
+    assert not vars(stock), "a disabled plugin must not change SGLang's arguments"

@@ -1,5 +1,7 @@
-"""The conditions on which the stand-in for sgl_kernel and the hooks of the CPU engine act. What
-they do is tested by servers on it, in tests/e2e."""
+"""The conditions under which the CPU engine's sgl_kernel replacement and its hooks are active.
+
+Servers on the CPU engine in tests/e2e test their behaviour.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from mixkv_cpu import support
 
 
 def printed(code: str, *flags: str, **environ: str) -> str:
-    """Return what a fresh Python prints, with the engine's environment."""
+    """Return the output of a new Python process in the CPU engine's environment."""
     env = {**os.environ, **cpu.launch_env(), **environ}
     command = [sys.executable, *flags, "-c", code]
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
@@ -26,7 +28,7 @@ def printed(code: str, *flags: str, **environ: str) -> str:
     [("0", None), ("0", "sm90/common_ops.abi3.so"), ("1", "common_ops.abi3.so")],
     ids=["off", "off on CUDA", "on with real CPU kernels"],
 )
-def test_the_real_package_is_handed_through(
+def test_the_real_package_is_imported_if_usable(
     tmp_path: Path, engine: str, compiled: str | None
 ) -> None:
     package = tmp_path / "sgl_kernel"
@@ -39,8 +41,11 @@ def test_the_real_package_is_handed_through(
     assert printed("import sgl_kernel; print(sgl_kernel.name)", "-S", **environ) == "other\n"
 
 
-def test_sglang_finds_it_where_the_folder_is_on_the_path() -> None:
-    """SGLang's own switch is not enough, since any server on a CPU has it."""
+def test_sglang_finds_the_cpu_engine_on_pythonpath() -> None:
+    """The entry point of the CPU engine exists only if its folder is on PYTHONPATH.
+
+    SGLang's own environment variable for CPU engines is not enough, since any CPU server sets it.
+    """
     code = "from importlib.metadata import entry_points\n"
     code += "print([p.load() for p in entry_points(name='mixkv_cpu')])"
     assert support.install.__name__ in printed(code)
@@ -51,7 +56,7 @@ def test_sglang_finds_it_where_the_folder_is_on_the_path() -> None:
 def test_support_is_inert_without_the_cpu_engine(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    """It does not even ask for SGLang's hook registry."""
+    """Without the environment variable, `install` does not import SGLang's hook registry."""
     monkeypatch.setenv(cpu.CPU_ENGINE_ENV, value)
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
     support.install()

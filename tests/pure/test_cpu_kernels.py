@@ -1,5 +1,7 @@
-"""Attention of the CPU engine against plain loops. Its other kernels: the pairs' accept lengths in
-tests/e2e, which has a host cache too."""
+"""The CPU engine's attention kernels agree with a plain reference.
+
+The accept lengths of the pairs in tests/e2e test the engine's other kernels.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def _seeded() -> None:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window: int) -> Tensor:
-    """Compute the last len(q) positions of one request, whose keys and values lie at ``slots``."""
+    """Compute attention of one request's last len(q) positions; its KV is at ``slots``."""
     at = torch.arange(len(slots))
     behind = at[-len(q) :, None] - at
     seen = (behind >= 0) & ((behind < window) | (window == 0))
@@ -58,7 +60,10 @@ class Cache:
     ids=["mha", "gqa", "mla"],
 )
 def test_attention(heads, kv_heads, width, value_width, mla, new, given, window) -> None:
-    """Rows that are given are not in the cache yet, where a decode stores them."""
+    """Attention equals the reference, whether k and v come as arguments or from the cache.
+
+    A decode step also stores the given k and v in the cache.
+    """
     kv = Cache(kv_heads, width, value_width, mla)
     tokens = torch.cat([kv.slots(i)[-n:] for i, n in enumerate(new)])
     k, v = (x[tokens].flatten(1) if given else None for x in (kv.k, kv.v))

@@ -1,4 +1,4 @@
-"""The demo's evaluation of its runs."""
+"""The report of the demo's runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ RIGHT, OTHER = (Answer((1, 2, 3, last), 1, (), seconds=1.0) for last in (4, 9))
     [("stock", RIGHT, 0), ("stock", OTHER, 1), ("stock", None, 0), ("mixkv", RIGHT, 0),
      ("mixkv", OTHER, 1), ("mixkv", None, 1)],
 )  # fmt: skip
-def test_requests_may_fail_with_stock_alone(name: str, answer: Answer | None, found: int) -> None:
+def test_only_a_stock_run_may_have_failed_requests(
+    name: str, answer: Answer | None, found: int
+) -> None:
     reference = [RIGHT, RIGHT]
     runs = [
         report.summarise("single", reference, reference, None),
@@ -31,7 +33,7 @@ def test_requests_may_fail_with_stock_alone(name: str, answer: Answer | None, fo
     assert ("1 failed" in shown.getvalue()) == (answer is None)
 
 
-def test_a_terminal_of_80_columns_has_a_line_for_each_run() -> None:
+def test_the_report_fits_80_columns() -> None:
     shares, shown = [0.99, 0.98, 0.94], io.StringIO()
     runs = [
         report.Run(name, 3.911, shares, True, 0, 1234.5, 98_765_432, 98_765_432)

@@ -1,5 +1,7 @@
-"""The interpreter's end in the middle of traffic: no thread of the plugin is left to be ended by it
-in the middle of a call, which aborts the process where that call is in C++."""
+"""All threads of the plugin have ended when the interpreter exits, even during traffic.
+
+A thread that the exiting interpreter ends inside a C++ call aborts the process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent.parent
-ROOMS = 20  # before the end
+ROOMS = 20  # rooms to complete before the exit
 
 
 def left() -> None:
@@ -25,7 +27,7 @@ def left() -> None:
 
 
 def run(plane: str, hangs: str) -> None:
-    atexit.register(left)  # before the plugin is imported, so that it is called after its own
+    atexit.register(left)  # before the import of the plugin, so that it runs after its exit hooks
     from rig.channel import threads
 
     from sglang_mixkv.background import Background, in_thread
@@ -36,7 +38,7 @@ def run(plane: str, hangs: str) -> None:
 
     makes: dict[str, Any] = {"mooncake": lambda: Mooncake("127.0.0.1"), "nixl": Nixl}
     planes = [makes[plane]() if plane in makes else None for _ in range(2)]
-    copier.AT_ONCE = 0 if plane == "copies" else copier.AT_ONCE  # in threads of their own
+    copier.AT_ONCE = 0 if plane == "copies" else copier.AT_ONCE  # 0: copy in separate threads
     prefill = threads.Prefill(Times(), plane=planes[0])
     decode = threads.Decode(Times(), plane=planes[1])
     peer, background, done = decode.reach(prefill.row), Background("mixkv-ask", 2), list[int]()
@@ -63,8 +65,11 @@ def run(plane: str, hangs: str) -> None:
     ("plane", "hangs"),
     [("fake", ""), ("copies", ""), ("fake", "hangs"), ("mooncake", ""), ("nixl", "")],
 )
-def test_no_thread_is_left_at_the_end(plane: str, hangs: str) -> None:
-    """A thread that hangs may be left, since nothing waits for it."""
+def test_no_thread_is_left_at_exit(plane: str, hangs: str) -> None:
+    """At the exit, no thread of the plugin is alive except a hung one.
+
+    The exit does not wait for a hung thread.
+    """
     env = os.environ | {
         "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp",
     }  # fmt: skip
@@ -78,10 +83,10 @@ def test_no_thread_is_left_at_the_end(plane: str, hangs: str) -> None:
     assert "pending" not in ended.stderr
 
 
-def test_several_hung_threads_delay_the_end_no_longer_than_one(
+def test_several_hung_threads_share_the_exit_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Threads that end leave the others what is left of the time."""
+    """All threads together get END_S seconds to end."""
     from sglang_mixkv import background
 
     takes, given = {"mixkv-a": 0.2, "mixkv-b": 60, "mixkv-c": 60, "other": 60}, dict[str, float]()

@@ -1,4 +1,4 @@
-"""Short runs of the fuzzer over every target find nothing, and a guard that is not there."""
+"""Short runs of the fuzzer find nothing in the package, and find the fault of a removed guard."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ GUARDS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "memory of a peer": ("endpoint", "outside the peer's memory", data_plane.DataPlane,
                          {"name": "_are_inside", "value": lambda self, peer, extents: True}),
 }  # fmt: skip
-"""Of each guard the target, what is found without it, and what is put in its place."""
+"""Per guard: the fuzz target, the fault found without the guard, the owner, the replacement."""
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-def test_without_a_guard_it_is_found(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fuzzer_finds_a_removed_guard(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, found, owner, change = GUARDS[guard]
     assert fuzz.fuzz(target, 1, RUNS) == (b"", "")
     monkeypatch.setattr(owner, **change)

@@ -1,4 +1,4 @@
-"""The rules about who may import what, checked on the source and in a process."""
+"""The import rules of the package, checked in the source and in a separate process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HEAVY = {"sglang", "torch", "triton", "mooncake", "nixl", "sgl_kernel"}
 NEED_AN_ENGINE = ("engine/", "guards/", "draft/rows.py", "draft/rows_gpu.py", "draft/kernels.py")
 LIGHT = ("engine/releases.py", "engine/seams.py")
 
-# Folder or file -> packages beyond the standard library that it may import, and of the plugin
-# which parts ("": names of the package itself). The longest path that fits decides.
+# Folder or file -> the third-party packages and the parts of the plugin that it may import. A part
+# "" means names of the package itself. The rule with the longest matching path applies.
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "errors.py": (set(), set()),
     "background.py": (set(), set()),
@@ -30,7 +30,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "refusals.py": (set(), {"config"}),
     "series.py": (set(), {"", "decode.cold", "errors"}),
     "draft/": ({"msgspec", "numpy"}, {"draft", "errors"}),
-    # for the type of Store.plane alone
+    # channel.data_plane only for the type of Store.plane
     "draft/copier.py": ({"msgspec"}, {"channel.data_plane", "draft"}),
     "draft/rows.py": ({"numpy", "torch"}, {"draft"}),
     "draft/cuda.py": (set(), set()),
@@ -97,7 +97,7 @@ def is_package(module: str) -> bool:
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """Modules that this statement, or call of importlib, names."""
+    """Yield the modules that an import statement, or a call of importlib, names."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -109,7 +109,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def is_allowed(module: str, own: set[str]) -> bool:
-    """Return True if this module is one of these places or lies in one of them."""
+    """Return True if the module is one of these parts of the plugin or lies in one of them."""
     rest = module.removeprefix("sglang_mixkv").removeprefix(".")
     if not is_package(module) and not (ROOT / (module.replace(".", "/") + ".py")).is_file():
         rest = rest.rpartition(".")[0]  # a name in a module
@@ -117,7 +117,7 @@ def is_allowed(module: str, own: set[str]) -> bool:
 
 
 def violations(file: str, source: str) -> list[str]:
-    """Return the imports of a file that RULES does not allow it."""
+    """Return the imports of a file that RULES does not allow."""
     outside, own = rule_of(file)
     modules = (module for node in ast.walk(ast.parse(source)) for module in imported(node))
     return [
@@ -129,8 +129,9 @@ def violations(file: str, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", sorted(map(str, FILES)))
-def test_a_file_imports_what_its_place_allows(file: str) -> None:
-    """A file does not even name what stands beside the package, since the wheel lacks it."""
+def test_a_file_imports_only_what_its_rule_allows(file: str) -> None:
+    """A file imports only what RULES allows, and the package does not mention mixkv_cpu or
+    mixkv_demo, which the wheel lacks."""
     assert violations(file, text_of(file)) == []
     assert file.startswith(BESIDE) or not [name for name in BESIDE if name in text_of(file)]
 
@@ -145,8 +146,11 @@ def test_a_forbidden_import_is_found() -> None:
         assert len(violations(file, line)) == 1, line
 
 
-def test_what_needs_no_engine_loads_without_one() -> None:
-    """A separate process also shows what is imported through another module."""
+def test_light_modules_load_no_engine() -> None:
+    """A new process that imports all light modules loads none of the heavy packages.
+
+    This also finds imports through another module.
+    """
     light = [
         "sglang_mixkv." + file.removesuffix(".py").replace("/", ".")
         for file in map(str, FILES)

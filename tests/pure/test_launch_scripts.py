@@ -1,4 +1,4 @@
-"""The launch scripts print the command that each topology needs; nothing is started."""
+"""The launch scripts print the right command for each topology. No test starts a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECODE = f"--disaggregation-mode decode --disaggregation-transfer-backend moonca
 
 
 def script(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run one script with these variables and nothing else of this environment but PATH."""
+    """Run one script with these environment variables and PATH alone."""
     env = {"PATH": os.environ["PATH"], **variables}
     return subprocess.run(
         ["bash", str(LAUNCH / name), *arguments], env=env, text=True, capture_output=True,
@@ -59,8 +59,8 @@ DSPARK = {"SPEC_ALGORITHM": "DSPARK", "SPEC_BLOCK": "7", "DRAFT": ""}
         ("decode", DSPARK, "DSPARK --speculative-dspark-block-size 7 --enable-mixkv"),
     ],
 )  # fmt: skip
-def test_each_topology(name: str, variables: dict[str, str], flags: str) -> None:
-    """Block drafters have flags of their own."""
+def test_the_command_of_each_topology(name: str, variables: dict[str, str], flags: str) -> None:
+    """The printed command ends with the flags of its topology and drafter."""
     command = " ".join(printed(f"{name}.sh", **{**MODELS, **variables}))
     assert command.startswith(f"{SERVER} --")
     assert command.endswith(f" {flags}")
@@ -79,7 +79,10 @@ def test_router_names_every_server() -> None:
 
 
 def test_the_printed_command_is_the_one_that_runs() -> None:
-    """The launcher prints its arguments, one a line; further arguments arrive unchanged."""
+    """The script runs the command that `--dry-run` prints, with further arguments unchanged.
+
+    LAUNCHER is set to a command that prints its arguments, one per line.
+    """
     more = ["--log-level", "two words", "--chat-template", "a'b\"c$HOME"]
     variables = {**MODELS, "LAUNCHER": "printf %s\\n", "MIXKV": "0", "SPEC_ALGORITHM": ""}
     dry = printed("prefill.sh", *more, **variables)
@@ -103,9 +106,12 @@ def test_a_missing_variable_is_named() -> None:
     assert printed("prefill.sh", NNODES="2", **variables)
 
 
-def test_what_would_start_another_server_stops_the_script() -> None:
-    """In bash, DP=eight only makes a comparison fail. A plugin that is not installed cannot
-    object: with the variable alone SGLang would start as stock."""
+def test_a_script_rejects_wrong_values() -> None:
+    """A script rejects values with which it would start a different server than requested.
+
+    In bash, DP=eight only makes a comparison fail. And SGLANG_PLUGINS without mixkv would start
+    stock SGLang, since a plugin that is not loaded raises no error.
+    """
     for name, text in {"DP": "eight", "TP": "8 ", "NNODES": "-1"}.items():
         words = f"{name}: expected a whole number, got '{text}'"
         refused("decode.sh", words, **MODELS, **{name: text})

@@ -1,4 +1,4 @@
-"""The plugin's logs inside a server, judged by its source: little, and in SGLang's format."""
+"""The package's source logs sparingly, and in SGLang's format."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ PACKAGE = Path(sglang_mixkv.__file__).parent
 FILES = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "tools" not in path.parents]
 
 
-def test_little_is_logged_in_sglangs_format() -> None:
-    """The banner, when a manager is made, is the only line below WARNING that is not DEBUG. Loggers
-    are below `sglang`, since some launchers (Dynamo) give that logger handlers, and the root
-    none."""
+def test_only_the_banner_is_logged_at_info() -> None:
+    """Only the banner is logged at INFO, and all loggers are children of `sglang`.
+
+    Some launchers (Dynamo) add handlers to the `sglang` logger, and none to the root logger.
+    """
     nodes = [(path.name, node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
     calls = [(name, ast.unparse(node)) for name, node in nodes if isinstance(node, ast.Call)]
     assert {text for _, text in calls if text.startswith("logging.")} == {

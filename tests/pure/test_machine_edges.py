@@ -1,4 +1,4 @@
-"""Bounds and messages of the two machines, at equality and word for word."""
+"""Limits of the two machines, tested exactly at the limit, and the exact texts of messages."""
 
 from __future__ import annotations
 
@@ -27,43 +27,48 @@ AT = BEGAN
      (260, 65, 4096), (683, 170, 4096), (1024, 256, 4096), (16384, 4096, 4096)],
 )  # fmt: skip
 def test_slots_follow_the_staging_buffer(staging_mb: int, slots: int, rows: int) -> None:
-    """`rows`: KiB of each; one page more is for the header."""
+    """`rows`: the KiB of a slot without its header, which takes one more page."""
     assert slots_of(staging_mb) == (slots, (rows << 10) + 4096)
     assert slots * rows <= staging_mb << 10 < (slots + 1) * rows
 
 
-def test_the_slots_of_every_staging_buffer_can_be_copied() -> None:
-    """Every buffer has 64 slots or more."""
+def test_every_staging_buffer_gives_valid_slots() -> None:
+    """Every size of the staging buffer gives at least 64 slots of a size that kernels can copy."""
     for staging_mb in range(1, 16385):
         count, size = slots_of(staging_mb)
         assert (count >= 64, size % HEADER, size // 16 < 1 << 29) == (True, 0, True)
     assert HEADER % 16 == 0
 
 
-def test_quotas_and_lists_are_as_the_documents_say() -> None:
-    """A READY or a read has eight segments at most."""
+def test_quotas_and_list_lengths_are_as_documented() -> None:
+    """Quotas and list lengths are as documented; a READY or a read has at most eight segments."""
     assert (quota_of(SLOTS), list_of(SLOTS), list_of(4096)) == (32, 8, 8)
     assert [list_of(count) for count in (2, 8, 15, 16, 24, 40)] == [1, 1, 1, 2, 3, 5]
     quotas = {2: 2, 3: 2, 4: 2, 5: 2, 16: 8, 2047: 1023, 2048: 1024, 2050: 1024, 4096: 1024}
-    assert {count: quota_of(count) for count in quotas} == quotas  # of two one reads, one waits
+    assert {count: quota_of(count) for count in quotas} == quotas
 
 
-def test_readers_can_be_invented_up_to_the_documented_bounds() -> None:
+def test_the_documented_limits_of_open_readers() -> None:
     assert (machine.MAX_OPEN, machine.MAX_ALL) == (32_768, 131_072)
 
 
 @pytest.mark.parametrize(
     ("after", "doubtful"), [(0.0, True), (599.9, True), (600.0, True), (600.1, False)]
 )
-def test_a_number_is_doubted_as_long_as_prefill_may_hold_it(after: float, doubtful: bool) -> None:
+def test_a_room_number_is_ambiguous_for_600_s(after: float, doubtful: bool) -> None:
     numbers = RecentRooms(600.0)
     assert not numbers.is_ambiguous(7, AT)
     assert numbers.is_ambiguous(7, AT + after) is doubtful
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500), st.booleans())))
-def test_each_number_is_doubted_by_its_own_last_request(asked: list[tuple[int, int, bool]]) -> None:
-    """Whatever came of others meanwhile; and none is held that is not doubted any more."""
+def test_ambiguity_depends_on_a_numbers_own_last_request(
+    asked: list[tuple[int, int, bool]],
+) -> None:
+    """A room number is ambiguous for 600 s after its own last request, unless that was warm.
+
+    Other numbers do not matter, and numbers that are no longer ambiguous are dropped.
+    """
     numbers, last, now = RecentRooms(600.0), dict[int, float](), AT
     for number, after, warm in asked:
         now += after
@@ -84,7 +89,7 @@ def test_a_token_that_just_fits_a_slot_is_served() -> None:
 
 
 @pytest.mark.parametrize(("less", "held"), [(0.01, True), (0.0, False)])
-def test_an_early_open_is_held_as_long_as_sglang_waits(less: float, held: bool) -> None:
+def test_an_early_open_is_held_while_sglang_waits(less: float, held: bool) -> None:
     rank = Prefill()
     rank.until(rank.now + 400.0, step=0.9)
     rank.open(1)
@@ -96,8 +101,11 @@ def test_an_early_open_is_held_as_long_as_sglang_waits(less: float, held: bool) 
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from("abr")), min_size=20)
 )
-def test_each_early_room_is_held_by_its_own_last_open(opens: list[tuple[int, int, str]]) -> None:
-    """Whoever opens others meanwhile, or it again; a request (r) takes its own away."""
+def test_an_early_open_expires_after_its_rooms_last_open(opens: list[tuple[int, int, str]]) -> None:
+    """An early OPEN expires two seconds after the last OPEN of its room number.
+
+    OPENs of other numbers do not matter. A request ("r") consumes the OPENs of its own number.
+    """
     rank, last = Prefill(), dict[int, tuple[float, set[str]]]()
     rank.times.early_room = 2.0
     rank.do(rank.machine.tick)
@@ -118,7 +126,7 @@ def test_each_early_room_is_held_by_its_own_last_open(opens: list[tuple[int, int
         assert rank.violations == []
 
 
-def test_what_a_fail_of_either_side_says() -> None:
+def test_the_fail_messages_of_both_sides() -> None:
     rank = Prefill()
     rank.open(5, generation=77)
     rank.tell(rank.machine.begin, "use", 5)
@@ -139,8 +147,11 @@ def test_what_a_fail_of_either_side_says() -> None:
 
 @pytest.mark.parametrize("outcome", [SlotCheck.OK, SlotCheck.STALE, RuntimeError("copy")])
 @pytest.mark.parametrize("cold", [False, True])
-def test_copies_that_outlive_their_request_say_nothing_of_it(cold: bool, outcome: Any) -> None:
-    """No verdict, no strike, no reason; and its number stays doubtful, as one that was not warm."""
+def test_a_copy_that_outlives_its_request_has_no_effect(cold: bool, outcome: Any) -> None:
+    """A copy that ends after its request causes no verdict, strike or note.
+
+    The room number stays ambiguous, since the request was not warm.
+    """
     rank = Decode()
     rank.held_copies = []
     rank.open(1, number=9)
@@ -156,10 +167,14 @@ def test_copies_that_outlive_their_request_say_nothing_of_it(cold: bool, outcome
     assert rank.machine._recent.is_ambiguous(9, rank.now)
 
 
-def test_a_copy_that_a_closed_gate_stops_leaves_the_reason_to_the_end(
+def test_a_copy_stopped_by_a_closed_gate_is_no_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its outcome may come first: the scheduler closes the gate before it queues the end."""
+    """A copy stopped by a closed gate is not a failure: the request ends with its own reason.
+
+    The copy's outcome may arrive first, since the scheduler closes the gate before it queues the
+    end.
+    """
     rank, held = Prefill(), list[Any]()
     monkeypatch.setattr(rank, "pack", held.extend)
     rank.open(5, generation=77)
@@ -185,8 +200,11 @@ def test_a_copy_that_a_closed_gate_stops_leaves_the_reason_to_the_end(
         assert (other.verdicts, other.slots.free_slots) == ({}, SLOTS)
 
 
-def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
-    """All slots were another peer's; then one room's segments took them, and another's wait."""
+def test_a_read_that_has_just_begun_is_not_the_peers_fault() -> None:
+    """A peer whose segments waited for a local slot until recently gets no strike.
+
+    First the segments of another peer use all slots, and then those of one of the peer's two rooms.
+    """
     rank, other = Decode(slots=2), b"other___"
     rank.hung = {PREFILL, other}
     rank.now = AT
@@ -204,8 +222,8 @@ def test_a_read_that_has_just_begun_does_not_make_its_peer_late() -> None:
     assert rank.strikes() == 0
 
 
-def test_an_owner_that_holds_some_leaves_a_quarter() -> None:
-    """It gets slots only while more than a quarter is free, up to its share."""
+def test_an_owner_with_slots_leaves_a_quarter_free() -> None:
+    """An owner with slots gets more, up to its share, only while over a quarter of them is free."""
     pool = SlotPool(64, Times())
     for _ in range(41):
         pool.allocate("others")
@@ -219,7 +237,7 @@ def test_an_owner_that_holds_some_leaves_a_quarter() -> None:
     assert [share_of(64, number) for number in owners] == [32, 24, 16, 1, 1, 0, 0]
 
 
-def test_what_else_an_owner_waits_for_stays() -> None:
+def test_removing_an_item_keeps_the_owners_other_items() -> None:
     turns, pool = RoundRobin[str](), SlotPool(4, Times())
     for item in ("first", "second"):
         turns.add("owner", item)
@@ -234,7 +252,7 @@ def test_what_else_an_owner_waits_for_stays() -> None:
 @pytest.mark.parametrize(
     ("error", "took", "detail"), [("broken", 0.1, "broken"), ("", 5.1, "it took too long")]
 )
-def test_the_log_says_how_a_read_failed(error: str, took: float, detail: str) -> None:
+def test_a_failed_read_notes_its_cause(error: str, took: float, detail: str) -> None:
     rank = Decode()
     rank.hung = {PREFILL}
     rank.open(1)
@@ -247,9 +265,11 @@ def test_the_log_says_how_a_read_failed(error: str, took: float, detail: str) ->
 
 
 @pytest.mark.parametrize("took", [0.0, 0.2, 9.0])
-def test_a_room_is_cold_at_its_deadline(took: float) -> None:
-    """It is cold neither earlier nor a tick later. `took`: seconds from the first READY to the
-    target."""
+def test_a_room_goes_cold_exactly_at_its_deadline(took: float) -> None:
+    """A room goes cold exactly at its deadline.
+
+    `took`: the seconds from the first READY to the target's arrival.
+    """
     rank = Decode()
     rank.now = AT
     rank.open(1)
@@ -265,7 +285,7 @@ def test_a_room_is_cold_at_its_deadline(took: float) -> None:
 
 
 class Held(Prefill):
-    """A prefill rank whose packs end when the test says so."""
+    """A prefill rank whose copies stay in flight until the test completes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,9 +298,11 @@ class Held(Prefill):
             super().meet(action)
 
 
-def test_slots_behind_an_earlier_segment_end_with_their_part() -> None:
-    """Segments are announced in order, so packed ones wait; they must not keep their slots once
-    their part has ended."""
+def test_packed_slots_are_freed_when_the_reader_leaves() -> None:
+    """Packed segments that wait for an earlier one give their slots back when their reader leaves.
+
+    Segments are announced in order.
+    """
     rank = Held()
     rank.open(1)
     rank.begin(1, 1, 5 * TOKENS)
@@ -294,11 +316,14 @@ def test_slots_behind_an_earlier_segment_end_with_their_part() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 15))), max_size=10))
-def test_all_readers_together_have_two_batches_in_flight(
+def test_at_most_two_batches_are_in_flight(
     steps: list[tuple[bool, set[int]]],
 ) -> None:
-    """The bound keeps a reader that opens late from waiting for all packs of a crowd. It holds in
-    whatever order packs end, and each end lets another pack begin."""
+    """No more than two batches of copies are in flight, in whatever order copies end.
+
+    With this limit, a reader that opens late does not wait for the copies of many other readers.
+    Each copy that ends lets another one begin.
+    """
     rank, readers, most = Held(), 0, 2 * list_of(SLOTS)
     for opens, ended in [(True, set[int]()), *steps]:
         if opens:
@@ -318,8 +343,8 @@ def test_all_readers_together_have_two_batches_in_flight(
 
 
 @pytest.mark.parametrize("failed", [0, 2, 4])
-def test_a_segment_that_cannot_be_packed_fails_its_part_at_once(failed: int) -> None:
-    """The reader is notified of it, and SGLang's Success waits no longer."""
+def test_a_failed_pack_fails_the_transfer_at_once(failed: int) -> None:
+    """A failed pack sends the reader a Fail and releases the request's pages at once."""
     rank, error = Held(), RuntimeError("x" * 1000)
     rank.open(1)
     rank.begin(1, 1, 5 * TOKENS)
@@ -331,8 +356,7 @@ def test_a_segment_that_cannot_be_packed_fails_its_part_at_once(failed: int) -> 
     assert len(rank.failed) == 1
 
 
-def test_packing_is_given_up_at_its_time() -> None:
-    """Not before, and not a tick later: an idle clock is exact in steps of half a second."""
+def test_packing_is_given_up_exactly_at_its_deadline() -> None:
     rank = Held()
     rank.times.packing = 1.5
     rank.open(1)
@@ -343,8 +367,8 @@ def test_packing_is_given_up_at_its_time() -> None:
         assert ((READER, "slow") in rank.notes) is given_up
 
 
-def test_a_strangers_announcement_is_acknowledged_and_not_read() -> None:
-    """The ACK frees the stranger's slots at once, and the room goes on."""
+def test_a_strangers_ready_is_acknowledged_without_a_read() -> None:
+    """A READY from a peer that is no source is acknowledged without a read, and changes no room."""
     rank = Decode()
     rank.open(1)
     rank.ready(1, 2, b"stranger")
@@ -354,8 +378,8 @@ def test_a_strangers_announcement_is_acknowledged_and_not_read() -> None:
     assert rank.verdicts[1] == ("warm", "")
 
 
-def test_a_read_that_has_ended_is_progress() -> None:
-    """Whatever its copy takes."""
+def test_the_end_of_a_read_is_progress() -> None:
+    """A room's wait starts again when a read ends, although its copy is still in flight."""
     rank = Decode()
     rank.held_copies, rank.hung = [], {PREFILL}
     rank.open(1)
@@ -369,7 +393,7 @@ def test_a_read_that_has_ended_is_progress() -> None:
     assert not rank.wants(1)
 
 
-def test_a_read_that_cannot_be_begun_has_failed() -> None:
+def test_a_read_that_cannot_start_counts_as_failed() -> None:
     rank = Decode()
     rank.hung = {PREFILL}
     rank.open(1)
@@ -379,7 +403,7 @@ def test_a_read_that_cannot_be_begun_has_failed() -> None:
     assert rank.slots.free_slots == SLOTS
 
 
-def test_the_text_of_an_action_that_raised_is_cut() -> None:
+def test_the_error_of_a_failed_action_is_truncated() -> None:
     rank, error = Decode(), OverflowError("x" * 1000)
     rank.open(1, number=7)
     opened = rank.sends[0]

@@ -1,4 +1,4 @@
-"""The two state machines driven by hand: rules that a reader should find without the simulator."""
+"""The rules of the two state machines, shown by single calls without the simulator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOM, TIMES = 7, Times()
 
 
 class Driven:
-    """A machine that is asked for actions after each call. Copies are listed one by one."""
+    """A machine whose `handle` makes one call and returns its actions, with single copies."""
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
@@ -62,8 +62,11 @@ def of(kind: type, actions: list[Any]) -> list[Any]:
     return [a for a in actions if isinstance(a, kind)]
 
 
-def test_a_generation_names_one_part() -> None:
-    """Readers draw theirs apart; the second of two that are equal is not served."""
+def test_a_generation_identifies_one_part() -> None:
+    """A generation identifies one reader's part; a second OPEN with the same one is not served.
+
+    Readers draw their generations independently.
+    """
     rooms = prefill()
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.received, *opened(10, READER, readers=2))
@@ -73,8 +76,11 @@ def test_a_generation_names_one_part() -> None:
     assert (outstanding(rooms.machine), violations(rooms.machine)) == ({}, [])
 
 
-def test_a_slot_is_held_while_its_rank_is_stopped() -> None:
-    """A stopped process sends its READY when it resumes: the stop does not count."""
+def test_a_slot_does_not_expire_during_a_stop() -> None:
+    """A stop of the prefill rank does not count toward the time after which a slot expires.
+
+    A stopped process may send its READY only when it continues.
+    """
     rooms = prefill()
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
     rooms.handle(0.0, rooms.machine.add_chunk, 0, 0, 8, last=True)
@@ -88,8 +94,11 @@ def test_a_slot_is_held_while_its_rank_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "first"), [(0, 8), (8, 8), (10, 10)])
-def test_what_is_packed_begins_in_its_chunk(wanted: int, first: int) -> None:
-    """The chunk's pages do not have earlier tokens, even if the reader wants them."""
+def test_packing_starts_at_the_chunks_first_token(wanted: int, first: int) -> None:
+    """Packing starts at the first token of the chunk, even if the reader wants earlier ones.
+
+    The chunk's pages do not hold earlier tokens.
+    """
     rooms = prefill()
     connection, message = opened(10)
     rooms.handle(0.0, rooms.machine.begin, 0, ROOM)
@@ -115,9 +124,11 @@ def ready(segment: int = 0, generation: int = 10, count: int = 8) -> Ready:
     return Ready(ROOM, generation, segment, 8 * segment, (announced,), segment == 1)
 
 
-def test_a_less_patient_prefill_rank_has_its_slots_back_in_time() -> None:
-    """Prefill reuses a slot after its own `slot_aside`, so this rank must be done with the slot by
-    the smaller patience."""
+def test_a_smaller_patience_of_prefill_limits_decode() -> None:
+    """The smaller patience of both sides limits a stop, a read, and the wait for a local slot.
+
+    Prefill reuses a slot after its own `slot_aside`.
+    """
     half = replace(room(), sources=(replace(room().sources[0], patience=0.5),))
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, half)
@@ -139,7 +150,7 @@ def test_a_less_patient_prefill_rank_has_its_slots_back_in_time() -> None:
 
 
 def announce(segment: int, token: int, *segments: tuple[int, int], last: bool = False) -> Ready:
-    """Make a READY. `segments`: slot and tokens of each."""
+    """Make a READY. `segments`: the slot and the number of tokens of each segment."""
     announced = tuple(Announced(slot, 99 + slot, tokens) for slot, tokens in segments)
     return Ready(ROOM, 10, segment, token, announced, last)
 
@@ -148,22 +159,22 @@ EARLY = announce(0, 0, (0, 8), last=True)
 WHOLE = announce(0, 0, (7, 10), (0, 6), last=True)
 RIGHT: list[tuple[int | None, Ready]] = [(None, WHOLE), (1, WHOLE), (9, EARLY)]
 WRONG: dict[str, tuple[Any, ...]] = {
-    "a segment is left out": (1, announce(1, 0, (0, 8))),
-    "tokens are left out": (1, announce(0, 1, (0, 8))),
+    "a segment is missing": (1, announce(1, 0, (0, 8))),
+    "tokens are missing": (1, announce(0, 1, (0, 8))),
     "more tokens than fit a slot": (1, announce(0, 0, (0, 11))),
-    "a slot that is not there": (1, announce(0, 0, (0, 8), (8, 8), last=True)),
-    "rows behind the room's": (1, announce(0, 0, (0, 8), (1, 9), last=True)),
-    "nothing": (1, announce(0, 0)),
+    "a slot that does not exist": (1, announce(0, 0, (0, 8), (8, 8), last=True)),
+    "rows after the room's last one": (1, announce(0, 0, (0, 8), (1, 9), last=True)),
+    "no segment": (1, announce(0, 0)),
     "an end before the last page": (8, EARLY),
     "an end before the last token": (None, announce(0, 0, (0, 10), (1, 5), last=True)),
     "an end without a row": (16, announce(0, 0, last=True)),
-    "more behind the end": (9, EARLY, announce(1, 8, (1, 1))),
+    "a segment after the end": (9, EARLY, announce(1, 8, (1, 1))),
 }
 
 
 @pytest.mark.parametrize(("page_size", "message"), RIGHT)
-def test_what_a_prefill_rank_sends_is_read(page_size: int | None, message: Ready) -> None:
-    """A page has one token unless the room says otherwise."""
+def test_a_valid_ready_is_read(page_size: int | None, message: Ready) -> None:
+    """A valid READY starts a read. The default page size is one token."""
     rooms = decode()
     opened = room(**{"page_size": page_size} if page_size else {})
     rooms.handle(0.0, rooms.machine.open, opened)
@@ -172,7 +183,10 @@ def test_what_a_prefill_rank_sends_is_read(page_size: int | None, message: Ready
 
 @pytest.mark.parametrize("case", WRONG)
 def test_an_impossible_announcement_makes_its_room_cold(case: str) -> None:
-    """Rows after a prompt that seems to end early would be another request's, in a warm room."""
+    """A READY with an impossible announcement makes its room cold and is acknowledged.
+
+    If a decode rank accepted an early end, a warm room would keep rows of another request.
+    """
     page_size, *messages = WRONG[case]
     rooms = decode()
     opened = room(**{"page_size": page_size} if page_size else {})
@@ -186,7 +200,7 @@ def test_an_impossible_announcement_makes_its_room_cold(case: str) -> None:
     assert acks == ([Ack(announced)] if announced else [])
 
 
-def test_a_source_has_no_slots_unless_it_says_how_many() -> None:
+def test_a_source_has_no_slots_by_default() -> None:
     rooms = decode()
     source = Source(PREFILL, range(4), 1, segment_tokens=10)
     rooms.handle(0.0, rooms.machine.open, replace(room(), sources=(source,)))
@@ -194,14 +208,14 @@ def test_a_source_has_no_slots_unless_it_says_how_many() -> None:
     assert rooms.machine._requests[10].cold == "protocol"
 
 
-def test_a_fail_of_a_code_that_is_not_known_is_one_all_the_same() -> None:
+def test_a_fail_with_an_unknown_code_makes_a_room_cold() -> None:
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, room())
     rooms.handle(0.0, rooms.machine.failed, PREFILL, fail(ROOM, 10, "zzz", "no reason"))
     assert rooms.machine._requests[10].cold == "prefill_other"
 
 
-def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
+def test_many_slots_are_acknowledged_in_several_acks() -> None:
     rooms = decode()
     slots = [(slot, slot + 1) for slot in range(2 * MAX_LIST)]
     for first in (0, MAX_LIST):
@@ -212,9 +226,11 @@ def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
     assert [one for ack in acks for one in ack] == slots
 
 
-def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
-    """Neither strikes nor resources are kept for it, even if its last segment is announced and
-    waits to be read."""
+def test_a_peer_that_is_gone_keeps_no_strikes() -> None:
+    """A peer that is gone keeps no strikes and no resources.
+
+    That holds even if its last segment is announced and waits to be read.
+    """
     rooms = decode()
     for generation in range(STRIKES):
         rooms.handle(0.0, rooms.machine.open, room(generation))
@@ -243,7 +259,7 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     assert not strikes(rooms.machine)
 
 
-def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:
+def time_out(rooms: Driven, generation: int, now: float) -> float:
     rooms.handle(now, rooms.machine.open, room(generation))
     rooms.handle(now, rooms.machine.target_arrived, generation)
     now += TIMES.longest_wait
@@ -253,10 +269,13 @@ def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:
 
 
 def test_a_warm_room_without_rows_closes_no_breaker() -> None:
-    """The cached prefix covers all of its rows, so no read has succeeded."""
+    """A warm room whose rows all come from the cached prefix does not close an open breaker.
+
+    Such a room proves nothing about the peer, since no read has succeeded.
+    """
     rooms, now = decode(), 0.0
     for generation in (1, 2, 3):
-        now = wait_in_vain(rooms, generation, now)
+        now = time_out(rooms, generation, now)
         rooms.handle(now, rooms.machine.open, replace(room(10 + generation), first_token=16))
         last = Ready(ROOM, 10 + generation, 0, 16, (), True)
         actions = rooms.handle(now, rooms.machine.ready, PREFILL, last)
@@ -264,33 +283,35 @@ def test_a_warm_room_without_rows_closes_no_breaker() -> None:
         rooms.handle(now, rooms.machine.close, 10 + generation)
     assert rooms.machine.breaker.open_peers() == [PREFILL]
     (send,) = of(dact.Send, rooms.handle(now + 1.0, rooms.machine.open, room(20)))
-    assert send.message.wanted == range(4), "a probe"
+    assert send.message.wanted == range(4), "room 20 is a probe"
     (send,) = of(dact.Send, rooms.handle(now + 1.0, rooms.machine.open, room(21)))
-    assert not send.message.wanted, "cold at once"
-    rooms.handle(now + 1.0, rooms.machine.close, 20)  # its client has hung up
+    assert not send.message.wanted, "room 21 goes cold at once"
+    rooms.handle(now + 1.0, rooms.machine.close, 20)  # as after an abort by the client
     (send,) = of(dact.Send, rooms.handle(now + 1.0, rooms.machine.open, room(22)))
-    assert send.message.wanted == range(4), "the next probe"
+    assert send.message.wanted == range(4), "room 22 is the next probe"
 
 
-def test_segments_of_one_message_are_read_and_acked_together() -> None:
+def test_segments_of_one_ready_share_reads_and_acks() -> None:
     rooms = Driven(DecodeMachine(READER, SlotPool(16, TIMES), 1 << 20, TIMES))
     source = Source(PREFILL, range(4), 1, slots=16, segment_tokens=10)
     rooms.handle(0.0, rooms.machine.open, Opened(10, ROOM, (source,), 0, 32))
     announced = tuple(Announced(slot, 90 + slot, 8) for slot in range(4))
     message = Ready(ROOM, 10, 0, 0, announced, last=True)
     reads = of(dact.StartRead, rooms.handle(0.1, rooms.machine.ready, PREFILL, message))
-    assert [len(read.segments) for read in reads] == [2, 2], "half of its quota of four"
+    assert [len(read.segments) for read in reads] == [2, 2], "a read takes half a quota of four"
     actions = rooms.handle(0.2, rooms.machine.read_ended, reads[1])
     assert dact.Send(PREFILL, Ack(((2, 92), (3, 93)))) in actions
     assert [segment.first for segment in of(decode_transfer.Segment, actions)] == [16, 24]
 
 
 @pytest.mark.parametrize(("limit", "refused"), [("MAX_OPEN", "c"), ("MAX_ALL", "cd")])
-def test_invented_readers_are_bounded(
+def test_readers_without_a_request_are_limited(
     monkeypatch: pytest.MonkeyPatch, limit: str, refused: str
 ) -> None:
-    """One bound holds for a connection, which leaves room for others, and one for all. Ended
-    readers count until their time is over, since their requests may still come."""
+    """The number of readers that wait for a request is limited, per connection and in all.
+
+    Closed readers count until they expire, since their requests may still come.
+    """
     monkeypatch.setattr(prefill_module, limit, 8)
     rooms, codes = prefill(), dict[str, list[str]]()
     for connection in "cd":
@@ -310,8 +331,12 @@ def test_invented_readers_are_bounded(
 
 
 @pytest.mark.parametrize(("warm", "later"), [(True, 1.0), (False, 1.0), (False, 601.0)])
-def test_a_number_is_fetched_again_behind_a_warm_request_alone(warm: bool, later: float) -> None:
-    """The OPEN of another one may have been lost, and prefill take the next for it."""
+def test_a_repeated_room_number_is_fetched_after_a_warm_room(warm: bool, later: float) -> None:
+    """A repeated room number is fetched only after a warm request or after 600 s.
+
+    Otherwise the earlier request's OPEN may have been lost, and prefill may send its KV to the next
+    OPEN.
+    """
     rooms = decode()
     rooms.handle(0.0, rooms.machine.open, replace(room(10, ROOM), first_token=16))
     if warm:
@@ -335,9 +360,12 @@ def orders(*lines: str) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("former", ["bct", "bc", "b"])
-def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
-    """The end of the former use may come after all events of the next one, and so may its target.
-    Decode prevents the other orders (`RecentRooms`)."""
+def test_a_reused_room_number_gets_its_own_kv_in_any_order(former: str) -> None:
+    """A request that reuses a room number gets its own draft KV in every possible order of events.
+
+    The target and the end of the former request may come after all events of the next one. Decode
+    prevents the remaining orders (`RecentRooms`).
+    """
     count = 0
     for order in orders(former + "e", "BCT", "o", "O"):
         at = order.index
@@ -368,8 +396,11 @@ def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_an_open_behind_a_use_that_was_given_up_is_the_next_ones(given_up: bool) -> None:
-    """It was released without this reader. Before, it waited for it."""
+def test_an_open_after_giving_up_is_for_the_next_request(given_up: bool) -> None:
+    """An OPEN that comes after its request was given up belongs to the next request.
+
+    A given-up request is released without the missing reader, and until then waits for it.
+    """
     rank = Prefill()
     rank.open(ROOM, OTHER, 1, readers=2)
     rank.begin("b", ROOM, 16, "b")
@@ -383,8 +414,8 @@ def test_an_open_behind_a_use_that_was_given_up_is_the_next_ones(given_up: bool)
     assert rank.pages.get(2) == ({"B"} if given_up else {"b"})
 
 
-def test_no_owner_has_more_than_its_share_however_long_it_holds() -> None:
-    """The owners take turns, and keep what they have."""
+def test_no_owner_exceeds_its_share() -> None:
+    """No owner exceeds its share of the slots, even if owners hold their slots for long."""
     for owners in range(1, 9):
         rank = Prefill()
         for number in range(1, 1 + owners):
@@ -398,13 +429,16 @@ def test_no_owner_has_more_than_its_share_however_long_it_holds() -> None:
             rank.acknowledge(1)
         held = list(rank.slots.held.values())
         assert len(held) == owners
-        assert max(held) <= share_of(SLOTS, owners), "they have equal shares in the end"
+        assert max(held) <= share_of(SLOTS, owners), "an owner exceeds its share"
 
 
 @pytest.mark.parametrize(("staging_mb", "each"), [(256, 0), (512, 0), (683, 1), (2048, 3)])
-def test_128_readers_at_once_have_equal_shares_of_the_slots(staging_mb: int, each: int) -> None:
-    """`each`: how many slots every reader holds while all want more. Where that is zero, some wait
-    until others have got all of theirs."""
+def test_128_readers_get_equal_shares_of_the_slots(staging_mb: int, each: int) -> None:
+    """128 readers that wait at the same time get equal shares of the slots.
+
+    `each`: the number of slots that every reader holds while all want more. If it is 0, some
+    readers wait until others have read all of their segments.
+    """
     rank, segments = Prefill(slots_of(staging_mb)[0]), 20
     readers = {number: b"reader%03d" % number for number in range(1, 129)}
     for number, reader in readers.items():
@@ -420,14 +454,17 @@ def test_128_readers_at_once_have_equal_shares_of_the_slots(staging_mb: int, eac
         sent = [rank.sent.get(number, 0) // TOKENS for number in readers]
         if max(sent) < segments:
             assert (min(held), max(held)) == (each, each or 1)
-            assert not each or max(sent) - min(sent) <= 1, "they take turns"
+            assert not each or max(sent) - min(sent) <= 1, "the readers do not take turns"
         rank.acknowledge(1)
     assert rank.sent == dict.fromkeys(readers, segments * TOKENS)
 
 
-def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
-    """The slots of a READY are free at once, those of an ACK expire. Other parts of the same reader
-    go on."""
+def test_an_unsent_message_fails_only_its_own_part() -> None:
+    """A message that cannot be created fails only its own part of a transfer.
+
+    The slots of a failed READY are free at once, and those of a failed ACK expire. Other requests
+    of the same reader go on.
+    """
     rank = Prefill()
     rank.slow.add(READER)
     for number in (1, 2):
@@ -440,7 +477,7 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     for _ in range(2):
         rank.do(rank.machine.on_action_failed, dact.Send(READER, ready), MemoryError())
         assert len(rank.slots._published) == 4
-        assert not rank.slots._signs[True], "its reader has read nothing"
+        assert not rank.slots._signs[True], "the reader has read nothing"
     rank.open(3)
     rank.begin(3, 3, 400)
     rank.do(rank.machine.on_action_failed, dact.Send(READER, fail(3, 3, "slow", "")), MemoryError())
@@ -462,9 +499,12 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
 @pytest.mark.parametrize(
     ("readers", "second"), [(1, OTHER), (1, READER), (2, READER)], ids=["all here", "one", "again"]
 )
-def test_an_open_that_this_use_does_not_need_is_the_next_ones(readers: int, second: bytes) -> None:
-    """The reader, or every reader, has opened the current use already, whose packing has not
-    ended."""
+def test_an_extra_open_is_for_the_next_request(readers: int, second: bytes) -> None:
+    """A second OPEN for a room number belongs to the next request with that number.
+
+    Either the same reader or all readers have already opened the current request, whose packing has
+    not ended.
+    """
     rank = Prefill()
     rank.do(rank.machine.begin, "b", ROOM)
     rank.open(ROOM, READER, 1, readers=readers)
@@ -479,8 +519,8 @@ def test_an_open_that_this_use_does_not_need_is_the_next_ones(readers: int, seco
     assert (outstanding(rank.machine), rank.violations) == ({}, [])
 
 
-def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
-    """The reader of the former use learns it at once and need not wait."""
+def test_reusing_a_room_number_ends_its_former_request() -> None:
+    """A request that reuses a room number ends the former request, whose reader gets a Fail."""
     rank = Prefill()
     rank.do(rank.machine.begin, "b", ROOM)
     rank.open(ROOM, READER, 1)
@@ -489,11 +529,11 @@ def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
     assert rank.pages_released == {"b": rank.now}
 
 
-def test_an_early_room_opened_again_has_the_later_part_only() -> None:
+def test_a_repeated_early_open_replaces_the_former() -> None:
     rank = Prefill()
     for generation in (1, 2, 3):
         rank.open(ROOM, READER, generation)
-        rank.open(ROOM, READER, 1)  # late
+        rank.open(ROOM, READER, 1)  # a delayed duplicate
     assert (outstanding(rank.machine), rank.violations) == ({"waiting": 1, "transfers": 1}, [])
     rank.begin("b", ROOM, 16, "b")
     assert rank.pages == {3: {"b"}}

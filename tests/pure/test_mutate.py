@@ -1,4 +1,4 @@
-"""scripts/mutate.sh on a small checkout: what survives is named, and nothing is left behind."""
+"""scripts/mutate.sh on a small checkout: it lists surviving mutants and cleans up after itself."""
 
 from __future__ import annotations
 
@@ -89,8 +89,11 @@ class One:
 """
 
 
-def test_what_the_tools_own_operators_make_is_python(tmp_path: Path) -> None:
-    """The first test would kill a mutant that does not compile, whatever it looks at."""
+def test_mutants_of_our_own_operators_compile(tmp_path: Path) -> None:
+    """All mutants compile.
+
+    Any test kills a mutant with a syntax error, so such a mutant would measure nothing.
+    """
     (tmp_path / "blocks.py").write_text(BLOCKS)
     skip = {"functions": [], "calls": [], "keywords": []}
     found = mutants(tmp_path, "blocks.py", {"operators": list(OWN), "skip": skip})
@@ -145,7 +148,7 @@ def rows(checkout: Path, *options: str, status: int = 0) -> list[str]:
     return found
 
 
-def test_survivors_are_named_and_a_run_goes_on_where_it_stopped(checkout: Path) -> None:
+def test_survivors_are_listed_and_a_run_can_be_resumed(checkout: Path) -> None:
     assert rows(checkout, "--seconds", "0") == ["killed: none; 0 late, 6 not run"]
     assert rows(checkout, "sglang_mixkv", status=1) == [
         DEFAULT,
@@ -155,7 +158,7 @@ def test_survivors_are_named_and_a_run_goes_on_where_it_stopped(checkout: Path) 
     assert rows(checkout, "--seconds", "0", status=1)[-1].endswith("66 % of 6; 0 late, 0 not run")
 
 
-def test_what_is_not_covered_is_named(checkout: Path) -> None:
+def test_uncovered_files_are_listed(checkout: Path) -> None:
     (checkout / "sglang_mixkv" / "deep").mkdir()
     (checkout / "sglang_mixkv" / "deep" / "bare.py").write_text(PACKAGE)
     config = CONFIG.replace("sglang_mixkv/*.py", "sglang_mixkv/small.py")
@@ -174,7 +177,7 @@ def test_each_file_has_tests_or_a_reason_why_not() -> None:
     files = {str(file.relative_to(ROOT)) for file in (ROOT / "sglang_mixkv").rglob("*.py")}
     bare = {f for f in files if not any(fnmatch(f, one) for one in patterns)}
     bare = {f for f in bare if mutants(ROOT, f, config)}
-    assert bare == set(config["uncovered"]), "give it a part in tests/mutants.toml"
+    assert bare == set(config["uncovered"]), "add the file to a part in tests/mutants.toml"
 
 
 LATE = """\
@@ -191,7 +194,7 @@ def test_least():
 """
 
 
-def test_a_late_mutant_is_not_kept_and_the_clean_run_is(checkout: Path, tmp_path: Path) -> None:
+def test_a_late_mutant_runs_again_but_not_the_clean_run(checkout: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     (checkout / "tests" / "test_small.py").write_text(LATE.format(runs=str(runs)))
     config = CONFIG.replace('"Nothing", "NumberReplacer",', "").replace("Lt_LtE", "Lt_GtE", 1)
@@ -206,7 +209,7 @@ def test_a_late_mutant_is_not_kept_and_the_clean_run_is(checkout: Path, tmp_path
     assert ending.returncode == 130
 
 
-def test_only_changed_lines_and_a_draw(checkout: Path) -> None:
+def test_since_and_draw_select_mutants(checkout: Path) -> None:
     small = checkout / "sglang_mixkv" / "small.py"
     small.write_text(PACKAGE.replace("if one", "if  one"))
     assert rows(checkout, "--since", "HEAD", "--seconds", "60", status=1) == [
@@ -216,7 +219,7 @@ def test_only_changed_lines_and_a_draw(checkout: Path) -> None:
     assert drawn[-1].endswith("of 1; 0 late, 2 not run")
 
 
-def test_a_claim_is_taken_and_one_of_no_mutant_is_an_error(checkout: Path) -> None:
+def test_an_equivalence_claim_must_match_a_mutant(checkout: Path) -> None:
     config = checkout / "tests" / "mutants.toml"
     config.write_text(CONFIG + CLAIM.format("<"))
     assert rows(checkout, "--seconds", "0") == ["killed: none; 0 late, 5 not run"]
@@ -224,7 +227,7 @@ def test_a_claim_is_taken_and_one_of_no_mutant_is_an_error(checkout: Path) -> No
     assert "not a mutant" in rows(checkout, status=1)[-1]
 
 
-def test_a_run_that_is_ended_leaves_nothing_behind(checkout: Path) -> None:
+def test_a_terminated_run_leaves_nothing_behind(checkout: Path) -> None:
     tests = checkout / "tests" / "test_small.py"
     tests.write_text(
         f"import time\n\n\n{TESTS}    open('begun', 'w').close()\n    time.sleep(60)\n"
@@ -240,7 +243,7 @@ def test_a_run_that_is_ended_leaves_nothing_behind(checkout: Path) -> None:
     assert not list((checkout.parent / "tmp").iterdir())
 
 
-def test_tests_that_fail_anyway_are_an_error(checkout: Path) -> None:
+def test_tests_that_fail_without_a_mutant_are_an_error(checkout: Path) -> None:
     (checkout / "tests" / "test_small.py").write_text("def test_nothing():\n    assert False\n")
     assert "fail without a mutant" in "".join(start(checkout).communicate(timeout=60)[0])
 
@@ -257,8 +260,8 @@ SKIP = {"functions": [], "calls": []}
         ("if a:\n    import b", ["if not (a):"]),
     ],
 )  # fmt: skip
-def test_what_nothing_depends_on_is_left(tmp_path: Path, code: str, found: list[str]) -> None:
-    """Types, arguments in any order, and those that only say or check something."""
+def test_code_without_an_effect_is_not_mutated(tmp_path: Path, code: str, found: list[str]) -> None:
+    """No mutant changes code without an effect on behaviour, such as types or argument order."""
     (tmp_path / "small.py").write_text(f"{code}\n")
     config = {"operators": ["Arguments", "Negate"], "skip": SKIP}
     made = mutants(tmp_path, "small.py", config)

@@ -1,4 +1,4 @@
-"""The shipped pairs: prompts and models that belong together, and what trained them."""
+"""The shipped pairs of target and drafter, and the script that trained them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import pytest
     ("target", "kind", "symbols"),
     [("mla", "eagle3", 24), ("gqa", "eagle3", 24), ("mla", "dflash", 48)],
 )
-def test_what_trains_a_pair_knows_the_shipped_one(
+def test_the_trainer_loads_the_shipped_pair(
     target: str, kind: str, symbols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's models read the checkpoints, and the damage that it does to a KV head is what
-    these drafters are sensitive to."""
+    """The trainer's model loads a shipped drafter, whose accept length drops with a damaged head.
+
+    The trainer trains drafters to depend on each KV head, so that a test notices a wrong one.
+    """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "train_pair"))

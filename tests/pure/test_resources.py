@@ -1,4 +1,4 @@
-"""A process's growth is found, and a resource that is closed a little later is not."""
+"""The leak check reports resources that stay open, but not those that are closed a bit later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from rig.process.resources import grown, leaks, resources
 
 
-def test_what_is_left_open_is_found() -> None:
+def test_open_resources_are_reported() -> None:
     warm, end = resources(), threading.Event()
     with ExitStack() as stack:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The metrics of a channel, and where an operator sees them."""
+"""The metrics of a rank, their log lines and their documentation."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DOCS = PACKAGE.parent / "docs"
 
 
 class Rank(metrics.MetricsReporter):
-    """A rank's reporter, and a page of only its series."""
+    """A rank's reporter with a registry of its own."""
 
     def __init__(self, side: str = DECODE) -> None:
         self._registry = CollectorRegistry()
         super().__init__(side, {"tp_rank": "0"}, self._registry)
 
     def page(self) -> Counter[tuple[str, ...]]:
-        """Name, and values of labels that are not empty -> value, where that is not 0."""
+        """Return the values that are not 0, by name and non-empty label values."""
         return +totals(generate_latest(self._registry).decode())
 
     def of(self, name: str) -> dict[tuple[str, ...], float]:
@@ -44,7 +44,7 @@ class Rank(metrics.MetricsReporter):
         self, state: act.State | None, reason: str = "", closed: str = "", prefill: str = "a:1",
         request: Any = None,
     ) -> None:  # fmt: skip
-        """SGLang ends a room; `closed` says why its request has failed."""
+        """End a room as SGLang does. `closed`: why its request failed, or ""."""
         handle = ReceiveHandle([], 1, None, prefill)
         handle.state, handle.reason, handle.request = state, reason, request
         self.ended(handle, closed)
@@ -55,7 +55,7 @@ class Rank(metrics.MetricsReporter):
 
 
 class Req:
-    """The fields of SGLang's Req that are read."""
+    """The fields of SGLang's Req that the reporter reads."""
 
     def __init__(self, rid: str, histogram: list[int] | None = None) -> None:
         self.rid, self.spec_correct_drafts_histogram = rid, histogram or list[int]()
@@ -68,8 +68,8 @@ class Req:
 # ---------------------------------------------------------------- the table
 
 
-def test_every_note_has_a_place_and_a_remedy() -> None:
-    """A note is counted in a series, or as a room at its end; its log line says all that helps."""
+def test_every_note_has_a_series_and_a_remedy() -> None:
+    """Each note has a series or a cold reason, and each logged note has a documented remedy."""
     known = {one.name: one for one in SERIES}
     page, remedies = ((DOCS / f"{n}.md").read_text() for n in ("metrics", "troubleshooting"))
     for what, spec in NOTES.items():
@@ -99,13 +99,13 @@ def test_every_note_has_a_place_and_a_remedy() -> None:
         (act.State.FAILED, "RuntimeError('a')", "failed on decode", ("failed",)),
     ],
 )
-def test_a_room_is_counted_once_at_its_end(
+def test_a_room_is_counted_once(
     state: act.State | None, reason: str, closed: str, expected: tuple[str, ...]
 ) -> None:
-    """A client that hangs up makes no request cold."""
+    """A room is counted once, with its last state. A room closed by its client is not cold."""
     one = Rank()
     one.end(state, reason, closed)
-    counted = {expected: 1} if reason == "broken" else {}  # the channel's thread has ended
+    counted = {expected: 1} if reason == "broken" else {}  # counted at once: no thread is left
     assert one.of("rooms_total") == counted
     for _ in range(2):
         one.look_now()
@@ -114,7 +114,10 @@ def test_a_room_is_counted_once_at_its_end(
 
 
 def test_two_threads_count_a_request_once() -> None:
-    """The scheduler's counts, too, where the channel has not decided a room."""
+    """A request is counted once if the scheduler and the channel thread count at the same time.
+
+    SGLang's scheduler counts too, where the channel thread has not decided a room.
+    """
     one, request = Rank(), Req("a", [0, 1])
 
     def finished() -> bool:
@@ -145,7 +148,7 @@ def test_a_note_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFi
         assert part in line
 
 
-def test_prefill_counts_what_it_refuses_and_misses() -> None:
+def test_prefill_counts_its_notes() -> None:
     one = Rank(PREFILL)
     for what in ("unopened", "early", "expired", "slow", "restarted"):
         one(act.Note(what))
@@ -157,8 +160,11 @@ def test_prefill_counts_what_it_refuses_and_misses() -> None:
     }  # fmt: skip
 
 
-def test_the_page_says_how_many_series_a_rank_has() -> None:
-    """One prefill server with warm requests stands for the labels that appear later."""
+def test_the_documented_number_of_series_is_right() -> None:
+    """docs/metrics.md states the right number of series.
+
+    Labels that appear later are counted for one prefill server with warm requests.
+    """
 
     def of(side: str, later: bool) -> int:
         own = (one for one in SERIES if side in one.sides and ("prefill" in one.labels) == later)
@@ -194,8 +200,11 @@ def test_gauges_follow_slots_and_breakers() -> None:
 
 
 @pytest.mark.parametrize("side", [PREFILL, DECODE])
-def test_what_copies_on_a_gpu_is_there_once_it_is_known(side: str) -> None:
-    """A rank without a GPU has none of it."""
+def test_the_gpu_kernels_metric_appears_once_known(side: str) -> None:
+    """The metric that names the GPU copies exists only once the copies have been chosen.
+
+    A rank without a GPU lacks this metric.
+    """
     one, name = Rank(side), "mixkv_gpu_kernels{"
     assert name not in generate_latest(one._registry).decode()
     for used in (False, True):
@@ -204,7 +213,7 @@ def test_what_copies_on_a_gpu_is_there_once_it_is_known(side: str) -> None:
 
 
 def test_accept_length_by_state() -> None:
-    """Requests count once they have ended or are gone."""
+    """A request's accept length is counted by state, once it has ended or SGLang has dropped it."""
     one = Rank()
     warm, cold = Req("warm"), Req("cold")
     one.end(act.State.WARM, request=warm)
@@ -221,7 +230,7 @@ def test_accept_length_by_state() -> None:
     assert one.of("finished_requests_total") == {first: 1, second: 1}
     assert one.of("verify_rounds_total") == {first: 6, second: 5}
     assert one.of("accepted_tokens_total") == {first: 6 + 2 + 6, second: 5 + 1}
-    gone = Req("gone")  # which is not kept alive
+    gone = Req("gone")  # the reporter must not keep it alive
     one.end(act.State.WARM, prefill="b:2", request=gone)
     gone.spec_correct_drafts_histogram += [0, 7]
     one.look_now()
@@ -231,7 +240,10 @@ def test_accept_length_by_state() -> None:
 
 
 def test_a_retracted_request_is_neither_warm_nor_cold() -> None:
-    """Resumed from SGLang's backup, or prefilled again. One that never began is not counted."""
+    """A request that SGLang resumes from its backup or prefills again counts as retracted.
+
+    A request that never began is not counted.
+    """
     one = Rank()
     requests = resumed, again, _ = [Req(name) for name in ("resumed", "again", "")]
     for request in requests:
@@ -263,10 +275,10 @@ def test_prefill_addresses_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["request", "client"])
-def test_trouble_never_reaches_sglangs_threads(
+def test_an_error_in_the_reporter_is_logged_once(
     trouble: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first is logged; after it metrics stand still."""
+    """An exception in the reporter is logged once, and later calls do nothing."""
     one, request = Rank(), Req("a")
     if trouble == "request":
         request.finished = lambda: 1 / 0  # type: ignore[assignment, return-value]

@@ -1,8 +1,8 @@
-"""The texts of errors for an operator, each once. Other tests look at codes and values, so that a
-text can be reworded here alone.
+"""The full text of each error message, checked once.
 
-Texts for which SGLang is needed are read in tests/protocol: why a server does not start, in
-test_hooks.py; which request is refused, in test_rooms.py. What notes say is in test_series.py.
+Other tests check codes and values, so that a reworded message changes this file alone. Messages
+that need SGLang are checked in tests/protocol: failed starts in test_hooks.py, refused requests in
+test_rooms.py. The log texts of notes are in test_series.py.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ TEXTS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_what_does_not_fit_is_said(text: str) -> None:
+def test_the_text_of_an_error(text: str) -> None:
     with pytest.raises(MixKVError) as refused:
         TEXTS[text]()
     assert str(refused.value) == text
 
 
-def test_a_backend_that_cannot_start_is_an_error_of_four_parts() -> None:
+def test_the_text_of_a_backend_that_cannot_start() -> None:
     assert str(data_plane.refused("an engine to start", "none")) == (
         "[MIXKV-START-06] expected an engine to start beside SGLang's; got none. As it is, "
         "draft KV cannot be read. See the transport's messages above."

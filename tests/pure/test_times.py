@@ -1,5 +1,4 @@
-"""The machines' actions over time, as tables: two events of a request and the time between them.
-Each time is tried just before it and at it, for ranks of little and of much patience."""
+"""The machines' deadlines, tested just before each deadline and at it, with several patiences."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 PATIENCE = (0.1, 1.0, 3.0)
-BEFORE, AT = -1e-6, 1e-9  # the clock's numbers are rounded
+BEFORE, AT = -1e-6, 1e-9  # offsets to a deadline; not 0, since the clock's numbers are rounded
 
 patiently = pytest.mark.parametrize("patience", PATIENCE)
 
 
 @pytest.mark.parametrize("patience", [*PATIENCE, 10.0])
-def test_a_slot_is_used_again_later_than_anything_reads_it(patience: float) -> None:
+def test_a_slot_is_reused_only_after_all_reads_of_it(patience: float) -> None:
     times, one = Times(patience), Times()
     assert times.slot_aside > times.delivery + times.unread + times.stall + times.read
     for name, value in vars(one).items():
@@ -33,8 +32,11 @@ def test_a_slot_is_used_again_later_than_anything_reads_it(patience: float) -> N
 
 
 class Late(NamedTuple):
-    """A room's READYs and its target's arrival, in seconds of patience 1 from its OPEN; and when it
-    goes cold. Between, it waits."""
+    """The events of a room, in seconds since its OPEN with a patience of 1.
+
+    `readies`: the times of its READYs. `arrives`: when its target arrives. `cold`: when it goes
+    cold.
+    """
 
     readies: tuple[float, ...]
     arrives: float
@@ -42,19 +44,19 @@ class Late(NamedTuple):
 
 
 LATE = [
-    Late((), 0.0, 0.3),  # 0.3 s at least
-    Late((), 20.0, 20.3),  # a room is old when its target arrives
-    Late((1.0,), 20.0, 21.0),  # 1 s at most
+    Late((), 0.0, 0.3),  # waits at least 0.3 s
+    Late((), 20.0, 20.3),  # the time before the target's arrival does not count
+    Late((1.0,), 20.0, 21.0),  # waits at most 1 s
     Late((0.0,), 0.05, 0.35),
     Late((1.0,), 1.1, 1.4),  # 3 x 0.1
     Late((1.0,), 1.11, 1.44),  # 3 x as long as the target took
     Late((1.0,), 1.2, 1.8),
     Late((1.0,), 1.32, 2.28),
     Late((1.0,), 1.35, 2.35),
-    Late((1.0, 1.5), 1.2, 2.1),  # since the last progress
-    Late((2.0,), 1.0, 1.3),  # is too late
-    Late((1.2,), 1.0, 1.5),  # a READY behind the target
-    Late(tuple(1 + 0.29 * n for n in range(1, 40)), 1.0, 6.0),  # 5 s in all
+    Late((1.0, 1.5), 1.2, 2.1),  # the wait starts again with each READY
+    Late((2.0,), 1.0, 1.3),  # a READY after the deadline does not count
+    Late((1.2,), 1.0, 1.5),  # a READY after the target's arrival
+    Late(tuple(1 + 0.29 * n for n in range(1, 40)), 1.0, 6.0),  # at most 5 s in all
     Late((0.0, *(2.5 + 0.9 * n for n in range(1, 40))), 2.0, 3.0),
     Late((0.0, *(2.0 + 0.9 * n for n in range(1, 40))), 2.0, 7.0),
     Late((1.0, *(1.2 + 0.55 * n for n in range(1, 4))), 1.2, 3.45),
@@ -63,8 +65,11 @@ LATE = [
 
 @patiently
 @pytest.mark.parametrize("case", LATE)
-def test_draft_kv_is_waited_for_as_long_as_the_target_took(case: Late, patience: float) -> None:
-    """A READY is progress, and so is each of its segments that is in place."""
+def test_a_room_waits_in_proportion_to_its_target(case: Late, patience: float) -> None:
+    """A room goes cold three times as long after its last READY as its target took.
+
+    The wait is at least 0.3 s and at most 1 s, and 5 s in all.
+    """
     events = sorted([(at, "ready") for at in case.readies] + [(case.arrives, "arrive")])
     for when in (BEFORE, AT):
         rank = Decode(patience=patience)
@@ -79,7 +84,7 @@ def test_draft_kv_is_waited_for_as_long_as_the_target_took(case: Late, patience:
 
 
 @patiently
-def test_each_segment_that_is_announced_or_in_place_is_progress(patience: float) -> None:
+def test_each_announced_or_copied_segment_is_progress(patience: float) -> None:
     rank = Decode(patience=patience)
     rank.hung.add(PREFILL)
     rank.open(1, segments=99, patience=patience)
@@ -101,7 +106,7 @@ def test_each_segment_that_is_announced_or_in_place_is_progress(patience: float)
 
 
 @patiently
-def test_a_room_that_is_complete_is_not_late(patience: float) -> None:
+def test_a_complete_room_is_not_late(patience: float) -> None:
     rank = Decode(patience=patience)
     rank.open(1, segments=2, patience=patience)
     rank.ready(1, 2, last=True)
@@ -113,9 +118,12 @@ def test_a_room_that_is_complete_is_not_late(patience: float) -> None:
 
 @pytest.mark.parametrize("theirs", PATIENCE)
 @pytest.mark.parametrize("ours", PATIENCE)
-def test_prefills_slot_is_done_with_by_the_smaller_patience(ours: float, theirs: float) -> None:
-    """The segment waits for our slot, is being read, or this rank stands still. The target has not
-    arrived."""
+def test_the_smaller_patience_limits_the_use_of_a_slot(ours: float, theirs: float) -> None:
+    """A room goes cold before prefill may reuse its slot, even if its target has not arrived.
+
+    The smaller patience of both sides decides. The segment waits for a local slot, is being read,
+    or this rank is stopped.
+    """
     limits = Times(min(ours, theirs))
     for waits, limit, reason in (
         ("slot", limits.unread, "slots"), ("read", limits.read, "read"),
@@ -123,7 +131,7 @@ def test_prefills_slot_is_done_with_by_the_smaller_patience(ours: float, theirs:
     ):  # fmt: skip
         for when in (BEFORE, AT):
             if waits == "stop" and limit < 0.5:
-                continue  # ticks are as far apart
+                continue  # the limit is not longer than the time between two ticks
             rank = Decode(8, patience=ours)
             if waits == "slot":
                 rank.slots._free.clear()
@@ -140,7 +148,7 @@ def test_prefills_slot_is_done_with_by_the_smaller_patience(ours: float, theirs:
 
 
 @patiently
-def test_a_read_that_ends_late_is_unused_with_or_without_a_tick(patience: float) -> None:
+def test_a_read_that_ends_late_is_not_used(patience: float) -> None:
     for late in (False, True):
         rank = Decode(patience=patience)
         rank.hung.add(PREFILL)
@@ -156,7 +164,10 @@ def test_a_read_that_ends_late_is_unused_with_or_without_a_tick(patience: float)
 
 
 def slow(patience: float, tokens: int = 400, readers: int = 1) -> Prefill:
-    """Make a request of many segments on a rank of eight slots, whose reader takes only four."""
+    """Return a rank of eight slots with a large request, whose reader has acknowledged nothing.
+
+    Four segments are announced, since one reader may hold four of eight slots.
+    """
     rank = Prefill(8, patience)
     rank.slow.add(READER)
     rank.open(1, readers=readers)
@@ -166,7 +177,7 @@ def slow(patience: float, tokens: int = 400, readers: int = 1) -> Prefill:
 
 
 PROGRESS = {
-    "a slot comes back": lambda rank, n: rank.acknowledge(1),
+    "a slot is acknowledged": lambda rank, n: rank.acknowledge(1),
     "a reader opens": lambda rank, n: (
         rank.slow.add(b"reader%02d" % n), rank.open(1, b"reader%02d" % n, 100 + n, readers=99),
     ),
@@ -176,8 +187,8 @@ PROGRESS = {
 @patiently
 @pytest.mark.parametrize("what", PROGRESS)
 @pytest.mark.parametrize("sent_at", [0.0, 0.5, 20.0])
-def test_packing_that_goes_on_is_not_given_up(what: str, sent_at: float, patience: float) -> None:
-    """However long it takes; and once it makes no progress, or the target is sent, in time."""
+def test_packing_with_progress_is_not_given_up(what: str, sent_at: float, patience: float) -> None:
+    """A request is given up after `packing` seconds without progress, not while it progresses."""
     rank = slow(patience, readers=99)
     limit = rank.times.packing
     rank.until(BEGAN + sent_at * patience)
@@ -195,7 +206,7 @@ def test_packing_that_goes_on_is_not_given_up(what: str, sent_at: float, patienc
 
 
 @patiently
-def test_an_unopened_request_waits_as_long_as_packing_may(patience: float) -> None:
+def test_an_unopened_request_waits_for_the_packing_limit(patience: float) -> None:
     for opens in (None, BEFORE, AT):
         rank = Prefill(patience=patience)
         rank.begin(1, 1, 8)
@@ -206,17 +217,17 @@ def test_an_unopened_request_waits_as_long_as_packing_may(patience: float) -> No
         assert bool(rank.pages_released) == (opens == AT)
         if opens is not None:
             rank.open(1)
-            assert rank.sent == ({} if opens == AT else {1: 8}), "the number's next use"
+            assert rank.sent == ({} if opens == AT else {1: 8}), "the OPEN is for the next request"
         rank.until(limit + AT)
         assert 1 in rank.pages_released
         assert rank.notes.count((b"", "unopened")) == (opens != BEFORE)
 
 
 ENDS = {
-    "all is packed": lambda rank: rank.acknowledge(),
-    "its reader wants no more": lambda rank: rank.close(1),
-    "its reader is gone": lambda rank: rank.do(rank.machine.connection_lost, READER),
-    "its last READY does not leave": lambda rank: (
+    "all segments are packed": lambda rank: rank.acknowledge(),
+    "the reader closes": lambda rank: rank.close(1),
+    "the reader disconnects": lambda rank: rank.do(rank.machine.connection_lost, READER),
+    "the last READY cannot be sent": lambda rank: (
         rank.unreachable.add(READER), rank.acknowledge(),
     ),
 }  # fmt: skip
@@ -224,8 +235,11 @@ ENDS = {
 
 @pytest.mark.parametrize("sent_first", [True, False])
 @pytest.mark.parametrize("how", ENDS)
-def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bool) -> None:
-    """The target may have been sent before or later, and reading may go on."""
+def test_success_waits_for_packing_alone(how: str, sent_first: bool) -> None:
+    """Pages are released as soon as packing ends, whether or not the target was sent before.
+
+    Reads may still be in flight.
+    """
     rank = slow(1.0, tokens=8 * TOKENS)
     if sent_first:
         rank.do(rank.machine.target_sent, 1)
@@ -240,7 +254,7 @@ def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bo
 
 
 @patiently
-def test_a_slot_without_its_ack_is_used_again_after_its_time(patience: float) -> None:
+def test_a_slot_without_an_ack_expires(patience: float) -> None:
     rank = slow(patience)
     rank.close(1)
     rank.until(BEGAN + rank.times.slot_aside + BEFORE)
@@ -252,7 +266,7 @@ def test_a_slot_without_its_ack_is_used_again_after_its_time(patience: float) ->
     assert rank.notes[4:] == [(b"", "unknown_ack")] * 4
 
 
-def test_an_open_waits_for_its_request_as_long_as_sglangs_may() -> None:
+def test_an_early_open_expires() -> None:
     for when in (BEFORE, AT):
         rank = Prefill()
         rank.open(1)
@@ -263,8 +277,11 @@ def test_an_open_waits_for_its_request_as_long_as_sglangs_may() -> None:
 
 
 @pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
-def test_the_scheduler_waits_for_the_channel_but_not_for_long(patience: float) -> None:
-    """It waits longer than any deadline, but does not hold a request for much longer."""
+def test_the_last_resort_comes_after_all_deadlines(patience: float) -> None:
+    """SGLang's scheduler decides by itself only after every deadline of the channel thread.
+
+    It does so within twice the longest deadline.
+    """
     times = Times(patience)
     assert times.whole_wait + times.longest_wait < times.last_resort <= 2 * times.whole_wait
     assert times.packing < times.last_resort

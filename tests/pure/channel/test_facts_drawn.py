@@ -97,7 +97,7 @@ UNLIKE = {
     ),
     "draft.facts.total_heads": COMPARED, "draft.facts.head_bytes": COMPARED,
     **dict.fromkeys(("staging.base", "staging.slot_bytes", "staging.slots"), BYTES),
-    "patience": "pure/test_times.py::test_prefills_slot_is_done_with_by_the_smaller_patience",
+    "patience": "pure/test_times.py::test_the_smaller_patience_limits_the_use_of_a_slot",
 }  # fmt: skip
 
 
