@@ -18,14 +18,14 @@ Values = tuple[str, ...]
 
 OTHER = "other"
 ABORTED = "Aborted by prefill."  # decode's failure reason for a request that prefill aborted
-STATES = ("warm", "cold", "retracted")  # how the drafter of a finished request can have begun
+STATES = ("warm", "cold", "retracted")  # how the drafter of a finished request started
 
 
 class NoteSpec(NamedTuple):
     """How a note is counted, and how the first from each peer is logged. `series`: "" if the room
     is counted instead, when SGLang ends it. `message` and `remedy` follow the peer's name in the
-    log line; a note without them is not logged. `logged`: False if the log already has it, with
-    the facts that differ, the earlier reasons, or a traceback."""
+    log line; a note without them is not logged. `logged`: False if earlier log lines explain it:
+    differing facts, other reasons, or a traceback."""
 
     message: str = ""
     remedy: str = ""
@@ -45,29 +45,29 @@ _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 _R = ColdReason
 
 NOTES: dict[str, NoteSpec] = {  # by a note's `what`
-    _R.DEADLINE: NoteSpec("draft KV did not come in time", NETWORK),
+    _R.DEADLINE: NoteSpec("draft KV did not arrive in time", NETWORK),
     _R.LOST: NoteSpec(
         "the channel's connection is lost", "Is it up? Its port (SGLANG_MIXKV_PORT) must be open"
     ),
     _R.READ: NoteSpec("its staging buffer could not be read", NETWORK),
     _R.SLOTS: NoteSpec("no slot of this rank was free", MEMORY),
     _R.STALLED: NoteSpec("this process was stalled", "Look at the load of this host"),
-    _R.STALE: NoteSpec("the slot no longer held what was announced", REPORT),
+    _R.STALE: NoteSpec("the slot no longer held the announced segment", REPORT),
     _R.UNPACK: NoteSpec("draft KV could not be unpacked", TRACEBACK),
-    _R.PROTOCOL: NoteSpec("an announcement that does not fit", REPORT),
+    _R.PROTOCOL: NoteSpec("an invalid announcement", REPORT),
     _R.PREFILL_PACK: NoteSpec("prefill could not pack", "See prefill's log"),
     _R.PREFILL_SLOW: NoteSpec("prefill gave up packing", "Look at prefill's load, and its log"),
     _R.PREFILL_HEADS: NoteSpec("prefill does not serve these heads", MEMORY + " on prefill"),
     _R.PREFILL_FULL: NoteSpec("too many rooms without a request", "See prefill's log"),
     _R.PREFILL_RESTARTED: NoteSpec("it was restarted", "Nothing to do: decode reconnects"),
-    _R.PREFILL_OTHER: NoteSpec("prefill gave a reason that this release does not know", REPORT),
+    _R.PREFILL_OTHER: NoteSpec("prefill gave a reason unknown to this release", REPORT),
     _R.NO_DRAFTER: NoteSpec("one side runs without a drafter", SAME_DRAFTER, logged=False),
     _R.MISMATCH: NoteSpec("the two sides' drafters differ", SAME_DRAFTER, logged=False),
     _R.BREAKER: NoteSpec(
-        "three requests in a row had no draft KV", "The other reasons say why", logged=False
+        "three requests in a row had no draft KV", "See the other reasons", logged=False
     ),
     _R.PREFILL_ABORTED: NoteSpec(
-        "prefill aborted them", "Nothing to do: their clients went away", logged=False
+        "prefill aborted them", "Nothing to do: their clients disconnected", logged=False
     ),
     _R.REPEATED: NoteSpec(
         "their room number was used before, by a request that was not warm",
@@ -78,7 +78,7 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     _R.BROKEN: NoteSpec(
         "the channel did not decide in time, or has ended", "See decode's log", logged=False
     ),
-    _R.OTHER: NoteSpec("a reason that this release does not know", REPORT, logged=False),
+    _R.OTHER: NoteSpec("a reason unknown to this release", REPORT, logged=False),
     # on decode: other notes
     "breaker_opened": NoteSpec(
         "three requests in a row without draft KV", NETWORK, "breaker_opened_total",
@@ -102,7 +102,7 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     # on prefill: other notes
     "unopened": NoteSpec(
         "a decode rank did not open the request",
-        "Start decode with --enable-mixkv, or, if it runs with that, open the channel's port",
+        "Start decode with --enable-mixkv, or, if it has that flag, open the channel's port",
         "unopened_rooms_total",
     ),
     "early": NoteSpec(series="unrequested_rooms_total"),
@@ -127,8 +127,8 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
 
 class Series(NamedTuple):
     """One metric. `name` follows PREFIX; one ending in _total is a counter, in _seconds a
-    histogram, any other a gauge. `initial_labels`: the label values that exist from the rank's
-    start, at 0. Others appear when first counted."""
+    histogram, any other a gauge. `initial_labels`: label values that are exported as 0 from the
+    rank's start; others appear once counted."""
 
     name: str
     sides: Values
@@ -139,12 +139,12 @@ class Series(NamedTuple):
 
 _BOTH = (PREFILL, DECODE)
 _DRAFT = ("prefill", "state", "reason")
-"""The labels that say how a request's drafter began."""
+"""Labels for how a request's drafter started."""
 
 SERIES = (
     Series(
         "rooms_total", (DECODE,),
-        "Requests on this rank, by how their drafter began; `closed`: they ended first.",
+        "Requests on this rank, by how their drafter started; `closed`: ended before.",
         ("state", "reason"),
         (("warm", ""), *(("cold", reason) for reason in ColdReason), ("failed", ""),
          ("failed", "reused"), ("closed", ""), ("closed", "prefill_aborted")),
@@ -178,7 +178,7 @@ SERIES = (
     ),
     Series("expired_slots_total", (PREFILL,), "Slots set aside because no ACK came."),
     Series("copy_seconds_total", _BOTH, "Seconds spent packing or unpacking."),
-    Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch does unasked.", (), ()),
+    Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch has to.", (), ()),
     Series("slots", _BOTH, "Slots of the staging buffer.", ("release",), ((__version__,),)),
     Series("slots_used", _BOTH, "Slots in use."),
     Series("weights_total", _BOTH, "Requests with a peer, by how both sides' weights compare.",

@@ -1,6 +1,6 @@
-"""SGLang's bootstrap server with one more route: GET /mixkv returns the rows of all prefill ranks.
+"""SGLang's bootstrap server with another route: GET /mixkv returns the rows of all prefill ranks.
 
-A rank's row travels, under a key of its own, in the PUT that registers the rank with SGLang.
+The PUT that registers a rank with SGLang contains its row, under a separate key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DraftBootstrapServer:
 
     async def _handle_rows(self, request: web.Request) -> web.Response:
         sizes = [getattr(self, size) for size in SIZES]
-        # Not SGLang's _is_ready: it counts PUTs, and one unanswered for 5 s is repeated.
+        # SGLang's _is_ready counts PUTs, but a rank repeats one that is unanswered for 5 s.
         if None in sizes or len(self.mixkv_rows) < math.prod(sizes):
             return web.Response(status=503, text="not all prefill ranks have registered")
         silent = [address for address, row in self.mixkv_rows.values() if row is None]

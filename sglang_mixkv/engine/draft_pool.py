@@ -1,4 +1,4 @@
-"""This rank's draft KV, as SGLang's pool holds it."""
+"""This rank's draft KV in SGLang's pool."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Draft(NamedTuple):
 
 
 def of_pool(pool: Any) -> Draft:
-    """Describe the draft KV in SGLang's pool. MixKVError if its rows cannot be cut by heads, or are
-    not its whole cache."""
+    """Describe the draft KV in SGLang's pool. Raises MixKVError if its rows cannot be split by
+    heads, or are not its whole cache."""
     name, kv_layout = type(pool).__name__, getattr(pool, "kv_cache_layout", None)
     if any(getattr(pool, scale, None) is not None for scale in SCALES):
         raise not_whole(f"{name}: its K and V have block scales")
@@ -64,7 +64,7 @@ def of_pool(pool: Any) -> Draft:
 
 
 def model_config() -> ModelConfig:
-    """Return the drafter's model config: one rank's pool does not show the heads of all ranks."""
+    """Return the drafter's model config, since a pool does not show the heads of other ranks."""
     spec = get_spec()
     return ModelConfig.from_server_args(
         get_server_args(),
@@ -91,7 +91,7 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
 
 
 def checked(manager: Any, hidden: Any) -> Any:
-    """Return a manager. Refuse one that moves a hidden pool's buffers, and another plugin's."""
+    """Return the manager. Refuse one that moves a hidden pool's buffers, or another plugin's."""
     args, buffers = manager.kv_args, (*hidden.k_buffer, *hidden.v_buffer) if hidden else ()
     moved = {*args.kv_data_ptrs, *(one for part in args.state_data_ptrs for one in part)}
     moved &= {one.data_ptr() for one in buffers}

@@ -1,4 +1,4 @@
-"""What a rank has of its GPU: kernels, the RDMA devices near it, and events of its streams."""
+"""A rank's GPU: the kernels for copies, the RDMA devices near it, and events of its streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
             "MIXKV-START-07",
             "the plugin's kernels to copy draft KV",
             found,
-            "torch copies it, by estimate 13 to 30 times slower",
+            "torch copies it, an estimated 13 to 30 times slower",
             "Fix that, or report it",
         )
         if asked == "kernels":
@@ -41,8 +41,8 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
 
 
 def rdma_devices(kv_args: Any) -> str:
-    """Return this rank's RDMA devices, joined by commas: --disaggregation-ib-device may list them
-    per GPU, as JSON or in a file. Without RDMA it is ignored (MooncakeTransferEngine.__init__)."""
+    """Return this rank's RDMA devices, joined by commas. --disaggregation-ib-device may list them
+    per GPU, as JSON or in a file; without RDMA it is ignored (MooncakeTransferEngine.__init__)."""
     if forces_tcp():
         return ""
     return get_ib_devices_for_gpu(kv_args.ib_device, gpu_of(kv_args)) or ""

@@ -115,21 +115,21 @@ class DraftManager:
         return self.servers.ensure(bootstrap_addr)
 
     def resolve(self, address: str) -> Any:
-        """Return SGLang's entry for a server, in any thread. SGLang only adds the entry to its
-        manager's table, where the scheduler would take it for ready: so a copy gets it."""
+        """Return SGLang's entry for a server, in any thread. SGLang adds it to the table of the
+        manager, a copy here, since the scheduler treats servers in the table as ready."""
         asking = copy.copy(self)
         asking.prefill_info_table = {}
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
         return asking.prefill_info_table.get(address)
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """Refuse a server that says it has too many ranks, before SGLang lists them."""
+        """Refuse a server that claims to have too many ranks, before SGLang lists them."""
         check_sizes([getattr(info, name) for name in SIZES])
         super()._resolve_rank_mapping(info)  # type: ignore[misc]
 
     def apply_prefill_status(self, *, failure_reason: str | None = None, **status: Any) -> None:
         """Ignore an abort on prefill if deferred release is off: the pages would be freed while
-        SGLang may still write to them, and the bytes could land in another request's."""
+        SGLang may still write to them, and the bytes could land in another request's pages."""
         if failure_reason == ABORTED and not self.enable_deferred_decode_kv_release:
             return
         super().apply_prefill_status(failure_reason=failure_reason, **status)  # type: ignore[misc]
@@ -145,8 +145,8 @@ MIXINS = {
 
 @cache
 def mixed(stock: type, backend: str, kind: str) -> type:
-    """Return the class for get_kv_class to return: SGLang's, for any backend, with its mixin; the
-    stock class for a kind without a mixin, and for `fake`, the backend of warm-up requests."""
+    """Return the result of get_kv_class: SGLang's class, for any backend, with its mixin. The class
+    stays stock for a kind without a mixin, and for `fake`, the backend of warm-up requests."""
     mixin = MIXINS.get(kind)
     if mixin is None or backend == "fake":
         return stock

@@ -1,8 +1,8 @@
-"""A rank's counts, as series on SGLang's /metrics page, and its log lines, one per peer and note.
+"""A rank's series on SGLang's /metrics page, and its log lines, one per peer and kind of note.
 
-Accepted drafts are counted by how their request's drafter began. SGLang counts a request's verify
-rounds, by the number of drafts accepted, in Req.spec_correct_drafts_histogram. That is final once
-the request has finished, or is gone.
+Accepted drafts are counted by how their request's drafter started. SGLang counts a request's verify
+rounds by the number of accepted drafts, in Req.spec_correct_drafts_histogram. The histogram is
+final once the request has finished or is gone.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger(f"sglang.{__name__}")
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 SAMPLE_S = 1.0
 MAX_LOGGED = 1024  # pairs of peer and note; beyond that, nothing new is logged
-MAX_PREFILLS = 64  # addresses with series of their own; any more are counted as OTHER
+MAX_PREFILLS = 64  # addresses with their own series; any more are counted as OTHER
 MAX_WATCHED = 65536  # requests
 
 
 class Began(NamedTuple):
-    """How a request's drafter began. `prefill`: the prefill server's bootstrap address. `reason`:
-    why it began cold, else ""."""
+    """How a request's drafter started. `prefill`: the prefill server's bootstrap address. `reason`:
+    why it started cold, else ""."""
 
     prefill: str
     state: str
@@ -46,12 +46,11 @@ class Began(NamedTuple):
 
 
 class MetricsReporter(Reporter):
-    """Counts and logs what a rank's channel reports. After the first failure to count, which is
-    logged, metrics are no longer updated.
+    """The metrics and log of a rank's channel. After the first failure to count, which is logged,
+    metrics are no longer updated.
 
-    `labels`: those that all series have; None to have no series. `slots` and `breaker`: this
-    rank's, once it has them. `name_of`: returns the bootstrap address of a prefill rank's server,
-    or "" if that is not known.
+    `labels`: common to all series; None for no series. `slots` and `breaker`: this rank's, once
+    they exist. `name_of`: returns the bootstrap address of a prefill rank's server, "" if unknown.
     """
 
     slots: SlotPool | None = None
@@ -100,8 +99,8 @@ class MetricsReporter(Reporter):
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
-        """Queue an ended room: SGLang's scheduler waits for this call, so the channel thread counts
-        it, in `ticked`. If the reason is BROKEN, that thread may have ended: count it here."""
+        """Queue an ended room for `ticked`, since SGLang's scheduler waits for this call. If the
+        reason is BROKEN, the channel thread may have ended: call `ticked` here."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began, handle.waited))
@@ -109,7 +108,7 @@ class MetricsReporter(Reporter):
             self.ticked()
 
     def retracted(self, request: Any) -> None:
-        """Note that SGLang has resumed a retracted request from its own backup."""
+        """Record that SGLang has resumed a retracted request from its own backup."""
         if self._made:
             self._ended.append((request, None, None))
 
@@ -153,7 +152,7 @@ class MetricsReporter(Reporter):
             self._watch(request, began)
 
     def _watch(self, request: Any, began: Began | None) -> None:
-        """Watch a request until it ends. One that begins a second time was retracted."""
+        """Watch a request until it ends. A request that starts twice was retracted."""
         if request is None:
             return
         rid = request.rid
@@ -192,7 +191,7 @@ class MetricsReporter(Reporter):
 
 
 def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]:
-    """Make one side's series; return them by name, each with its method that counts. Importing
+    """Make one side's series; return them by name, each with its update method. Importing
     prometheus_client reads PROMETHEUS_MULTIPROC_DIR, which SGLang sets before it starts schedulers,
     so it is imported as late as in SGLang (observability/metrics_collector.py)."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -224,7 +223,7 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
 
 
 def reporter(side: str) -> MetricsReporter:
-    """Make this rank's reporter, without series if SGLang's metrics are off, or (logged) fail."""
+    """Make this rank's reporter, without series if metrics are off or (logged) cannot be made."""
     try:
         return MetricsReporter(side, _labels(side))
     except Exception:
@@ -234,7 +233,8 @@ def reporter(side: str) -> MetricsReporter:
 
 def _labels(side: str) -> dict[str, str] | None:
     """Return the labels of SGLang's scheduler series on this rank (SchedulerMetricsCollector.
-    init_new), to join the two; without `priority`, which is per request. None without metrics."""
+    init_new), for joins; without `priority`, which is per request. Return None if metrics are
+    off."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_parallel, get_server_args
 

@@ -1,7 +1,6 @@
-"""Sends SGLang's own ABORT to the prefill ranks of a refused server. Each would otherwise hold the
-request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both halves
-would keep its client waiting.
-"""
+"""SGLang's own ABORT, sent to the prefill ranks of a refused server. Without it, each would hold
+the request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both
+sides' responses would keep its client waiting."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from sglang_mixkv.background import MAX_NOTICES, Background
 from sglang_mixkv.engine.prefill_http import Ranks
 
 PAUSES_S = (0.2, 0.5, 1.3, 6.0)  # before each ABORT; decode's answer, with the reason, goes first
-LINGER_MS = 1000  # to deliver what was just sent
+LINGER_MS = 1000  # to deliver the last messages
 
 
 class RefusedRequests:
-    """Sends the ABORTs of refused requests, each several times: prefill ignores one that comes
-    before its request (mooncake/conn.py, _handle_abort_notification)."""
+    """The sender of ABORTs for refused requests. Each is sent several times: prefill ignores one
+    that arrives before its request (mooncake/conn.py, _handle_abort_notification)."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
@@ -26,14 +25,14 @@ class RefusedRequests:
         self._class: Any = None
 
     def add(self, ranks: Ranks, receiver: Any) -> None:
-        """Send ABORTs to `ranks` from a copy of `receiver`, SGLang's receiver that fails."""
+        """Send ABORTs to `ranks` from a copy of `receiver`, the failed request's."""
         sockets = getattr(self._class, "_socket_cache", ())
         if max(self._under_way, len(sockets)) < MAX_NOTICES:
             self._background.run(self._notify(ranks, copy.copy(receiver)))
 
     async def _notify(self, ranks: Ranks, receiver: Any) -> None:
-        """Send over sockets of its own: SGLang's receivers share one per endpoint and never close
-        it, and a refused server may have named another server's ranks."""
+        """Send over separate sockets. SGLang's receivers share one per endpoint and never close it,
+        and the ranks may be another server's, since a refused server supplied them."""
         self._under_way += 1
         if self._class is None:
             own: dict[str, Any] = {"_socket_cache": {}, "_socket_locks": {}}

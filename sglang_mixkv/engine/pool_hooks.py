@@ -1,11 +1,11 @@
-"""Hooks around methods of SGLang's queues (HOOKS in seams.py): they hide the drafter's pool
-from SGLang's KV args, pass it to the manager, and note which requests start or resume.
+"""Hooks around methods of SGLang's queues (HOOKS in seams.py). They hide the drafter's pool from
+SGLang's KV args, pass it to the manager, and record which requests start or resume.
 
-SGLang builds everything that names KV entries (pointers, layer ids, kinds of memory, staging
-slots, checksums) in `_init_kv_manager` of both queues (disaggregation/prefill.py, decode.py). While
-that runs, the queue has no draft pool, so all entries are the target's, and consistent. Only pools
-of KV heads, which have a `k_buffer`, are hidden. An MLA drafter's rows (`kv_buffer`) are the same
-on every rank: SGLang moves them correctly, as it does the index keys that only such pools have.
+SGLang builds all lists of KV entries (pointers, layer ids, kinds of memory, staging slots,
+checksums) in `_init_kv_manager` of both queues (disaggregation/prefill.py, decode.py). While that
+runs, the queue has no draft pool, so all lists contain only the target's entries. Only pools of KV
+heads, which have a `k_buffer`, are hidden. An MLA drafter's rows (`kv_buffer`) are the same on
+every rank: SGLang moves them correctly, as well as the index keys that only such pools have.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftPoolContext(NamedTuple):
-    """What a queue passes to the manager that it builds. `pool`: the drafter's, unwrapped; None if
-    none is hidden."""
+    """A queue's data for the manager that it builds. `pool`: the drafter's, unwrapped, if
+    hidden."""
 
     pool: Any
     scheduler: Any
@@ -59,7 +59,7 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
 
 
 def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) -> Any:
-    """Wrap DecodeTransferQueue.extend: tell each room its request."""
+    """Wrap DecodeTransferQueue.extend: give each room its request."""
     found = original(queue, decode_reqs)
     for one in decode_reqs:
         handle = getattr(one.kv_receiver, "handle", None)  # SGLang's own receivers lack it

@@ -1,8 +1,8 @@
 """HTTP requests to a prefill server, which may be hung or hostile, for its rows of facts or ranks.
 
-Each request ends within ASK_S, whatever is sent, and an answer that is too long fails while it is
-read. Redirects are not followed. Proxies are not used, since the channel's own connections are
-direct, too.
+Each request ends within ASK_S, whatever the server sends, and a response that is too long fails
+while it is read. Redirects are not followed. Proxies are not used, since the channel's own
+connections are direct too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ logger = logging.getLogger(f"sglang.{__name__}")
 ASK_S = 5.0
 MAX_BODY = 4 << 20  # 256 rows of 16 KiB, about ten times their real size
 MAX_RANKS = 1024  # of a prefill server
-LOOKED_UP = 1024  # names at once
-FRESH_S = 0.3  # after which a name's last answer is used, if it has one
-REMEMBERED = 4096  # names
+LOOKED_UP = 1024  # concurrent look-ups of names
+FRESH_S = 0.3  # for a look-up, before the name's last result is used, if there is one
+REMEMBERED = 4096  # names with a last result
 
 Ranks = list[dict[str, Any]]
 
@@ -45,8 +45,8 @@ class _AllRows(msgspec.Struct, frozen=True):
 
 
 async def fetch(address: str, names: AbstractResolver) -> Rows:
-    """Fetch all rows of a prefill server. MixKVError if the server does not fit; another exception
-    if it does not answer, or cannot yet."""
+    """Fetch all rows of a prefill server. Raises MixKVError if the server is incompatible; another
+    exception if it does not answer, or is not ready."""
     try:
         async with asyncio.timeout(ASK_S):
             status, body = await _get(f"http://{address}{PATH}", {}, names)
@@ -69,7 +69,7 @@ async def fetch(address: str, names: AbstractResolver) -> Rows:
 
 
 def read_rows(body: bytes) -> Rows:
-    """Decode an answer's rows. MixKVError unless they are in a protocol that this build reads."""
+    """Decode a response's rows. Raises MixKVError unless this build can read them."""
     try:
         answer = msgspec.json.decode(body, type=_AllRows)
         rows = [read_row(bytes(row)) for row in answer.rows]
@@ -87,7 +87,7 @@ def _unreadable(error: object) -> MixKVError:
 
 
 def check_sizes(counts: Sequence[int]) -> int:
-    """Return how many ranks a server of these SIZES has; MixKVError if none, or too many."""
+    """Return how many ranks a server of these SIZES has. Raises MixKVError for 0 or too many."""
     if min(counts) < 1 or (ranks := math.prod(counts)) > MAX_RANKS:
         raise refuse(
             "MIXKV-PAIR-04",
@@ -101,7 +101,7 @@ def check_sizes(counts: Sequence[int]) -> int:
 
 async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
     """Fetch `rank_ip` and `rank_port` of all ranks of a refused prefill server from its bootstrap
-    server (common/conn.py _handle_route_get), for SGLang's ABORT; [], logged, if that fails."""
+    server (common/conn.py _handle_route_get), for SGLang's ABORT. On failure, log and return []."""
     try:
         async with asyncio.timeout(ASK_S):
             sizes = await _route(address, names, -1, -1, -1, -1)
@@ -132,7 +132,7 @@ async def _route(address: str, names: AbstractResolver, *ranks: int) -> dict[str
 
 
 async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> tuple[int, bytes]:
-    """Return status and body. The body is not decompressed, since its size would be unbounded."""
+    """Return status and body. Do not decompress the body, since its size would be unbounded."""
     body, headers = bytearray(), {"Accept-Encoding": "identity"}
     by = aiohttp.TCPConnector(resolver=names, use_dns_cache=False)
     async with (
@@ -148,8 +148,8 @@ async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> t
 
 class Names(AbstractResolver):
     """A resolver for aiohttp, in threads. A look-up cannot be cancelled, and takes a minute if no
-    name server answers. Each name has one look-up at a time, so that it costs one thread, and only
-    requests to that server wait. If a look-up is slow or fails, the last answer is used."""
+    name server answers. Each name has one look-up at a time, so it occupies one thread, and only
+    requests to that server wait. If a look-up is slow or fails, the last result is used."""
 
     def __init__(self) -> None:
         self._under_way: dict[str, Future[Any]] = {}
@@ -159,7 +159,7 @@ class Names(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         found, waited = self._answered.get(host), asyncio.wrap_future(self._look_up(host))
-        waited.add_done_callback(partial(self._ended, host))  # it may come too late for this call
+        waited.add_done_callback(partial(self._ended, host))  # it may end too late for this call
         await asyncio.wait([waited], timeout=FRESH_S if found else None)
         found = self._answered.get(host) or found or waited.result()
         self._remember(host, found)

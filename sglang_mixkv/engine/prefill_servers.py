@@ -1,16 +1,16 @@
-r"""The prefill servers that a decode rank knows.
+r"""The prefill servers of a decode rank, and their states.
 
-    unknown --its facts fit, SGLang knows its ranks, connections are up--> ready
-           \--> refused, with a reason; asked again for a later request
+    unknown --its facts match, SGLang has its ranks, connections are up--> ready
+           \--> refused, with a reason; queried again for a later request
 
 SGLang calls `try_ensure_parallel_info` once a second until it returns True. The call never blocks:
-the first request to a server loses that second, and a hung server costs the scheduler nothing. A
-refused server gets a stand-in in SGLang's table, so that its requests reach `receiver.init` and
-fail there immediately, with the reason.
+the first request to a server is delayed by that second, and a hung server does not delay the
+scheduler. A refused server gets a placeholder in SGLang's table, so that its requests reach
+`receiver.init` and fail there immediately, with the reason.
 
-Every address that a request names is asked, so a server may be hung or hostile. Each has its own
-task in one event loop; a hung one costs a connection, and a thread if its name cannot be resolved.
-Other blocking calls are made only once the facts fit, in one thread per server.
+Every address in a request is queried, so a server may be hung or hostile. Each server has its own
+task in one event loop; a hung one occupies a connection, and a thread if its name cannot be
+resolved. Other blocking calls run only once the facts match, in one thread per server.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 1024  # tasks; threads
 MAX_LINKS = 8192  # ranks of all servers; each takes three file descriptors and some 85 KiB
-AGAIN_S = 5.0  # before a refused server is asked again, for a request that waits a second for it
-CHECK_S = 1.0  # between checks of a ready server; the longest pause in asking a silent one
-SOON_S = 0.05  # the first pause in asking a silent server
-KNOWN_S = 60.0  # without a request, after which a server that is not ready is forgotten
+AGAIN_S = 5.0  # before a refused server is queried again; that request waits a second
+CHECK_S = 1.0  # between checks of a ready server; the longest pause between queries of a silent one
+SOON_S = 0.05  # the first pause between queries of a silent server
+KNOWN_S = 60.0  # without requests, after which a server that is not ready is forgotten
 
 
 STAND_IN = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
     kv_cache_dtype=None, follow_bootstrap_room=True,
 )  # fmt: skip
-"""Stands in for a refused server's sizes. With a DP size of 1, SGLang asks for no DP rank."""
+"""A placeholder for a refused server. With a DP size of 1, SGLang queries no DP rank."""
 
 
 class _PrefillServer:
-    """A server that is being asked, or is ready. `peers`, `gone` and SGLang's table change under
-    the lock; the scheduler sets `asked`; its task owns the rest until the table has the server."""
+    """A server that is being queried, or is ready. `peers`, `gone` and SGLang's table change under
+    the lock; the scheduler sets `asked`; the task owns the rest until the table has the server."""
 
     def __init__(self, address: str) -> None:
         self.address, self.asked = address, time.monotonic()
         self.rows: Rows = {}
-        self.cold: Cold = ""  # why all its requests are cold, if they are
+        self.cold: Cold = ""  # why all its requests are cold, or ""
         self.peers: list[Peer] = []
-        self.links = 0  # places for its ranks, of MAX_LINKS
+        self.links = 0  # how many of MAX_LINKS its ranks use
         self.ready = self.doubted = self.gone = False
-        # by the identities of SGLang's entries, which it keeps alive: SGLang frees them on its own
+        # By the ids of SGLang's entries, which are kept alive here, since SGLang may free them.
         self.plans: dict[tuple[int, ...], tuple[Sequence[Any], Plan]] = {}
 
 
 class _Refusal(NamedTuple):
-    """Why requests to a server fail, until it may be asked again. `ranks` get SGLang's ABORT."""
+    """Why requests to a server fail, until it may be queried again. `ranks` get SGLang's ABORT."""
 
     error: MixKVError
     ranks: Ranks
@@ -79,8 +79,8 @@ class _Refusal(NamedTuple):
 
 
 class PrefillServers:
-    """The prefill servers of a decode rank. `manager`: with its `decode_channel` made. `own`: this
-    rank's row. A server that SGLang removes from its table, as its heartbeats do, is asked and
+    """The prefill servers of a decode rank. `manager`: its `decode_channel` must exist. `own`: this
+    rank's row. If SGLang's heartbeats remove a server from its table, the server is queried and
     connected to again."""
 
     def __init__(self, manager: DraftManager, own: Row) -> None:
@@ -98,7 +98,7 @@ class PrefillServers:
     # -- the scheduler's thread
 
     def ensure(self, address: str) -> bool:
-        """Return True if it is ready, or refused: then its requests fail in DraftReceiver.init."""
+        """Return whether it is ready, or refused: then its requests fail in DraftReceiver.init."""
         if address in self._table:
             return True
         now = time.monotonic()
@@ -118,10 +118,10 @@ class PrefillServers:
 
     def refuse(self, address: str, receiver: Any) -> str | None:
         """Return why requests to this server fail; None if they do not. If they do, count this one,
-        send SGLang's ABORT for its `receiver` to prefill, and remove the stand-in, so that the next
-        request may have the server asked again."""
+        send SGLang's ABORT for its `receiver` to prefill, and remove the placeholder, so that the
+        next request can query the server again."""
         if (refusal := self._refusals.get(address)) is None:
-            return None  # true of nearly all requests, which take no lock
+            return None  # the usual case, without the lock
         with self._lock:
             if self._table.get(address) is STAND_IN:  # unless the server has become ready
                 del self._table[address]
@@ -131,8 +131,8 @@ class PrefillServers:
         return f"prefill server {address} is refused: {refusal.error}"
 
     def plan(self, address: str, infos: Sequence[Any], receiver: Any) -> Plan:
-        """Return the plan for these `bootstrap_infos`. If their ranks do not fit, count the request
-        and send its ABORT, as `refuse` does, and raise MixKVError."""
+        """Return the plan for these `bootstrap_infos`. If their ranks do not match, count the
+        request and send its ABORT, as `refuse` does, and raise MixKVError."""
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved again. Retry.")
@@ -152,8 +152,8 @@ class PrefillServers:
     # -- any thread
 
     def forget(self, address: str) -> None:
-        """Forget a restarted server: the next request reconnects. Remove it from SGLang's tables,
-        too, since SGLang's heartbeats did not notice the restart."""
+        """Forget a restarted server: the next request reconnects. Also remove it from SGLang's
+        tables, since SGLang's heartbeats did not notice the restart."""
         with self._lock:
             self._table.pop(address, None)
             self._refusals.pop(address, None)
@@ -164,7 +164,7 @@ class PrefillServers:
                 del pool[key]
 
     def check(self, address: str) -> None:
-        """Have a server checked: a rank that cannot be reached may have restarted on a new port."""
+        """Schedule a check of a server: an unreachable rank may have restarted on a new port."""
         if (server := self._servers.get(address)) is not None:
             server.doubted = True
 
@@ -188,7 +188,7 @@ class PrefillServers:
                     await self._recheck(server)
             except MixKVError as error:
                 return await self._refuse(server, error)
-            except Exception as error:  # it does not answer, or cannot yet
+            except Exception as error:  # no answer, or not yet ready
                 before, silent = silent, f"{type(error).__name__}: {error}"
                 if silent != before:
                     text = "[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s"
@@ -238,8 +238,8 @@ class PrefillServers:
                 self._table.pop(address, None)
 
     def _admit(self, server: _PrefillServer, info: PrefillServerInfo) -> list[Row]:
-        """Return the rows of the ranks that requests may contact, of no more than the server's own
-        sizes allow. Admit no more than this process has files for."""
+        """Return the rows of the ranks that requests may contact. Raises MixKVError for more ranks
+        than the server's sizes allow, or than this process has files for."""
         rows = server.rows.values()
         stage = max((row.pp_rank for row in rows if row.draft), default=None)
         contacted = [
@@ -254,7 +254,7 @@ class PrefillServers:
                 "MIXKV-PAIR-04",
                 f"facts of {ranks} ranks, {most} of them for this rank",
                 f"{len(rows)} and {len(contacted)}",
-                "some could not be told from others",
+                "some ranks could not be told apart",
                 "Restart the prefill server",
             )
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -264,8 +264,8 @@ class PrefillServers:
             if len(contacted) + sum(s.links for s in self._servers.values()) > places:
                 raise MixKVError(
                     "MIXKV-MSG-02",
-                    f"its {len(contacted)} ranks and those that are connected would be more than "
-                    f"{places}, for which this process has files. Raise `ulimit -n`",
+                    f"its {len(contacted)} ranks and those already connected would exceed the "
+                    f"{places} for which this process has files. Raise `ulimit -n`",
                 )
             server.links = len(contacted)
         return contacted
@@ -299,5 +299,5 @@ class PrefillServers:
                     self._channel.add(link)
             if is_given_up:
                 self._channel.hang_up(link)
-                raise ConnectionAbortedError("it was given up in the meantime")
+                raise ConnectionAbortedError("the server was given up in the meantime")
         return info

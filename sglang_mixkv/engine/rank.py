@@ -1,4 +1,4 @@
-"""A rank of either side: its drafter, the parts of its channel, and the facts that it publishes."""
+"""A rank on either side: its drafter, the parts of its channel, and its published facts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class RankContext:
-    """What the manager builds its channel from. `draft`: None on a rank without draft KV of its
-    own. MixKVError if the draft rows cannot be cut by heads, or do not fit a slot."""
+    """The parts of a manager's channel. `draft`: None on a rank without its own draft KV. Raises
+    MixKVError if the draft rows cannot be split by heads, or do not fit a slot."""
 
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config = config_of(server_args)
@@ -52,8 +52,8 @@ class RankContext:
         self.reporter.slots = self.slots = SlotPool(count, self.times)
 
     def store(self, host: str) -> Store | None:
-        """Make the staging buffer, registered with the data plane, and what copies between it and
-        the pool: kernels, or a thread. None without draft KV."""
+        """Make the staging buffer, registered with the data plane, and the kernels (if usable) that
+        copy between it and the pool. Return None without draft KV."""
         if (draft := self.draft) is None:
             return None
         rows, devices = draft.rows, gpu.rdma_devices(self.kv_args)
@@ -66,7 +66,7 @@ class RankContext:
         kernels = gpu.kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)
         used = not isinstance(kernels, str)
         self.copying = "kernels" if used else f"copied by torch ({kernels})"
-        if self.config.gpu_copies != "torch":  # what was asked for is no fault
+        if self.config.gpu_copies != "torch":  # an explicit choice is no fault
             self.reporter.kernels(used)
         return Store(rows, staging, plane, kernels if used else None)
 
@@ -107,7 +107,7 @@ class RankContext:
 
 def times(patience: float) -> Times:
     """Make the channel's times. An OPEN waits for its request as long as SGLang's DeferredBootstrap
-    keeps one that is not here yet (disaggregation/common/conn.py, CommonKVManager.__init__)."""
+    waits (disaggregation/common/conn.py, CommonKVManager.__init__)."""
     waiting = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
     bootstrap = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
     return Times(patience, float(waiting + bootstrap))
@@ -115,7 +115,7 @@ def times(patience: float) -> Times:
 
 def check_slots(layout: DraftLayout, size: int) -> None:
     """Refuse slots too small for a token with all heads of this rank. A rank never reads more heads
-    from another than either has, so every request can be served if it fits on both sides."""
+    from another than either has, so every request can be served if both sides pass this check."""
     heads = len(layout.heads)
     if not layout.facts.tokens_in(size, heads):
         fits = [mb for mb in range(1, 257) if layout.facts.tokens_in(slots_of(mb)[1], heads)]

@@ -1,4 +1,4 @@
-"""SGLang's receiver, which also opens its request on the draft channel."""
+"""A mixin for SGLang's receiver that also opens the request on the draft channel."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DraftReceiver(RoomUse):
     """Mixed into CommonKVReceiver (manager.mixed). `handle`: None before send_metadata, and for a
     request that is not opened.
 
-    SGLang's Success becomes Transferring while draft KV is awaited, and Failed if rows could not
-    even be cleared. `init` fails requests to a refused server.
+    `poll` turns SGLang's Success into Transferring while draft KV is pending, and into Failed if
+    rows could not be cleared. `init` fails requests to a refused server.
     """
 
     kv_mgr: DraftManager

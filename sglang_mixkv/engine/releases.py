@@ -1,7 +1,7 @@
 """The supported releases of SGLang, and the check that the installed one is as expected.
 
 A release that is not in the table is refused, unless SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG is set;
-then it is treated as the newest one. In each process that uses the plugin's classes, `check` checks
+then it is treated like the newest. In each process that uses the plugin's classes, `check` verifies
 the release, SGLang's functions, and the resolved arguments. In SGLang's launcher (`plugin.py`) it
 skips the functions, whose check imports prometheus_client before PROMETHEUS_MULTIPROC_DIR is set.
 """
@@ -73,7 +73,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def _found(path: str, names: Iterable[str]) -> Iterable[str]:
-    """Return the parameters of a function, or those of these attributes that a class has."""
+    """Return the parameters of a function, or the attributes among `names` that a class has."""
     found = pkgutil.resolve_name(path)
     if inspect.isclass(found):
         return [name for name in names if has_attribute(found, name)]
@@ -83,8 +83,8 @@ def _found(path: str, names: Iterable[str]) -> Iterable[str]:
 def lacking(
     version: str, find: Callable[[str, Iterable[str]], Iterable[str]] = _found
 ) -> list[str]:
-    """List what SGLang lacks of what seams.py names and this release should have. `find`: returns
-    what a function or class has, or raises, as those do that read the installed one."""
+    """List the entries of seams.py that SGLang should have in this release but lacks. `find`:
+    returns the names that a function or class has; raises if there is no such function or class."""
     lines = []
     for path, names in (SEAMS | ATTRIBUTES).items():
         what = "parameters" if path in SEAMS else "attributes"
@@ -100,7 +100,7 @@ def lacking(
 
 
 def has_attribute(owner: type, name: str) -> bool:
-    """True if the class or one of its bases declares the attribute, or assigns it in a method."""
+    """Return whether a class or a base declares the attribute, or assigns it in a method."""
     if any(name in {*vars(one), *inspect.get_annotations(one)} for one in owner.__mro__):
         return True
     methods = (value for one in owner.__mro__ for value in vars(one).values())
@@ -110,7 +110,7 @@ def has_attribute(owner: type, name: str) -> bool:
 
 
 def problems(*, functions: bool = True) -> list[str]:
-    """List what differs in the installed SGLang: its version, functions and attributes."""
+    """List the differences of the installed SGLang: its version, functions and attributes."""
     version, found = sglang_version(), []
     if version not in UNSERVED:
         found.append(f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")

@@ -1,11 +1,11 @@
-"""What the plugin depends on inside SGLang, and why: SEAMS are the functions that it hooks,
-overrides or calls; ATTRIBUTES are what it reads or sets.
+"""The plugin's dependencies on SGLang, with reasons. SEAMS: the functions that it hooks, overrides
+or calls. ATTRIBUTES: those that it reads or sets.
 
 In this package, only `plugin.py`, `engine/`, `guards/` and `tools/plan_*.py` use SGLang. `check`
-(releases.py) looks for each entry in every opted-in process, and tests/protocol/test_seams.py looks
-for uses that are not listed here. What `plan` takes besides is read from its own source, for
-`doctor --against` (tools/against.py). Each function has the parameters that are passed or read by
-name (SGLang may have more) and, after an arrow, the plugin's function that wraps it.
+(releases.py) verifies each entry in every opted-in process, and tests/protocol/test_seams.py finds
+uses that are not listed here. `doctor --against` (tools/against.py) reads the further dependencies
+of `plan` from its source. Each function is listed with the parameters that the plugin passes or
+reads by name (SGLang may have more) and, after an arrow, the plugin's function that wraps it.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ _FUNCTIONS = {
     f"{_PD}utils:get_kv_class": "transfer_backend class_type -> plugin.kv_class",
     f"{_PREFILL}_init_kv_manager": "-> engine.pool_hooks.around_init",  # hides the draft pool
     f"{_DECODE}_init_kv_manager": "-> engine.pool_hooks.around_init",  # the same
-    # tells each room its request
+    # gives each room its request
     f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.pool_hooks.around_extend",
     # resumed requests have new draft rows
     f"{_DECODE}resume_retracted_reqs": "-> engine.pool_hooks.around_resume",
-    # refuse a room number that is missing, used twice, or cannot be sent, where SGLang first
-    # computes with it: in a batch, at its tokenizer, at its DP controller, at its schedulers
+    # refuse a room number that is missing, used twice or out of range, before SGLang uses it: in a
+    # batch, in its tokenizer, in its DP controller, in its schedulers
     f"{_SRT}managers.io_struct:GenerateReqInput._normalize_bootstrap_params":
         "-> guards.room_reuse.around_numbering",
     f"{_TOKENIZER}_init_req_state": "obj request -> guards.room_reuse.around_request",
     f"{_DISPATCH}follow_bootstrap_room_scheduler": "req -> guards.room_reuse.around_dispatch",
-    f"{_DISPATCH}round_robin_scheduler": "req",  # has a scheduler refuse it
+    f"{_DISPATCH}round_robin_scheduler": "req",  # a scheduler then refuses it
     f"{_SCHEDULER}handle_generate_request": "recv_req -> guards.room_reuse.around_intake",
     f"{_SCHEDULER}handle_embedding_request": "recv_req -> guards.room_reuse.around_intake",
-    # answers what a scheduler refuses
+    # answers a refused request
     f"{_SRT}managers.scheduler_components.output_sender:SenderWrapper.send_output":
         "output recv_obj",
     # makes this rank's side of the channel
     f"{_MANAGER}__init__": "args disaggregation_mode server_args is_mla_backend",
-    f"{_MANAGER}_register_topology_row": "url payload",  # this rank's row travels with SGLang's
+    f"{_MANAGER}_register_topology_row": "url payload",  # adds this rank's row to SGLang's
     f"{_MANAGER}try_ensure_parallel_info": "bootstrap_addr",  # waits for facts and connections
-    f"{_MANAGER}_resolve_rank_mapping": "info",  # refuses a server of too many ranks
+    f"{_MANAGER}_resolve_rank_mapping": "info",  # refuses a server with too many ranks
     f"{_MANAGER}apply_prefill_status": "failure_reason",  # ignores aborts without deferred release
-    f"{_MANAGER}record_failure": "bootstrap_room failure_reason",  # why a request fails
+    f"{_MANAGER}record_failure": "bootstrap_room failure_reason",  # records why a request fails
     # notifies decode of an abort on prefill
     f"{_MANAGER}send_kv_status_message": "targets bootstrap_room status failure_reason",
-    f"{_SENDER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails a number that is in use
+    f"{_SENDER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails if the number is in use
     f"{_SENDER}init": "num_kv_indices",  # begins a room
-    f"{_SENDER}send": "indices_event kv_indices num_kv_tokens",  # also passes the chunk on
+    f"{_SENDER}send": "indices_event kv_indices num_kv_tokens",  # also packs the chunk
     f"{_SENDER}pop_decode_prefix_len": "",  # which token is sent first
     f"{_SENDER}poll": "",  # Success once everything is packed
     f"{_SENDER}clear": "",  # ends a room
     f"{_SENDER}abort": "",  # ends a room, and notifies decode
-    f"{_RECEIVER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails a number that is in use
+    f"{_RECEIVER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails if the number is in use
     f"{_RECEIVER}init": "prefill_dp_rank",  # refuses a prefill server before its metadata
-    f"{_RECEIVER}send_metadata": "kv_indices decode_prefix_len",  # then opens the request
+    f"{_RECEIVER}send_metadata": "kv_indices decode_prefix_len",  # also opens the request
     f"{_RECEIVER}poll": "",  # Success once draft KV is in place, or cleared
     f"{_RECEIVER}clear": "",  # ends a room
     f"{_RECEIVER}ensure_abort_notified": "",  # notifies prefill of a request that fails
     f"{_SERVER}_setup_routes": "",  # GET /mixkv
-    f"{_SERVER}_handle_route_put": "request",  # takes a rank's row out of its registration
+    f"{_SERVER}_handle_route_put": "request",  # reads a rank's row from its registration
     # replaced on a scheduler with a drafter: attaches no storage tier except Mooncake's store
     f"{_SCHEDULER}attach_hicache_storage_wrapped": "recv_req",
     # renames the objects of a rank's heads in Mooncake's store
@@ -82,7 +82,7 @@ _FUNCTIONS = {
     f"{_SRT}configs.model_config:ModelConfig.from_server_args":
         "server_args model_path model_revision is_draft_model",
     f"{_SRT}plugins.hook_registry:HookRegistry.register": "target hook hook_type",  # hooks
-    # loads plugins in workers that take requests
+    # loads plugins in tokenizer workers
     f"{_SRT}managers.multi_tokenizer_mixin:write_data_for_multi_tokenizer":
         "port_args server_args scheduler_info -> engine.workers.around_write",
     f"{_SRT}plugins:load_plugins": "",
@@ -93,10 +93,10 @@ _FUNCTIONS = {
 _SPLIT = {path: text.partition("-> ") for path, text in _FUNCTIONS.items()}
 SEAMS = {path: tuple(parameters.split()) for path, (parameters, _, _) in _SPLIT.items()}
 HOOKS = {path.replace(":", "."): around for path, (_, _, around) in _SPLIT.items() if around}
-"""By target, as SGLang's HookRegistry names it."""
+"""Maps a target, as SGLang's HookRegistry names it, to the plugin's function."""
 
 _NAMES = {
-    # a rank's facts; its tables, which room_reuse.py leaves as SGLang expects them
+    # a rank's facts; its tables, which room_reuse.py keeps consistent
     _MANAGER: "attn_cp_rank attn_dp_rank attn_tp_rank attn_tp_size connection_lock connection_pool "
         "dcp_size enable_deferred_decode_kv_release failure_records is_hybrid_mla_backend "
         "is_mla_backend kv_args kv_status_msg_carries_reason local_ip pp_rank pp_size "
@@ -106,14 +106,14 @@ _NAMES = {
     # the same; a request's ranks; ABORTs to other ranks over separate sockets
     _RECEIVER: "_socket_cache _socket_locks abort_notified bootstrap_addr bootstrap_infos "
         "bootstrap_room conclude_state kv_mgr",
-    _SERVER: "app attn_cp_size attn_tp_size dp_size pp_size",  # GET /mixkv, once all ranks are in
+    _SERVER: "app attn_cp_size attn_tp_size dp_size pp_size",  # GET /mixkv
     # the events of early sends, and of forwards
     f"{_PD}prefill:SchedulerDisaggregationPrefillMixin": "_early_send_wait_event",
     _SCHEDULER: "disaggregation_mode forward_stream ipc_channels",
-    # the answer of one that refuses a request
+    # a scheduler's answer to a refused request
     f"{_SRT}managers.scheduler_components.ipc_channels:SchedulerIpcChannels": "send_to_tokenizer",
     f"{_SRT}managers.io_struct:AbortReq": "finished_reason rid",
-    # a server's ranks, also as keys of GET /route's answer; those that requests contact
+    # a server's ranks, also as keys in the response to GET /route; those that requests contact
     f"{_CONN}PrefillRankInfo": "rank_ip rank_port",
     f"{_CONN}PrefillServerInfo": "attn_cp_size attn_tp_size dp_size pp_size target_tp_ranks",
     # the decode ranks of a request, which are notified
@@ -124,7 +124,7 @@ _NAMES = {
     f"{_PD}common.utils:TransferKVChunk": "room",
     f"{_PD}base.conn:KVPoll": "Failed Success Transferring WaitingForInput",
     f"{_PD}utils:DisaggregationMode": "DECODE PREFILL",
-    # what SGLang moves; RDMA devices of this GPU
+    # the buffers that SGLang moves; RDMA devices of this GPU
     f"{_PD}base.conn:KVArgs": "aux_item_lens gpu_id ib_device is_hybrid_mla_backend kv_data_ptrs "
         "kv_item_lens kv_layer_ids num_draft_entries page_size state_data_ptrs "
         "state_dim_per_tensor state_item_lens state_types total_kv_head_num",
@@ -135,12 +135,12 @@ _NAMES = {
     f"{_POOL}memory_pool:ReqToTokenPool": "req_to_token",
     f"{_SRT}managers.schedule_batch:Req": "finished kv rid seqlen spec_correct_drafts_histogram",
     f"{_SRT}managers.schedule_batch:ReqKvInfo": "req_pool_idx",
-    # the layout of its rows, and whether it has any others
+    # the layout of its rows, and any parts besides K and V
     f"{_POOL}memory_pool:MHATokenToKVPool": "dtype head_num k_buffer k_scale_buffer page_size "
         "kv_cache_layout maybe_get_custom_mem_pool native_k_scale_buffer v_buffer",
     f"{_POOL}memory_pool:HybridLinearKVPool": "full_kv_pool",
     f"{_POOL}swa_memory_pool:SWAKVPool": "full_kv_pool",
-    # how objects are named in Mooncake's store, and storage that is attached later
+    # the names of objects in Mooncake's store, and storage that is attached later
     _STORE: "mha_suffix storage_config",
     f"{_POOL}hicache_storage:HiCacheStorageConfig": "tp_size",
     f"{_SRT}managers.io_struct:AttachHiCacheStorageReqInput": "hicache_storage_backend",
@@ -157,8 +157,8 @@ _NAMES = {
     # a rank's heads, and labels of metrics
     f"{_SRT}arg_groups.fields.parallel:Parallel": "attn_tp_rank attn_tp_size dp_rank moe_ep_rank "
         "pp_rank tp_rank",
-    f"{_SRT}arg_groups.fields.serving:Serving": "weight_version",  # what both sides compare
-    # rules of refusals.py and releases.py, how far a drafter reads, metrics
+    f"{_SRT}arg_groups.fields.serving:Serving": "weight_version",  # compared by both sides
+    # rules of refusals.py and releases.py, a drafter's window, metrics
     _ARGS: "attention_backend attn_cp_size dcp_size decode_attention_backend decoupled_spec_role "
         "device disaggregation_decode_allocation_policy disaggregation_decode_enable_radix_cache "
         "disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup "
@@ -178,4 +178,4 @@ LATER = {
     },
     "0.5.22": {"indices_event"},
 }  # fmt: skip
-"""By release: the parameters and attributes that it lacks, along with what needs them."""
+"""By release: the parameters and attributes that it lacks, as well as the features behind them."""

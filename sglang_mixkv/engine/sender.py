@@ -1,4 +1,4 @@
-"""SGLang's sender, whose chunks also go to the draft channel."""
+"""A mixin for SGLang's sender that also passes its chunks to the draft channel."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 class DraftSender(RoomUse):
     """Mixed into CommonKVSender (manager.mixed). `handle`: None before init, and on a rank without
-    draft KV. SGLang's Success becomes Transferring until draft KV is packed."""
+    draft KV. `poll` turns SGLang's Success into Transferring until draft KV is packed."""
 
     leaves = True
     kv_mgr: DraftManager
     handle: SendHandle | None = None
     channel: PrefillWorker  # set with `handle`
     _first = 0
-    _early_send_wait_event: Any = None  # SGLang's scheduler sets it, and its send resets it
+    _early_send_wait_event: Any = None  # set by SGLang's scheduler, reset by its send
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
         super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]

@@ -1,10 +1,10 @@
 """HiCache's storage tier with a drafter, which needs Mooncake's store (STORAGE in refusals.py).
 
-A page's objects there are named by its tokens' hash and, if ranks hold different heads, by the rank
-(`mha_suffix` in SGLang's mooncake_store.py), but not by the number of ranks. Servers of different
+The name of a page's object contains its tokens' hash and, if ranks hold different heads, the rank
+(`mha_suffix` in SGLang's mooncake_store.py), but not the number of ranks. Servers of different
 attention-TP sizes that share a store would read the wrong heads, or part of a page, which Mooncake
-reports as success. With the size in that suffix, they miss each other's draft objects; a page with
-a missing object ends the hit (PoolHitPolicy.ALL_PAGES), is computed, and stored.
+reports as success. With the size in that suffix, they miss each other's draft objects. A page with
+a missing object ends the hit (PoolHitPolicy.ALL_PAGES), and is computed and stored.
 
 The suffix marks everything whose rows differ by rank: the KV heads of a drafter and of a GQA
 target (into whose pages SGLang packs an MTP drafter's), and the states of a hybrid target. MLA
@@ -37,7 +37,7 @@ def around_register(original: Callable[..., None], tier: Any, pool: Any) -> None
 
 def attach(stock: Callable[[Any], Any], request: Any) -> Any:
     """Replace a drafting scheduler's `attach_hicache_storage_wrapped`, so that `PUT
-    /hicache/storage-backend` is refused or served as the flag is at start. This takes effect since
+    /hicache/storage-backend` obeys the same rule as the flag does at start. This takes effect since
     the scheduler binds its request handlers only after it has made its queues."""
     if request.hicache_storage_backend == STORED:
         return stock(request)

@@ -1,4 +1,4 @@
-"""Loads plugins in SGLang's --tokenizer-worker-num workers, which take requests and load none."""
+"""Plugins in SGLang's tokenizer workers (--tokenizer-worker-num), where SGLang loads none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.plugins import load_plugins
 
 
 class _Loading(dict[str, Any]):
-    """A dict that loads plugins where it is unpickled, as a dict."""
+    """A dict that loads plugins in a process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return _loaded, (dict(self),)
@@ -21,5 +21,5 @@ def _loaded(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def around_write(original: Callable[..., Any], ports: Any, server_args: Any, info: Any) -> Any:
-    """Wrap write_data_for_multi_tokenizer, from which they read their arguments before all else."""
+    """Wrap write_data_for_multi_tokenizer, whose data a worker reads before anything else."""
     return original(ports, server_args, _Loading(info))

@@ -1,1 +1,1 @@
-"""Guards against faults of SGLang. Each file names its fault, and the fix after which it can go."""
+"""Guards against bugs in SGLang. Each file names the bug, and the fix that makes it needless."""

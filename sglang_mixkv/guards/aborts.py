@@ -32,9 +32,9 @@ class AbortedRequests:
         self._background = Background("mixkv-notify", BLOCKED_AT_ONCE)
 
     def add(self, sender: RoomUse) -> None:
-        """Notify decode, unless SGLang has concluded the room. After Success, decode goes on with
-        it. After Failed, decode has been notified, or must not be, since NIXL could not tell
-        whether its writes have ended (transfer_worker in nixl/conn.py)."""
+        """Notify decode, unless SGLang has concluded the room. After Success, decode proceeds with
+        it. After Failed, decode has been notified, or must not be, since it is unknown whether
+        NIXL's writes have ended (transfer_worker in nixl/conn.py)."""
         room, manager = sender.bootstrap_room, self._manager
         if manager.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
             return
@@ -58,11 +58,11 @@ class AbortedRequests:
         await asyncio.gather(*(send(to, message, targets=[to], **fields) for to in targets or ()))
 
     def _late(self, sender: RoomUse, room: int) -> Any:
-        """Return the targets of a room that was aborted before their metadata came: None while some
-        is missing, () if nothing is left to do. The room is cleared only once SGLang's
-        bootstrap_thread has set its prefix and, last, its status. If SGLang's scheduler has not
-        cleared the sender, it will poll and clear it: leave it the status, since a missing one
-        would read as WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
+        """Return the targets of a room that was aborted before their metadata arrived: None while
+        some is missing, () if there is nothing to do. Clear the room only once SGLang's
+        bootstrap_thread has set its prefix and then its status. If SGLang's scheduler has yet to
+        poll and clear the sender, keep the status: a missing one would mean WaitingForInput
+        (NixlKVManager.check_status up to 0.5.22)."""
         tables = self._manager
         if newest.get(room) not in (None, sender):  # another request has the number
             return ()

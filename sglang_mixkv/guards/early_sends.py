@@ -1,7 +1,7 @@
-"""Holds early sends over NIXL back until their KV is written.
+"""Delays early sends over NIXL until their KV is written.
 
 fault   SGLang sends a cached prefix when the forward of the rest begins (prefill.py,
-        maybe_send_cached_prefix_chunk), and each chunk when the next one's does. It passes along
+        maybe_send_cached_prefix_chunk), and a chunk when the next chunk's begins. It passes along
         the event of the forward that writes this KV, but NIXL drops it (add_transfer_request in
         nixl/conn.py), and up to 0.5.21 Mooncake did not wait for it: even the target's KV can be
         sent before it is written
@@ -9,9 +9,9 @@ patch   upstream/nixl-early-sends.patch
 until   all supported releases wait for the event, over both backends
 
 SGLang's scheduler puts a chunk into a queue of NIXL's manager, from which one of SGLang's workers
-posts it. The plugin replaces these queues: a chunk leaves one once its event has completed. Where
-SGLang has none to replace, and over Mooncake with SGLang 0.5.21, early sends are switched off. A
-chunk whose event fails stays queued until SGLang's timeout fails its request: unwritten bytes are
+posts it. The plugin replaces these queues: a chunk leaves its queue once its event has completed.
+Early sends are disabled where SGLang has no such queues, and over Mooncake with SGLang 0.5.21. A
+chunk whose event fails stays queued until the request times out in SGLang: unwritten bytes are
 never sent.
 """
 
@@ -36,8 +36,8 @@ NEVER = SimpleNamespace(query=lambda: False)
 
 
 class ChunkQueue:
-    """Replaces the FastQueue of one of SGLang's workers. A room's chunks come out in order, each
-    once it is written; other rooms do not wait for them."""
+    """Replaces the FastQueue of one of SGLang's workers. A room's chunks are returned in order,
+    each once it is written; other rooms do not wait for them."""
 
     def __init__(self, manager: EarlySends) -> None:
         self._manager, self._put = manager, SimpleQueue[tuple[Any, Any]]()
@@ -85,8 +85,8 @@ class EarlySends:
 
 
 def switch_off_early_sends(manager: Any, release: str) -> str:
-    """Switch SGLang's early sends off if nothing waits until their KV is written; return a note
-    for the log. The operator's own setting is kept."""
+    """Disable SGLang's early sends if nothing waits until their KV is written; return a note for
+    the log. An explicit setting by the operator takes precedence."""
     queues = getattr(manager, "transfer_queues", [None])
     waits = manager.backend == "mooncake" and not release.startswith("0.5.21")
     if EARLY_SENDS in os.environ or waits or all(isinstance(one, ChunkQueue) for one in queues):

@@ -1,14 +1,14 @@
-"""Refuses a request whose room number is in use, as when samples (`n` > 1) share their request's,
-or that names none, or no prefill server.
+"""Refuses a request whose room number is missing or in use (as when `n` > 1 samples share one), and
+a request without a prefill server.
 
 fault   SGLang's tables (CommonKVManager, in common/conn.py under disaggregation/) cannot tell such
         requests apart
 patch   none yet
 until   SGLang refuses such requests itself, or its tables tell apart those that share a number
 
-A server refuses such a request when it receives it: in its tokenizer, or, if it came past that one,
-in its scheduler. A number in use that slips through, for example from a client that calls both
-servers itself and repeats it, fails without harming any other.
+A server refuses such a request when it receives it: in its tokenizer, or, if the request bypassed
+the tokenizer, in its scheduler. If a number in use still gets through, for example from a client
+that calls both servers directly, the request fails without affecting any other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _own = itertools.count(-1, -1)  # SGLang's numbers are never negative
 
 
 def around_numbering(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap GenerateReqInput._normalize_bootstrap_params, which numbers a batch from one room."""
+    """Wrap GenerateReqInput._normalize_bootstrap_params, which numbers a batch's rooms."""
     room = request.bootstrap_room
     if not (isinstance(room, list) or _is_number(room)):
         raise _no_number(room)
@@ -44,9 +44,9 @@ def around_numbering(original: Callable[..., Any], request: Any, *args: Any, **k
 def around_request(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap TokenizerManager._init_req_state, with which SGLang begins each request; a ValueError
+    """Wrap TokenizerManager._init_req_state, which SGLang calls for each request; a ValueError
     becomes HTTP 400. Only decode looks for earlier requests with the number: in true retraction,
-    prefill may get a request again, under its number, before it has answered the first."""
+    prefill may receive a request again, with the same number, before it has answered the first."""
     rooms, is_decode = list(_rooms(request)), manager.disaggregation_mode.value == "decode"
     if getattr(request, "parallel_sample_num", 1) > 1:
         raise _refusal(f"n = {request.parallel_sample_num}, whose samples would share one")
@@ -71,7 +71,7 @@ def around_dispatch(
     original: Callable[..., Any], controller: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wrap DataParallelController.follow_bootstrap_room_scheduler, which needs a number. A request
-    without one goes to any scheduler, which answers it."""
+    without one is sent to any scheduler, which refuses it."""
     follows = _is_number(getattr(request, "bootstrap_room", None))
     send = original if follows else type(controller).round_robin_scheduler
     return send(controller, request, *args, **kwargs)
@@ -80,8 +80,8 @@ def around_dispatch(
 def around_intake(
     original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap Scheduler.handle_generate_request and handle_embedding_request, which get what did not
-    come through SGLang's tokenizer, too. Each rank refuses it, and the first one answers."""
+    """Wrap Scheduler.handle_generate_request and handle_embedding_request, which also receive
+    requests that bypassed SGLang's tokenizer. Each rank refuses them; the first one answers."""
     where = (getattr(request, name, None) for name in _FIELDS)
     problem = _problem(scheduler.disaggregation_mode.value == "decode", *where)
     if problem is None:
@@ -106,8 +106,8 @@ def _rooms(request: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _problem(is_decode: bool, room: Any, host: Any, port: Any) -> MixKVError | None:
-    """Return why the request is refused. SGLang's own warm-up and health checks transfer nothing,
-    and name a host that is none; they share numbers."""
+    """Return why the request is refused, or None. SGLang's own warm-up and health checks transfer
+    nothing: they have a fake host, and may share numbers."""
     if not _is_number(room):
         return _no_number(room)
     if host == FAKE_BOOTSTRAP_HOST or _is_address(host, port, is_decode):
@@ -121,13 +121,13 @@ def _no_number(room: Any) -> MixKVError:
 
 
 def _is_number(room: Any) -> bool:
-    """True if the room number fits every message and table, including SGLang's."""
+    """Return whether the room number fits every message and table, including SGLang's."""
     return type(room) is int and 0 <= room < 1 << 63
 
 
 def _is_address(host: Any, port: Any, is_decode: bool) -> bool:
-    """True if SGLang's scheduler can split, resolve and log the address. Prefill needs no host;
-    without a port, the server's own is meant."""
+    """Return whether SGLang's scheduler can split, resolve and log the address. Prefill needs no
+    host; without a port, the server's own is used."""
     is_host = type(host) is str and 0 < len(host) < 256 and host.isprintable()
     is_port = type(port) is int and 0 < port < 1 << 16
     return (is_host or (host is None and not is_decode)) and (is_port or port is None)
@@ -144,11 +144,11 @@ def _refusal(got: str, expected: str = "") -> MixKVError:
 
 
 class RoomUse:
-    """Mixed into senders and receivers, each of which uses a room number. While one has it, a
-    second one fails, and so does one whose number cannot be sent. What fails gets a number that no
-    request has, so that SGLang's handling of it touches no other request."""
+    """Mixed into senders and receivers, each of which uses a room number. A second user of a number
+    fails, and so does the user of an invalid number. A failed user gets a number that no request
+    has, so that SGLang's handling of its failure affects no other request."""
 
-    leaves = False  # whether it gives up its number after Success
+    leaves = False  # whether it may release its number after Success
     kv_mgr: Any  # a DraftManager, whose module imports this one
     bootstrap_room: int
     conclude_state: Any
@@ -171,24 +171,24 @@ class RoomUse:
                 mgr.local.reporter(Note("reused"))
 
     def _leave(self) -> bool:
-        """Give up the number before this use is cleared, if possible, and return whether it was. A
-        sender does so after Success: true retraction may begin the next request with the number
-        before the scheduler has seen that this one succeeded."""
+        """Release the number before this use is cleared, if possible; return whether it was
+        released. A sender can do so after Success: in true retraction, the next request with the
+        number may start before the scheduler has polled the Success of this one."""
         if not self.leaves or super().poll() != KVPoll.Success:  # type: ignore[misc]
             return False
         self._move()
         return True
 
     def clear(self) -> None:
-        """Clear this use, unless another has the number now: SGLang clears a receiver when it
+        """Clear this use, unless another use has the number now: SGLang clears a receiver when it
         fails, and again when its pages are released (_do_release)."""
         if newest.get(self.bootstrap_room) in (None, self):
             super().clear()  # type: ignore[misc]
             newest.pop(self.bootstrap_room, None)
 
     def _move(self) -> None:
-        """Move it to a number that no request has. If metadata of the next request is already
-        here, it stays, and the status becomes what SGLang would have set for that request."""
+        """Move this use to a number that no request has. If metadata of the next request is here,
+        it stays, and the status becomes the one that SGLang would have set for that request."""
         tables, room = self.kv_mgr, self.bootstrap_room
         status = tables.request_status.pop(room)
         if room in tables.transfer_infos and room in tables.req_to_decode_prefix_len:
