@@ -1,9 +1,9 @@
-"""Draw docs/figures/status.svg and dashboard.svg from real servers, which takes some 5 minutes:
+"""Draw docs/figures/status.svg and dashboard.svg from real servers, which takes about 5 minutes:
 
     PYTHONPATH=.:tests python -m docs.figures
 
-Two decode servers take turns between two prefill servers, of which one has no drafter and leaves
-the router after a minute. test_figures.py says when the pictures have to be drawn again.
+Two decode servers use two prefill servers alternately. One of these has no drafter, and is removed
+from the router after a minute. test_figures.py fails if the figures are out of date.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SHOWN = (
     "Warm share", "Cold by reason", "Accept length by state",
     "Wait for draft KV", "Requests by state", "What cold drafters cost",
 )  # fmt: skip
-"""Panels of the dashboard that the picture has."""
+"""The dashboard's panels that are drawn."""
 COLORS = {"": "#0072b2", "warm": "#009e73", "cold": "#d55e00", "no_drafter": "#d55e00",
           "p50": "#8a7000", "p99": "#cc79a7"}  # fmt: skip
-"""By what a curve shows of its server, if the legend says."""
+"""Colors of curves by the last part of their legend; "" for a server's only curve."""
 HEAD = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" width="{w}" {font}>'
 SANS = 'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222222"'
 MONO = SANS.replace("Helvetica, Arial, sans-serif", "Menlo, Consolas, DejaVu Sans Mono, monospace")
@@ -48,7 +48,7 @@ MONO = SANS.replace("Helvetica, Arial, sans-serif", "Menlo, Consolas, DejaVu San
 
 
 def screen(text: str) -> str:
-    """Draw a terminal that shows this text."""
+    """Draw a terminal with this text."""
     lines = text.splitlines()
     w, h = round(20 + 7.25 * max(map(len, lines))), 20 + 16 * len(lines)
     rows = [
@@ -60,12 +60,12 @@ def screen(text: str) -> str:
 
 
 Curve = Sequence[tuple[float, float]]
-"""(seconds, value)"""
+"""Points of (seconds, value)."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of the dashboard. `label`: what its axis counts. `curves`: by legend."""
+    """One panel of the dashboard. `label`: of its axis. `curves`: by legend."""
 
     title: str
     label: str
@@ -78,7 +78,7 @@ class Panel:
         return f"{1000 * value:g} ms" if self.unit == "s" else f"{value:g}"
 
     def ticks(self) -> list[float]:
-        """Return about four steps of 1, 2, 2.5 or 5 times a power of ten."""
+        """Return about five axis ticks in steps of 1, 2, 2.5 or 5 times a power of ten."""
         most = max((v for curve in self.curves.values() for _, v in curve), default=0) or 1
         if self.unit == "percentunit":
             return [0, 0.25, 0.5, 0.75, 1]
@@ -88,7 +88,7 @@ class Panel:
 
 
 def sheet(panels: Sequence[Panel], end: float, event: tuple[float, str]) -> str:
-    """Panels in rows of three, each with a line where the event is."""
+    """Draw the panels in rows of three, each with a vertical line at the event."""
     h = 266 * math.ceil(len(panels) / 3)
     lines = [
         HEAD.format(w=1200, h=h, font=SANS),
@@ -120,7 +120,7 @@ def _panel(panel: Panel, end: float, event: tuple[float, str]) -> Iterator[str]:
     at, what = event
     yield f'<path d="M{x(at)} 56V182" stroke="#666666" stroke-dasharray="3 3"/>'
     yield f'<text x="{x(at)}" y="52" text-anchor="middle" fill="#666666">{what}</text>'
-    # A thin line above a wide pale one, so that equal curves of two servers show both.
+    # The first server's curves are wide and pale, so that equal curves of two servers are visible.
     servers = sorted({name.partition(":")[0] for name in panel.curves if ":" in name})
     wide = {name: len(servers) > 1 and name.startswith(servers[0]) for name in panel.curves}
     for row, name in enumerate(sorted(panel.curves, key=lambda name: not wide[name])):
@@ -134,7 +134,7 @@ def _panel(panel: Panel, end: float, event: tuple[float, str]) -> Iterator[str]:
         yield f'<text x="{left + 22}" y="{low + 4}">{name}</text>'
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- data
 
 
 def panels() -> dict[str, dict[str, Any]]:
@@ -150,7 +150,7 @@ def axis(panel: dict[str, Any]) -> tuple[str, str]:
 
 
 Names = Mapping[str, str]
-"""Addresses here -> those that the pictures show."""
+"""Maps real addresses to those shown in the figures."""
 
 
 def named(text: str, names: Names) -> str:
@@ -160,7 +160,7 @@ def named(text: str, names: Names) -> str:
 
 
 def asked(prometheus: Prometheus, name: str, since: float, until: float, names: Names) -> Panel:
-    """Draw a panel as Grafana would."""
+    """Query Prometheus for a panel's curves as Grafana would."""
     panel, curves = panels()[name], dict[str, Curve]()
     for target in panel["targets"]:
         text = target["expr"].replace("$__rate_interval", "20s")
@@ -213,7 +213,7 @@ def main() -> None:
         clients = [threading.Thread(target=client, daemon=True) for _ in range(4)]
         for one in clients:
             one.start()
-        time.sleep(30)  # a rate needs some scrapes
+        time.sleep(30)  # a rate needs several scrapes
         since = time.time()
         time.sleep(60)
         pages = MetricPages()

@@ -1,4 +1,4 @@
-"""The documents as the tests read them: fenced blocks, commands, links."""
+"""Parse the documents for the tests: fenced blocks, commands, links."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ASSIGNMENT = re.compile(r"(export )?[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `shown`: the text block that follows it at once, what it prints."""
+    """A fenced block. `shown`: its expected output, the text block that follows immediately."""
 
     language: str
     text: str
     shown: str | None = None
 
     def commands(self) -> Iterator[str]:
-        """Return the commands of a bash block: lines joined, without comments and bare
-        assignments."""
+        """Yield the commands of a bash block. Continued lines are joined; comments and bare
+        assignments are omitted."""
         for line in self.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if not words or all(_ASSIGNMENT.match(word) or word == "export" for word in words):
@@ -61,7 +61,7 @@ def bash(page: Path) -> list[Block]:
 
 
 def readme_flags() -> str:
-    """Return the value that README.md gives FLAGS."""
+    """Return the value of FLAGS in README.md."""
     (found,) = re.findall(r'FLAGS="(.*?)"', (ROOT / "README.md").read_text(), re.DOTALL)
     return found.replace("\\\n", "")
 

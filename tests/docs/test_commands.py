@@ -1,7 +1,7 @@
-"""Commands in the documents that need no cluster are run, and print what the page shows.
+"""Documented commands that need no cluster print the output shown on the page.
 
-What needs a cluster is parsed by SGLang's own parser (tests/protocol/test_launch_lines.py) and
-planned here.
+Commands that need a cluster are parsed by SGLang's own parsers
+(tests/protocol/test_launch_lines.py), and the README's are planned here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .pages import IDS, PAGES, ROOT, Block, bash, prose, readme_flags, words
 
 HERE = r"python -m sglang_mixkv plan .*|(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run( --\S+)?"
 PAIR = "mixkv_demo/models/mla"
-# The README's models, and models that are here.
+# The README's models, and local models that replace them.
 HERE_MODELS = {
     "AQ-MedAI/Kimi-K26-eagle3": f"{PAIR}/drafter",
     "moonshotai/Kimi-K2.6": f"{PAIR}/target",
@@ -32,7 +32,7 @@ HERE_MODELS = {
 FLAGS = readme_flags()
 for name, folder in HERE_MODELS.items():
     FLAGS = FLAGS.replace(name, folder)
-# What the pages leave to the reader.
+# Variables that the reader has to set.
 READER = {
     "FLAGS": FLAGS,
     "PREFILL_LINE": f"{FLAGS} --tp 2",
@@ -45,7 +45,7 @@ READER = {
 
 
 def commands(pattern: str) -> list[str]:
-    """Return all commands in the documents that contain this part, each once."""
+    """Return all documented commands that match the pattern, without duplicates."""
     found = [c for page in PAGES for block in bash(page) for c in block.commands()]
     return [c for c in dict.fromkeys(found) if re.search(pattern, c)]
 
@@ -59,7 +59,7 @@ def run(script: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Make a folder that looks like a checkout."""
+    """Make a folder that resembles a checkout."""
     for name in ("sglang_mixkv", "mixkv_demo", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
@@ -73,8 +73,9 @@ def runs_here(block: Block) -> bool:
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if any(map(runs_here, bash(p)))], ids=lambda page: page.name
 )
-def test_blocks_do_what_the_page_shows(page: Path, checkout: Path) -> None:
-    """A page's blocks in order, in one shell each with what the ones before have set."""
+def test_commands_print_the_output_on_the_page(page: Path, checkout: Path) -> None:
+    """The blocks of a page run in order, each in a new shell with the variables set by earlier
+    blocks."""
     before = ""
     left = {name: value for name, value in READER.items() if f"${name}" in page.read_text()}
     for block in filter(runs_here, bash(page)):
@@ -91,10 +92,10 @@ def stripped(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def test_the_readmes_pair_of_lines_is_planned(
+def test_plan_accepts_the_readmes_launch_lines(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is refused, and the plan is the one that the README speaks of: 8 -> 1."""
+    """`plan` has no finding for the README's two launch lines, and reads TP 8 -> 1."""
     monkeypatch.chdir(checkout)
     lines = [c for block in bash(PAGES[0]) for c in block.commands() if "launch_server" in c]
     servers = [plan_server.read(role, " ".join(words(line, READER)))
@@ -103,18 +104,18 @@ def test_the_readmes_pair_of_lines_is_planned(
     assert plan_pair.make_plan(*servers).findings == ()
 
 
-def test_the_readme_comes_to_the_point() -> None:
-    """The words are counted up to the question whether a reader needs it, up to the installation,
-    and in all."""
+def test_the_readme_is_short() -> None:
+    """The README has limits on its words before "Do you need it?", before the installation, and in
+    total."""
     readme = PAGES[0].read_text()
     for end, limit in (("## Do you need it?", 250), ("pip install", 350)):
         assert len(readme[: readme.index(end)].split()) < limit, end
     assert len(readme.split()) <= 800
 
 
-def test_the_sizes_of_a_fleet_are_the_channels() -> None:
-    """Kimi-K2's EAGLE3 head, TP 8 -> 8 DP-attention groups, as docs/deploy.md has it: each group
-    reads from all prefill ranks, as much as one of them holds."""
+def test_the_table_of_fleet_sizes_agrees_with_the_code() -> None:
+    """The table in docs/deploy.md agrees with the channel's formulas, for Kimi-K2's EAGLE3 head and
+    TP 8 -> 8 DP-attention groups. Each group reads from all prefill ranks."""
     facts = DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 64, (256, 256), "bfloat16")
     count, size = slots_of(256)
     per_slot = facts.tokens_in(size, len(heads_on_rank(64, 8, 0)))
@@ -129,15 +130,16 @@ def test_the_sizes_of_a_fleet_are_the_channels() -> None:
 
 
 def test_the_simulator_runs(tmp_path: Path) -> None:
-    """The documented commands, with fewer schedules."""
+    """The documented commands work, with fewer schedules here."""
     for line in commands(r"simulate\.py"):
         done = run(line.replace("10000", "20").replace("scripts/", f"{ROOT}/scripts/"), tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "20 schedules" in done.stdout or "no finding" in done.stdout
 
 
-def test_two_doctors(tmp_path: Path) -> None:
-    """The two documented commands, with a free port and both ends on this host."""
+def test_doctor_between_two_processes(tmp_path: Path) -> None:
+    """The documented `--listen` and `--peer` commands work, with a free port and both ends on this
+    host."""
     pytest.importorskip("mooncake")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -163,7 +165,7 @@ def test_two_doctors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_links_and_names_of_files_lead_somewhere(page: Path) -> None:
+def test_links_and_file_names_exist(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page)):
         if target.startswith(("http://", "https://")):
             continue
@@ -178,7 +180,8 @@ def test_links_and_names_of_files_lead_somewhere(page: Path) -> None:
 
 
 def test_commands_in_running_text_exist() -> None:
-    """`python -m sglang_mixkv NAME` anywhere, and the options that follow it."""
+    """Every `python -m sglang_mixkv NAME` in a page names an existing command, followed by options
+    that its --help lists."""
     helps: dict[str, str] = {}
     for page in PAGES:
         for name, rest in re.findall(r"python -m sglang_mixkv (\w+)([^`|\n]*)", page.read_text()):

@@ -1,9 +1,9 @@
-"""The libraries that extension modules of the GPU environment are linked against are in that
-environment, so that a first `import` does not fail. No GPU is needed, and nothing is installed.
+"""The GPU environment contains every library that its extension modules are linked against, so that
+importing them does not fail. No GPU is needed, and nothing is installed.
 
-cuda_wheels.toml has what the wheels of the extra `cuda` need beside their own libraries, and who
-brings it. With --full it is compared with the wheels, and the rest of the environment, which is the
-one for CPUs, is looked at as well.
+cuda_wheels.toml lists the libraries that the wheels of the extra `cuda` need in addition to their
+own, and the package that provides each. With --full, the tests compare it with the wheels, and
+check the rest of the environment, which is the same as for CPUs.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ BASE = {
     *("libpthread.so.0", "libresolv.so.2", "librt.so.1", "libstdc++.so.6", "libutil.so.1"),
     "libz.so.1",
 }
-"""What Debian has without a package beyond its base: apt itself needs these."""
+"""Libraries in Debian's base system; apt itself needs them."""
 DRIVER = {"libcuda.so.1", "libnvidia-ml.so.1"}
 OPTIONAL = (
-    # beside one for CUDA 13, of which that of torch's CUDA is taken
+    # the same module for CUDA 13 is also there, and is the one that is loaded
     r"torch_memory_saver_hook_mode_\w+?(_cu12)?\.abi3", "nixl_ep_cu12/",
-    "numba/np/ufunc/(tbb|omp)pool",  # numba takes what it can load
+    "numba/np/ufunc/(tbb|omp)pool",  # numba uses the one that loads
 )  # fmt: skip
 
 
 def lacking(requirements: Iterable[str]) -> list[str]:
-    """Return what these wheels need and nothing provides."""
+    """Return the libraries that these wheels need and nothing provides."""
     found = []
     for requirement in map(Requirement, requirements):
         name, wheel = requirement.name, WHEELS.get(requirement.name)
         if wheel is None or str(requirement.specifier) != f"=={wheel['version']}":
             found.append(f"{requirement}: cuda_wheels.toml has no such wheel")
         for library, by in (wheel or {"needed": {}})["needed"].items():
-            if not is_brought(library, by):
-                found.append(f"{name}: {library} is brought by {by or 'nobody'}")
+            if not is_provided(library, by):
+                found.append(f"{name}: {library} is provided by {by or 'nothing'}")
     return found
 
 
-def is_brought(library: str, by: str) -> bool:
+def is_provided(library: str, by: str) -> bool:
     """Return True if `by` provides the library: Debian's base, the driver, a Debian package that
     scripts/env.sh installs, or a package of this environment."""
     if by in ("base", "driver"):
@@ -72,23 +72,26 @@ def is_brought(library: str, by: str) -> bool:
     ("requirements", "expected"),
     [
         (EXTRAS["cuda"], []),
-        (OLD, ["mooncake-transfer-engine: libcudart.so.12 is brought by nobody"]),
+        (OLD, ["mooncake-transfer-engine: libcudart.so.12 is provided by nothing"]),
         (["flashinfer-python"], ["flashinfer-python: cuda_wheels.toml has no such wheel"]),
     ],
     ids=["the extra", "for CUDA 12", "not pinned"],
 )
-def test_every_library_of_its_wheels_is_brought(requirements: list[str], expected: Any) -> None:
+def test_every_library_of_the_cuda_wheels_is_provided(
+    requirements: list[str], expected: Any
+) -> None:
     assert lacking(requirements) == expected
 
 
 def test_torch_loads_cudas_runtime() -> None:
-    """Mooncake has no path to it: it finds the one that is loaded, by its name."""
+    """Mooncake has no path to CUDA's runtime, and relies on torch having loaded a library of that
+    name."""
     code = "import torch; print(open('/proc/self/maps').read().count('/libcudart.so.13'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 0
 
 
-def test_gpu_check_installs_the_torch_of_sglang() -> None:
+def test_gpu_check_installs_sglangs_version_of_torch() -> None:
     (torch,) = (one for one in metadata.requires("sglang") or () if one.startswith("torch=="))
     assert f"({torch} " in ENV_SH or metadata.version("sglang") not in EXTRAS["sglang"][0]
 
@@ -136,7 +139,7 @@ def needed(wheel: Path) -> set[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", WHEELS)
-def test_the_record_is_that_of_the_wheels(name: str, tmp_path: Path) -> None:
+def test_cuda_wheels_toml_agrees_with_the_wheels(name: str, tmp_path: Path) -> None:
     wheel = WHEELS[name]
     for python, digest in wheel["sha256"].items():
         wanted = ("--python-version", python[2:], "--platform", "manylinux_2_28_x86_64")
@@ -154,8 +157,8 @@ def fetch(folder: Path, *what: str) -> None:
 
 
 @pytest.mark.full
-def test_the_environment_for_gpus_differs_in_these_wheels_alone() -> None:
-    """uv resolves the environment as scripts/env.sh does."""
+def test_the_gpu_environment_differs_only_in_the_cuda_wheels() -> None:
+    """The test resolves the environment with uv, as scripts/env.sh does."""
     packages = [one for extra in ("cuda", "nixl", "demo", "test") for one in EXTRAS[extra]]
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if uv is None:
@@ -169,8 +172,9 @@ def test_the_environment_for_gpus_differs_in_these_wheels_alone() -> None:
 
 
 @pytest.mark.full
-def test_every_library_of_the_other_wheels_is_brought() -> None:
-    """Only extension modules that Python imports count; other libraries are optional plugins."""
+def test_every_library_of_the_other_wheels_is_provided() -> None:
+    """Only extension modules that Python imports are checked. Other libraries are optional
+    plugins."""
     site, suffixes = (
         Path(sysconfig.get_path("platlib")),
         (sysconfig.get_config_var("EXT_SUFFIX"), ".abi3.so"),

@@ -1,5 +1,5 @@
-"""An environment that could not be completed is not taken for one: scripts/env.sh with a package
-index that refuses."""
+"""scripts/env.sh never marks an incomplete environment as complete. A package index that rejects
+every request makes the installation fail."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STAMP = ".mixkv-stamp"
 @pytest.mark.parametrize(
     ("script", "status", "earlier"),
     [
-        ("bash scripts/gpu-check.sh", 2, ""),  # not 1, which says that a kernel is wrong
+        ("bash scripts/gpu-check.sh", 2, ""),  # 1 would mean that a kernel is wrong
         ("bash scripts/demo.sh", 1, ".venv"),
-        # As docs/tools.md has it, and in a condition: bash has no `set -e` in either.
+        # As in docs/tools.md, and in a condition; bash ignores `set -e` in both.
         ("source scripts/env.sh; exit $((3 * $?))", 3, ""),
         ("MIXKV_DEVICE=check; if source scripts/env.sh; then exit 9; else exit 3; fi", 3, ""),
     ],
@@ -30,8 +30,8 @@ STAMP = ".mixkv-stamp"
 def test_a_failed_step_leaves_no_stamp(
     script: str, status: int, earlier: str, tmp_path: Path
 ) -> None:
-    """`earlier`: an environment that another pyproject.toml has made, with its stamp, which would
-    fit again if that file came back."""
+    """`earlier`: an environment made for another pyproject.toml, with its stamp. If the stamp
+    remained, it would match again when that file is restored."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     driver = tmp_path / "bin" / "nvidia-smi"
@@ -73,10 +73,11 @@ def test_help_installs_nothing(script: Path, tmp_path: Path) -> None:
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_checkout_that_the_guest_would_not_see(tmp_path: Path) -> None:
-    """The script says so before it fetches a kernel."""
+def test_a_checkout_that_the_guest_cannot_see_is_rejected(tmp_path: Path) -> None:
+    """If the checkout is in a folder that the QEMU guest cannot mount, the script reports that
+    before it downloads a kernel."""
     if Path(os.path.realpath(tmp_path)).parts[1] not in ("tmp", "run"):
-        pytest.skip("this machine's temporary files are elsewhere")
+        pytest.skip("this machine's temporary folder is outside /tmp and /run")
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     venv.create(tmp_path / ".venv")

@@ -1,5 +1,5 @@
-"""Files that other programs read, and that no test can start: Kubernetes', compose's and GitHub's
-own schemas take them, and the commands in them make one pair of servers."""
+"""Example files for programs that no test can run are valid by the schemas of Kubernetes, compose
+and GitHub, and the commands in them make one pair of servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ITEMS = [
 ]  # fmt: skip
 OVERLAYS = sorted(path.name for path in (EXAMPLES / "overlays").iterdir())
 OTHERS = ("LeaderWorkerSet", "PodMonitor", "DynamoGraphDeployment", "HTTPRoute")
-"""Kinds that are not Kubernetes' own: the pods that they make are."""
+"""Custom resources. Only their pod templates have schemas of Kubernetes' own."""
 
 
 def of_kind(kind: str, items: list[dict[str, Any]] = ITEMS) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def of_kind(kind: str, items: list[dict[str, Any]] = ITEMS) -> list[dict[str, An
 
 @cache
 def rendered(folder: str) -> list[dict[str, Any]]:
-    """Return what `kubectl apply -k` would create."""
+    """Return the objects that `kubectl apply -k` would create."""
     if not shutil.which("kubectl"):
         pytest.skip("kubectl is not installed")
     command = ["kubectl", "kustomize", str(EXAMPLES / folder)]
@@ -52,7 +52,7 @@ def rendered(folder: str) -> list[dict[str, Any]]:
 
 
 def templates(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Pod templates in an object."""
+    """Yield the pod templates in an object."""
     for key, value in item.items():
         if key in ("leaderTemplate", "workerTemplate", "podTemplate"):
             yield value
@@ -61,8 +61,8 @@ def templates(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item["kind"])
-def test_kubernetes_knows_every_field(item: dict[str, Any]) -> None:
-    """Strictly: a field that Kubernetes does not know is refused."""
+def test_every_field_is_valid_in_kubernetes(item: dict[str, Any]) -> None:
+    """Validation is strict, so an unknown field is an error."""
     objects = [item]
     if item["kind"] in OTHERS:
         head: dict[str, Any] = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {}}
@@ -72,12 +72,12 @@ def test_kubernetes_knows_every_field(item: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_kubernetes_knows_every_field_of_an_overlay(name: str) -> None:
+def test_every_field_of_an_overlay_is_valid(name: str) -> None:
     for item in rendered(f"overlays/{name}"):
-        test_kubernetes_knows_every_field(item)
+        test_every_field_is_valid_in_kubernetes(item)
 
 
-def test_compose_and_github_accept_theirs() -> None:
+def test_files_for_compose_and_github_are_valid() -> None:
     compose = resources.files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json"
     jsonschema.validate(
         yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text()),
@@ -105,7 +105,7 @@ KUBECTL = 'kubectl() { if [ "$1" = kustomize ]; then command kubectl "$@"; else 
 
 
 def applied(part: str, folder: str) -> list[dict[str, Any]]:
-    """Return the objects that the block of docs/deploy.md with this text hands to kubectl."""
+    """Return the objects that the docs/deploy.md block with this text passes to kubectl."""
     (block,) = [block for block in bash(ROOT / "docs" / "deploy.md") if part in block.text]
     done = subprocess.run(
         ["bash", "-c", f"{KUBECTL}\n{block.text}"], cwd=ROOT / folder, text=True,
@@ -114,7 +114,7 @@ def applied(part: str, folder: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all(done.stdout) if item]
 
 
-def test_a_second_group_has_everything_that_the_first_has() -> None:
+def test_a_second_group_has_the_same_objects_as_the_first() -> None:
     first = rendered("kubernetes")
     of_group = [item for item in ITEMS if item["metadata"].get("labels", {}).get("group") == "a"]
     assert sorted(item["kind"] for item in first) == sorted(item["kind"] for item in of_group)
@@ -125,15 +125,16 @@ def test_a_second_group_has_everything_that_the_first_has() -> None:
     assert sorted(map(json.dumps, json.loads(renamed))) == sorted(map(json.dumps, second))
 
 
-def test_the_prometheus_rule_is_the_alerts() -> None:
+def test_the_prometheus_rule_contains_the_alerts() -> None:
     (rule,) = applied("PrometheusRule", ".")
     assert rule["kind"] == "PrometheusRule"
     text = json.dumps(rule["spec"]).replace("https://git.example.com/sglang-mixkv/docs/", "docs/")
     assert json.loads(text) == yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text())
 
 
-def test_the_canary_is_a_service_of_each_group() -> None:
-    """Each service selects the first router of its group, and they share all of the traffic."""
+def test_the_canary_splits_traffic_between_two_groups() -> None:
+    """The route's two backends are the services of groups a and b, and their weights add up to
+    100 %."""
     (route,) = of_kind("HTTPRoute")
     ((first, second),) = [rule["backendRefs"] for rule in route["spec"]["rules"]]
     service = next(s for s in of_kind("Service") if s["metadata"]["name"] == first["name"])
@@ -143,8 +144,8 @@ def test_the_canary_is_a_service_of_each_group() -> None:
     assert first["weight"] + second["weight"] == 100
 
 
-def test_an_upgrade_in_place_replaces_the_images_of_a_server() -> None:
-    """The patches of docs/operate.md: what they replace is there, and nothing keeps the old one."""
+def test_an_upgrade_in_place_replaces_all_images_of_a_server() -> None:
+    """The patch in docs/operate.md replaces existing fields, and no old image remains."""
     (block,) = [b for b in bash(ROOT / "docs" / "operate.md") if "workerTemplate" in b.text]
     script = f"IMAGE=new:1\nkubectl() {{ printf '%s\\n' \"$@\"; }}\n{block.text}"
     done = subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=True)
@@ -168,8 +169,8 @@ def test_an_upgrade_in_place_replaces_the_images_of_a_server() -> None:
 
 
 def environment(container: dict[str, Any], items: list[dict[str, Any]] = ITEMS) -> dict[str, str]:
-    """Return the variables that Kubernetes sets: ConfigMaps first, then the container's own, in
-    which a pod's field is `field`."""
+    """Return a container's variables: those of its ConfigMaps, then its own. Values from pod fields
+    are `field`."""
     maps = {item["metadata"]["name"]: item["data"] for item in of_kind("ConfigMap", items)}
     names = [source["configMapRef"]["name"] for source in container.get("envFrom", [])]
     found = {key: value for name in names for key, value in maps[name].items()}
@@ -179,7 +180,8 @@ def environment(container: dict[str, Any], items: list[dict[str, Any]] = ITEMS) 
 def printed(
     server: dict[str, Any], index: int, items: list[dict[str, Any]] = ITEMS, **changed: str
 ) -> str:
-    """Return the command that this pod of a server runs, with the scripts of this repository."""
+    """Return the launch command of pod number `index` of a server, with this repository's
+    scripts."""
     template = server["spec"]["leaderWorkerTemplate"]
     (container,) = next(templates(template))["spec"]["containers"]
     environ = {
@@ -197,7 +199,7 @@ def printed(
 
 @pytest.mark.parametrize("name", ["", *OVERLAYS])
 def test_the_commands_of_all_pods_are_one_pair(name: str) -> None:
-    """Each node of a server has its rank, and the plan finds nothing."""
+    """Each node of a server has its own rank, and `plan` has no finding."""
     first, items = {}, rendered(f"overlays/{name}") if name else ITEMS
     for server in of_kind("LeaderWorkerSet", items):
         nodes = server["spec"]["leaderWorkerTemplate"]["size"]
@@ -212,8 +214,8 @@ def test_the_commands_of_all_pods_are_one_pair(name: str) -> None:
     assert make_plan(first["prefill"], first["decode"]).findings == ()
 
 
-def test_pods_on_the_hosts_network_have_the_hosts_devices() -> None:
-    """They ask no device plugin, and the channel listens on the host's address."""
+def test_pods_on_the_host_network_use_the_hosts_devices() -> None:
+    """The pods request no RDMA device plugin, and the channel listens on the host's address."""
     servers = of_kind("LeaderWorkerSet", rendered("overlays/host-network"))
     assert len(servers) == len(of_kind("LeaderWorkerSet"))
     for template in (template for server in servers for template in templates(server["spec"])):
@@ -230,7 +232,8 @@ def test_pods_on_the_hosts_network_have_the_hosts_devices() -> None:
 
 
 def test_a_stock_group_is_not_checked_by_the_doctor(tmp_path: Path) -> None:
-    """The `sed` of docs/deploy.md sets both variables."""
+    """The `sed` command in docs/deploy.md switches both variables off, so the init container does
+    not run `doctor`."""
     (said,) = re.findall(r"`(s/MIXKV[^`]*)`", (ROOT / "docs" / "deploy.md").read_text())
     (settings,) = of_kind("ConfigMap")
     pair = ROOT / "examples" / "kubernetes" / "pair.yaml"
@@ -254,8 +257,9 @@ def test_a_stock_group_is_not_checked_by_the_doctor(tmp_path: Path) -> None:
             assert bool(asked.stdout) == bool(ran)
 
 
-def test_the_workers_of_dynamo_are_one_pair() -> None:
-    """They opt in only by the variable, since Dynamo's parser knows no flags of plugins."""
+def test_the_dynamo_workers_are_one_pair() -> None:
+    """The workers opt in only by the environment variable, since Dynamo's parser rejects a plugin's
+    flags."""
     servers = {}
     (dynamo,) = of_kind("DynamoGraphDeployment")
     models = f"--model-path={PAIR}/target", f"--speculative-draft-model-path={PAIR}/drafter"

@@ -1,5 +1,5 @@
-"""The pictures of docs/metrics.md show what `status` prints and what the dashboard has today. One
-that does not has to be drawn again: figures.py."""
+"""The figures in docs/metrics.md agree with the present output of `status` and the dashboard. If
+one of these tests fails, draw the figures again with figures.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .pages import ROOT
 
 
 def shown(name: str) -> list[str]:
-    """Return the texts of a picture."""
+    """Return the texts in a figure."""
     return [
         unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)<", (FIGURES / name).read_text())
     ]
 
 
 def columns(lines: list[str]) -> list[list[str]]:
-    """Return the heads of tables: the words above dashes."""
+    """Return the column headings of the tables, which have dashes below them."""
     return [
         re.split("  +", above.strip())
         for above, line in pairwise(lines) if line.startswith("---")
@@ -32,14 +32,14 @@ def columns(lines: list[str]) -> list[list[str]]:
 
 
 def a_status() -> Status:
-    """Return the status of a decode server that has served one request, without a drafter on
-    prefill."""
+    """Return the status of a decode server that served one request from a prefill server without a
+    drafter."""
     at = 'prefill="p:1",state="cold",reason="no_drafter"'
     counted = f"sglang:mixkv_prefill_rooms_total{{{at}}} 1\n"
     return status(MetricPages(read("http://d:1", counted)), {})
 
 
-def test_the_screen_of_status_has_its_columns_and_words() -> None:
+def test_the_figure_of_status_has_its_columns_and_texts() -> None:
     lines, now = shown("status.svg"), a_status()
     assert columns(lines) == columns(now.text().splitlines())
     (wrong,) = now.wrong
@@ -48,14 +48,14 @@ def test_the_screen_of_status_has_its_columns_and_words() -> None:
     assert said in " ".join(" ".join(lines).split())
 
 
-def test_the_panels_are_the_dashboards() -> None:
+def test_the_figure_has_the_dashboards_panels() -> None:
     texts = shown("dashboard.svg")
     assert {*SHOWN} <= {*texts}
     assert {axis(panels()[name])[0] for name in SHOWN} <= {*texts}
 
 
 @pytest.mark.parametrize("name", panels())
-def test_every_axis_of_the_dashboard_says_what_it_counts(name: str) -> None:
+def test_every_axis_of_the_dashboard_has_a_label_and_a_unit(name: str) -> None:
     label, unit = axis(panels()[name])
     assert label, DASHBOARD
     assert unit

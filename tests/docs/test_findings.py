@@ -1,5 +1,6 @@
-"""The scripts in findings/ have the form that makes them safe to run anywhere. What they say about
-released packages is for scripts/findings.sh: it needs a network, and minutes."""
+"""The scripts in findings/ follow the rules that make them safe to run anywhere.
+
+scripts/findings.sh runs them, which needs a network and several minutes."""
 
 from __future__ import annotations
 
@@ -27,24 +28,24 @@ def header_and_body(script: Path) -> tuple[str, str]:
 
 
 def faults(script: Path) -> list[str]:
-    """Return what is wrong with the form of a script."""
+    """Return the rules that a script violates."""
     header, body = header_and_body(script)
     words = [word for line in INSTALL.findall(body.replace("\\\n", " ")) for word in line.split()]
     packages = [w.strip('"') for w in words if w not in OPTIONS and not w.startswith('"$work')]
     versions = {re.split(r"==|(?<=.)@", package)[-1] for package in packages}
     title = header.split("\n\n")[0]
     checks = {
-        "does not begin with its package and version": any(v in title for v in versions),
-        "no behaviour, guess and output": all(
+        "the title lacks the package and its version": any(v in title for v in versions),
+        "lacks the behaviour, the guess or the output": all(
             f"\n{word}: " in header for word in ("Behaviour", "Guess", "Seen")
         ),
-        "goes on after an error": body.startswith("set -euo pipefail\n"),
-        "no folder of its own": 'work="$(mktemp -d)"\ntrap \'' in body,
+        "continues after an error": body.startswith("set -euo pipefail\n"),
+        "has no temporary folder": 'work="$(mktemp -d)"\ntrap \'' in body,
         "leaves its folder": bool(re.search(r"""^trap '[^']*rm -rf "\$work"' EXIT$""", body, re.M)),
         "installs nothing": bool(packages),
         f"not pinned: {packages}": all(map(PINNED.fullmatch, packages)),
-        "cannot say that it cannot run": "exit 77" in body,
-        "does not say that it has changed": "changed: " in body,
+        "has no exit status for hosts where it cannot run": "exit 77" in body,
+        "does not report a changed behaviour": "changed: " in body,
         "uses the product": not re.search(r"mixkv", body),
         "names a host": not re.search(r"://(?!127\.0\.0\.1|localhost|\{|\$)", body),
         "not executable": os.access(script, os.X_OK),
@@ -53,12 +54,12 @@ def faults(script: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_script_has_the_form(script: Path) -> None:
+def test_a_script_follows_the_rules(script: Path) -> None:
     assert faults(script) == []
 
 
-def test_a_script_without_the_form_is_noticed(tmp_path: Path) -> None:
-    """Each line that a script needs, left out of one that has it."""
+def test_a_script_that_violates_a_rule_is_detected(tmp_path: Path) -> None:
+    """Removing any required line from a valid script is detected."""
     good = SCRIPTS[0].read_text()
     for pattern in (
         r"(?<=bash\n)# .*\n", r"^# Guess:", r"^set -e.*\n", r"^trap .*\n", r"==[\d.]+", r"exit 77",
@@ -73,12 +74,12 @@ def test_a_script_without_the_form_is_noticed(tmp_path: Path) -> None:
     assert faults(script) == ["not executable"]
 
 
-def test_the_table_has_each_script_once() -> None:
+def test_the_table_lists_each_script_once() -> None:
     rows = re.findall(r"^\| \[(\S+)\]\((\S+)\) \|", (FOLDER / "README.md").read_text(), re.M)
     assert sorted(rows) == [(script.stem, script.name) for script in SCRIPTS]
 
 
-def test_a_line_says_what_became_of_each(tmp_path: Path) -> None:
+def test_the_runner_prints_one_line_per_script(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "findings").mkdir()
     (tmp_path / "scripts" / "findings.sh").write_text((ROOT / "scripts/findings.sh").read_text())

@@ -1,4 +1,5 @@
-"""Scripts that need a GPU or its driver say so if it is missing, and set nothing up."""
+"""Scripts that need a GPU or its driver report the first one that is missing, and install
+nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ OLD = "CUDA 13 needs NVIDIA's driver r580 or later: found 570.86.10."
 @pytest.mark.parametrize(
     ("command", "status"), [("scripts/demo.sh --device cuda", 1), ("scripts/gpu-check.sh", 2)]
 )
-def test_the_first_thing_that_is_missing_is_named(
+def test_a_missing_gpu_or_an_old_driver_is_reported(
     command: str, status: int, prints: str, sentence: str, tmp_path: Path
 ) -> None:
     driver = tmp_path / "nvidia-smi"

@@ -1,4 +1,4 @@
-"""Every hook of .pre-commit-config.yaml passes on all files, so that CI sees what a commit sees."""
+"""Every hook in .pre-commit-config.yaml passes on all files, so CI checks the same as a commit."""
 
 from __future__ import annotations
 

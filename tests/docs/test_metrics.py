@@ -1,7 +1,7 @@
-"""The dashboard, the alerts and the pages name series that exist; alerts fire when they should.
+"""The dashboard, the alerts and the pages name existing metrics, and alerts fire when they should.
 
-What each series counts is tested in tests/pure/test_series.py and over real transfers in
-tests/protocol/test_metrics.py.
+tests/pure/test_series.py tests the metrics' values, and tests/protocol/test_metrics.py tests them
+over real transfers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LABELS |= {
     for name, labels in LABELS.items() if name.endswith("_seconds")
     for part in ("bucket", "sum", "count")
 }  # fmt: skip
-EVERYWHERE = {"model_name", "engine_type", "instance"}  # of SGLang, and of each scrape
+EVERYWHERE = {"model_name", "engine_type", "instance"}  # set by SGLang or by Prometheus
 NAME, RULE = re.compile(r"sglang:[a-z0-9_]+"), re.compile(r"sglang_mixkv:[a-z0-9_:]+")
 
 needs_promtool = pytest.mark.skipif(
@@ -39,8 +39,8 @@ needs_promtool = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("path", [DASHBOARD, ALERTS, ALERT_TESTS, *PAGES], ids=lambda p: p.name)
-def test_series_rules_and_labels_that_are_named_exist(path: Path) -> None:
-    """A selector on what does not exist matches nothing, and nobody notices."""
+def test_metrics_rules_and_labels_in_the_documents_exist(path: Path) -> None:
+    """A selector with a wrong name matches nothing, without an error."""
     text = path.read_text().replace('\\"', '"')
     assert {name for name in NAME.findall(text) if "mixkv_" in name} <= LABELS.keys()
     for name, selector in re.findall(r"(sglang:mixkv_\w+)\{([^}]*)\}", text):
@@ -57,7 +57,7 @@ def test_troubleshooting_lists_each_cold_reason_once() -> None:
     assert sorted(listed) == sorted(ColdReason)
 
 
-def test_sglangs_own_series_are_still_called_so() -> None:
+def test_sglangs_own_metrics_have_these_names() -> None:
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
         pytest.skip("SGLang is not installed")
@@ -68,7 +68,7 @@ def test_sglangs_own_series_are_still_called_so() -> None:
         assert "mixkv_" in name or {name, stem} & known, name
 
 
-# ---------------------------------------------------------------- what Prometheus makes of them
+# ---------------------------------------------------------------- evaluated by Prometheus
 
 
 def promtool(*arguments: str | Path) -> None:
@@ -86,14 +86,15 @@ def panels() -> dict[str, list[str]]:
 
 
 @needs_promtool
-def test_panels_are_valid_and_show_what_they_say(tmp_path: Path) -> None:
-    """One server's requests are all warm, at 4 tokens a round; some of another's are cold, at 1."""
+def test_panels_have_valid_queries_with_correct_values(tmp_path: Path) -> None:
+    """The requests of one prefill server are all warm, with 4 tokens per round. Some requests of
+    another one are cold, with 1 token per round."""
     labels = 'model_name="m", instance="d:1", prefill="%s", state="%s", reason="%s"'
     counts = {
         ("a:1", "warm", ""): (100, 400), ("b:2", "warm", ""): (200, 800),
         ("b:2", "cold", "lost"): (60, 60), ("b:2", "cold", "read"): (40, 40),
     }  # fmt: skip
-    # a second; sums of such rates are exact in any order
+    # per second; sums of these rates are exact in any order
     series = [
         {"series": f"sglang:mixkv_{name}_total{{{labels % at}}}", "values": f"0+{60 * step}x20"}
         for at, steps in counts.items()
@@ -105,7 +106,7 @@ def test_panels_are_valid_and_show_what_they_say(tmp_path: Path) -> None:
         "Accept length by state": [(', state="warm"', 4), (', state="cold"', 1)],
         "Wait for draft KV": [("", 0.0075)],
     }
-    for rank, bound in ((0, "0.005"), (1, "0.01")):  # that up to 5 ms, this 5 to 10: it counts
+    for rank, bound in ((0, "0.005"), (1, "0.01")):  # waits below 5 ms, and from 5 to 10 ms
         series += [
             {"series": f'sglang:mixkv_wait_seconds_bucket{{model_name="m", instance="d:1", '
                        f'tp_rank="{rank}", le="{le}"}}', "values": f"0+{60 * (le >= bound)}x20"}
@@ -126,7 +127,7 @@ def test_panels_are_valid_and_show_what_they_say(tmp_path: Path) -> None:
     promtool("test", "rules", file)
 
 
-def test_each_alert_has_a_page_and_says_what_to_do() -> None:
+def test_each_alert_has_a_page_and_a_remedy() -> None:
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     table = (ROOT / "docs" / "metrics.md").read_text()
     alerts = [rule for rule in rules if "alert" in rule]
@@ -138,7 +139,7 @@ def test_each_alert_has_a_page_and_says_what_to_do() -> None:
         assert anchor in {head.lower().replace(" ", "-") for head in heads}
 
 
-def test_deploys_command_makes_a_selectable_rule_and_whole_links() -> None:
+def test_the_command_in_deploy_md_makes_a_valid_prometheus_rule() -> None:
     (block,) = (b for b in bash(ROOT / "docs" / "deploy.md") if "PrometheusRule" in b.text)
     text = 'kubectl() { [ "$1" = get ] || cat; }\n' + block.text
     done = subprocess.run(["bash", "-euc", text], cwd=ROOT, capture_output=True, check=True)
@@ -152,7 +153,7 @@ def test_deploys_command_makes_a_selectable_rule_and_whole_links() -> None:
 
 @needs_promtool
 def test_alerts_fire_when_they_should_and_only_then() -> None:
-    """promtool tests every alert."""
+    """tests/alerts_test.yml, which promtool runs, has every alert."""
     alerts = re.findall(r"(?m)^ *- alert: (\S+)$", ALERTS.read_text())
     assert [alert for alert in alerts if alert not in ALERT_TESTS.read_text()] == []
     promtool("test", "rules", ALERT_TESTS)

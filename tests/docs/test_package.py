@@ -1,7 +1,8 @@
-"""Wheel and source distribution: complete, installable and working where there is no SGLang.
+"""The wheel and the source distribution are complete, installable, and work without SGLang.
 
-Built with the installed setuptools, the wheel from the source distribution; unpacked beside links
-to this environment's light dependencies, where Python sees nothing else. So nothing is fetched.
+The installed setuptools builds the source distribution, and the wheel from it. For the clean
+environment, the wheel is unpacked beside links to this environment's light dependencies, and Python
+sees nothing else. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BESIDE_SGLANG = {"huggingface_hub", "mooncake", "nixl", "sglang", "torch", "triton"}
-"""What is imported only where SGLang, or a transport, is."""
+"""Packages that are imported only if SGLang or a transfer backend is installed."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 FOLDERS = (
     "sglang_mixkv", "mixkv_cpu", "mixkv_demo", "docker", "docs", "examples", "findings", "scripts",
@@ -42,8 +43,8 @@ FOLDERS = (
 
 
 def run(*command: object, cwd: Path, status: int = 0, site: Path | None = None) -> str:
-    """Run outside of the repository; its output. Python's own variables are not passed on. `site`:
-    where Python finds packages beside its own."""
+    """Run Python outside the repository, without Python's environment variables, and return its
+    output. `site`: the only folder in which it finds packages, besides the standard library."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SGLANG", "PIP_"))}
     env |= {"PYTHONPATH": str(site)} if site else {}
     python = [sys.executable, *["-S"] * (site is not None)]
@@ -78,7 +79,7 @@ def files(*folders: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in kept}
 
 
-def test_the_archives_have_exactly_the_files_that_they_should(built: Path) -> None:
+def test_the_archives_have_the_right_files(built: Path) -> None:
     with zipfile.ZipFile(one(built, "*.whl")) as archive:
         wheel = set(archive.namelist())
     assert {name for name in wheel if ".dist-info/" not in name} == files("sglang_mixkv")
@@ -90,7 +91,8 @@ def test_the_archives_have_exactly_the_files_that_they_should(built: Path) -> No
 
 
 def test_a_package_index_shows_the_readme_with_absolute_links(built: Path) -> None:
-    """The same ones, in both archives, into the repository that pyproject.toml names."""
+    """Both archives have the same description, whose links point into the repository named in
+    pyproject.toml."""
     with zipfile.ZipFile(one(built, "*.whl")) as wheel:
         (name,) = (n for n in wheel.namelist() if n.endswith("/METADATA"))
         of_wheel = message_from_bytes(wheel.read(name))
@@ -112,8 +114,8 @@ def test_a_package_index_shows_the_readme_with_absolute_links(built: Path) -> No
     assert {at for at, to in absolute if to.startswith(repository)} == {"", "!"}
 
 
-def test_the_placeholder_stands_in_pyproject_alone() -> None:
-    """A release replaces it there; scripts/dist.sh looks for others."""
+def test_only_pyproject_toml_has_the_owner_placeholder() -> None:
+    """A release replaces the placeholder in pyproject.toml. scripts/dist.sh checks for others."""
     texts = [ROOT / name for name in files(*FOLDERS)] + [p for p in ROOT.iterdir() if p.is_file()]
     placeholder = "/".join(("OWNER", "sglang-mixkv"))
     found = {p.name for p in texts if placeholder.encode() in p.read_bytes()}
@@ -121,7 +123,7 @@ def test_the_placeholder_stands_in_pyproject_alone() -> None:
 
 
 def declared() -> set[str]:
-    """Return the wheel's dependencies and theirs."""
+    """Return the wheel's direct and indirect dependencies."""
     found, left = set[str](), list[str](PROJECT["dependencies"])
     while left:
         requirement = Requirement(left.pop())
@@ -163,7 +165,7 @@ def test_its_entry_points_load_in_the_clean_environment(clean: Path) -> None:
 
 
 def test_the_commands_work_without_sglang(clean: Path) -> None:
-    """They do not need torch, either: they run on a router's host, or on a laptop."""
+    """The commands also work without torch, for example on a router's host or a laptop."""
 
     def call(*arguments: str, status: int = 0) -> str:
         return run("-m", "sglang_mixkv", *arguments, cwd=clean, status=status, site=clean)
@@ -188,8 +190,9 @@ def test_the_commands_work_without_sglang(clean: Path) -> None:
     assert said.endswith("\n1 problem, marked !!\n")
 
 
-def test_what_the_wheel_imports_is_declared() -> None:
-    """An environment that has SGLang has many packages more, so nothing else would miss one."""
+def test_every_imported_package_is_declared() -> None:
+    """Environments with SGLang contain many more packages, so no other test would notice a missing
+    dependency."""
     imported = set[str]()
     for node in (n for p in PACKAGE.rglob("*.py") for n in ast.walk(ast.parse(p.read_text()))):
         if isinstance(node, ast.Import):
@@ -202,14 +205,14 @@ def test_what_the_wheel_imports_is_declared() -> None:
     assert found == {Requirement(text).name for text in PROJECT["dependencies"]}
 
 
-def test_every_code_has_an_entry() -> None:
+def test_every_error_code_is_in_troubleshooting() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     texts = [path.read_text() for path in PACKAGE.rglob("*.py")]
     codes = {code for text in texts for code in re.findall(r"MIXKV-[A-Z]+-\d\d", text)}
     assert codes == {*re.findall(r"(?m)^### (MIXKV-\S+)", page)}
 
 
-def test_versions_that_have_to_change_together() -> None:
+def test_version_numbers_agree() -> None:
     assert PROJECT["version"] == __version__
     assert f"**Status:** {__version__}, " in (ROOT / "README.md").read_text()
     assert PROJECT["optional-dependencies"]["sglang"] == [f"sglang=={SUPPORTED_SGLANG[-1]}"]

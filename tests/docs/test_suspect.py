@@ -1,11 +1,11 @@
-"""The alerts of docs/alerts.yml that judge an accept length: how often they are wrong, and how long
-they take to be right.
+"""The accept-length alerts in docs/alerts.yml detect a fall in time, and stay silent for healthy
+servers.
 
-promtool runs the shipped rules over simulated prefill servers, looked at every STEP: requests that
-end, their verify rounds and tokens. A request has one of four kinds of prompt, which come mixed or
-in runs, and up to 7 drafts a round; answers are of 200 tokens on average, a few of thousands.
-Traffic has days, nights and bursts, decode restarts, and prompts become harder and easier over
-hours.
+promtool evaluates the rules every STEP over simulated prefill servers: the requests that end, their
+verify rounds and their tokens. A request has one of four kinds of prompts, which are mixed or come
+in runs, and up to 7 draft tokens per round. Answers have 200 tokens on average, a few have
+thousands. Traffic varies between day and night and has bursts, decode restarts, and prompts become
+harder and easier over hours.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ Rng = np.random.Generator
 
 STEP = 5  # minutes
 HOUR = 60 // STEP
-LENGTH, FALL = 44 * HOUR, 36 * HOUR  # in steps; when a server falls that does
-LEFT = 20 * HOUR  # when the plugin is taken from servers that accept as much without it
-HEALTHY, EACH = {True: 120, False: 16}, {True: 6, False: 1}  # servers; those of each fall
-GROUP = 4  # servers of one decode server
+LENGTH, FALL = 44 * HOUR, 36 * HOUR  # in steps: the simulation, and the time of a server's fall
+LEFT = 20 * HOUR  # when the plugin is removed from servers whose accept length does not need it
+HEALTHY, EACH = {True: 120, False: 16}, {True: 6, False: 1}  # healthy servers; servers per fall
+GROUP = 4  # prefill servers per decode server
 PER_HOUR = (5, 3600)
-ACCEPTED = np.array([0.60, 0.72, 0.86, 0.76])  # by kind of prompt: the next draft is right
+ACCEPTED = np.array(
+    [0.60, 0.72, 0.86, 0.76]
+)  # probability by kind of prompt that the next draft token is accepted
 SHARES = (0.3, 0.3, 0.2, 0.2)
 DRAFTS = np.arange(1, 8)
 SUSPECT, BESIDE = "MixKVDraftSuspect past", "MixKVDraftSuspect others"
 FELL, LOST = "MixKVWarmAcceptLengthFell", "MixKVPluginLost"
-FALLS = {  # from, to, requests an hour -> found within so many minutes
+FALLS = {  # accept length before, after, requests per hour -> minutes until the alert
     (3.9, 1.0, 60): 80, (3.9, 1.0, 600): 40, (3.9, 1.0, 3600): 30,
     (3.0, 2.2, 1200): 130, (3.0, 2.2, 3600): 110,
 }  # fmt: skip
@@ -46,8 +48,9 @@ FALLS = {  # from, to, requests an hour -> found within so many minutes
 def server(
     rng: Rng, per_hour: float, fall: tuple[float, float] | None = None, drift: float = 0.1
 ) -> tuple[Array, ...]:
-    """Simulate a server: per step the requests that ended, their rounds and their tokens. `drift`:
-    how much harder and easier prompts become, at most. `fall`: of the accept length."""
+    """Simulate a server, and return per step the requests that ended, their rounds and their
+    tokens. `drift`: how much harder and easier prompts become at most. `fall`: the accept length
+    before and after FALL."""
     steps = np.arange(LENGTH)
     day = 1 + rng.uniform(0, 0.8) * np.sin(2 * np.pi * (steps / HOUR / 24 + rng.uniform()))
     burst = np.where(rng.uniform(size=LENGTH) < 0.01, rng.uniform(3, 10, LENGTH), 1)
@@ -56,7 +59,7 @@ def server(
     run, spread = rng.choice([1, 5, 20]), rng.uniform(0.8, 1.6)
     right = ACCEPTED[np.repeat(rng.choice(4, number // run + 1, p=SHARES), run)[:number]]
     right = rng.beta(12 * right, 12 * (1 - right))
-    mean = 1 + (right[:, None] ** DRAFTS).sum(1)  # tokens of a round
+    mean = 1 + (right[:, None] ** DRAFTS).sum(1)  # tokens per round
     answers = rng.lognormal(np.log(200) - spread**2 / 2, spread, number).clip(4, 20_000)
     rounds = (answers / mean).clip(1)
     tokens = rounds * mean + np.sqrt(rounds) * 1.5 * rng.standard_normal(number)
@@ -64,7 +67,7 @@ def server(
     tokens *= 1 + rng.uniform(0, drift) * np.sin(2 * np.pi * (at / HOUR / period + phase))
     if fall is not None:
         rounds *= tokens.sum() / rounds.sum() / fall[0]
-        rounds[at >= FALL] *= fall[0] / fall[1]  # the answers are as long as before
+        rounds[at >= FALL] *= fall[0] / fall[1]  # the answers' lengths do not change
     tokens = tokens.clip(rounds, rounds * 8)
     return requests, *(np.bincount(at, one, LENGTH) for one in (rounds, tokens))
 
@@ -83,7 +86,7 @@ def line(series: str, values: Array, **labels: str) -> dict[str, str]:
 
 
 def page(rng: Rng, name: str, decode: str, counted: tuple[Array, ...]) -> Iterator[dict[str, str]]:
-    """Yield the series of the only decode server of its model, which may restart once. Two TP ranks
+    """Yield the series of a model's only decode server, which may restart once. Its two TP ranks
     count the same requests."""
     restart = rng.integers(0, 2 * LENGTH)
     names = ("finished_requests", "verify_rounds", "accepted_tokens")
@@ -94,8 +97,8 @@ def page(rng: Rng, name: str, decode: str, counted: tuple[Array, ...]) -> Iterat
 
 
 def lost(decode: str, counted: tuple[Array, ...], when: int, new: bool) -> Iterator[dict[str, str]]:
-    """Yield SGLang's own series of a decode server that continues without the plugin from `when`
-    on, as the same or a `new` instance."""
+    """Yield SGLang's own series of a decode server that runs without the plugin from step `when`
+    on, as the same instance or as a `new` one."""
     names = ("num_requests", "spec_verify_calls", "generation_tokens")
     at, before = {"model_name": decode, "engine_type": "decode"}, np.arange(LENGTH + 1) < when
     yield line("mixkv_rooms", np.where(before, 1, -1), **at, instance="old", state="warm")
@@ -109,8 +112,8 @@ def lost(decode: str, counted: tuple[Array, ...], when: int, new: bool) -> Itera
 
 
 def fired(names: str, alert: str, steps: int, number: int) -> dict[str, Any]:
-    """Expect that `number` of these have fired by that step. `alert`: its name, and what it
-    compares with."""
+    """Expect that the alert has fired for `number` of the matching servers by that step. `alert`:
+    its name, and its label `against`, if any."""
     kind, _, against = alert.partition(" ")
     what = "prefill" if against else "model_name"
     of = f'alertname="{kind}",alertstate="firing",against="{against}",{what}=~"{names}"'
@@ -120,11 +123,11 @@ def fired(names: str, alert: str, steps: int, number: int) -> dict[str, Any]:
 
 
 def check(folder: Path, series: list[dict[str, str]], expected: list[dict[str, Any]]) -> str:
-    """Return promtool's complaints; "" if all is as expected."""
+    """Return promtool's error output, or "" if all expectations hold."""
     test = {"interval": f"{STEP}m", "input_series": series, "promql_expr_test": expected}
     rules = {"rule_files": [str(ROOT / "docs" / "alerts.yml")], "evaluation_interval": f"{STEP}m"}
     file = folder / "test.yml"
-    file.write_text(json.dumps({**rules, "tests": [test]}))  # which YAML's parser reads faster
+    file.write_text(json.dumps({**rules, "tests": [test]}))  # JSON is parsed faster than YAML
     command = ["promtool", "test", "rules", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     return (done.stdout + done.stderr) * bool(done.returncode)
@@ -148,11 +151,12 @@ needs_promtool = pytest.mark.skipif(
 
 
 @needs_promtool
-def test_servers_that_fall_fire_and_healthy_ones_do_not(
+def test_alerts_fire_for_falling_and_not_for_healthy_servers(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """No alert precedes the fall. A server that was wrong from the start is found within two hours,
-    by comparison with the others of its decode server. `--full` has more servers of each kind."""
+    """Each fall raises an alert in time, and none fires earlier or for a healthy server. A server
+    that was wrong from the start is detected within two hours, by comparison with others behind the
+    same decode server. --full simulates more servers."""
     is_full = request.config.getoption("--full")
     series, expected = list[dict[str, str]](), list[dict[str, Any]]()
     for number in range(HEALTHY[is_full]):
@@ -179,10 +183,11 @@ def test_servers_that_fall_fire_and_healthy_ones_do_not(
 
 
 @needs_promtool
-def test_a_pair_that_lost_the_plugin_is_found_if_that_costs(
+def test_an_alert_fires_if_the_loss_of_the_plugin_costs_drafts(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """SGLang's own figures show it, whether the server is restarted or another takes its place."""
+    """SGLang's own metrics show the lower accept length, whether the server is restarted or
+    replaced."""
     is_full = request.config.getoption("--full")
     series, expected = list[dict[str, str]](), list[dict[str, Any]]()
     for number in range(HEALTHY[is_full]):

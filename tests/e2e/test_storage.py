@@ -103,8 +103,8 @@ def test_servers_of_both_sizes_share_a_store(pair: str, reference: Reference) ->
             found, _ = asked(of_two, pair, expected)
             assert found[1:] == pages
             forget(of_two, config)
-        # The sizes are swapped. Decode finds the pages that the first prefill server stored at this
-        # size. Prefill finds only the target's pages, which are no hit without the drafter's.
+        # The sizes are swapped. Decode finds the pages of the earlier prefill server, which had the
+        # same size. Prefill finds only target pages, which are no hit without the drafter's.
         with running(pair, (*TP1, *HOST_CACHE, *stores), (*TP2, *DECODE_HOST, *stores)) as other:
             found, counted = asked(other, pair, expected)
             assert not any(found)
