@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check that the plugin's kernels are right on this GPU, and time them. Needs NVIDIA's driver, not SGLang.
-# Exit status: 0 all is right; 1 lines that begin with !! are wrong; 2 the check cannot run here.
+# Check that the plugin's kernels are correct on this GPU, and time them. Needs NVIDIA's driver, not SGLang.
+# Exit status: 0 all lines are correct; 1 lines that begin with !! are wrong; 2 the check cannot run here.
 # Options: --help. TRITON_INTERPRET=1 runs the kernels on the CPU, to see that the check itself works.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

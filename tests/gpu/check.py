@@ -1,17 +1,18 @@
-"""Are the plugin's kernels right on this GPU, and how fast? `bash scripts/gpu-check.sh` runs this
-with torch and Triton alone: no SGLang, no transport.
+"""Check that the plugin's kernels are correct on this GPU, and time them.
 
-A line each: the machine; the kernels, which are built and run; packing, unpacking and clearing in
-each layout of a pool, of which every byte and verdict is compared; and microseconds a slot:
+`bash scripts/gpu-check.sh` runs this. It needs torch and Triton, but neither SGLang nor a transfer
+backend. It prints one line for the machine, and for each pool layout one line for building the
+kernels and one each for packing, unpacking and clearing. Every byte and verdict is compared. The
+times are in microseconds per slot:
 
-    alone/N     batches of N slots, asked for their end all the time
-    channel/8   asked as the draft channel's thread does, for 30 us, and then between two sleeps
-    launches    the same beside a thread that launches kernels, as SGLang's scheduler does
-    python      the same beside a thread that computes in Python, which holds the GIL
-    device      what the GPU is busy with; share: of it, what a copy of as many bytes takes
-    0.3.0/H100  the same work in release 0.3.0, by torch (docs/figures/h100)
+    alone/N     batches of N slots, polled continuously
+    channel/8   polled as by the draft channel's thread: for 30 us, then between sleeps
+    launches    like channel/8, while another thread launches kernels, as SGLang's scheduler does
+    python      like channel/8, while another thread computes in Python and holds the GIL
+    device      the time on the GPU itself; share: a plain copy of as many bytes, divided by it
+    0.3.0/H100  the time of torch's copies in release 0.3.0 (docs/figures/h100)
 
-Exit status: 0 all is right; 1 a line that begins with !! is wrong; 2 it cannot be found out here.
+Exit status: 0 all lines are correct; 1 lines that begin with !! are wrong; 2 the check cannot run.
 """
 
 from __future__ import annotations
@@ -43,17 +44,21 @@ from .pools import SLOT, beside
 EARLIER = Path(__file__).parents[2] / "docs/figures/h100/rows-order-mooncake.json"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SLOTS, SLOT_BYTES, TIMES = (4, 32 << 10, 1) if INTERPRETED else (64, SLOT["cuda"], 10)
-FEW = 2  # heads that are moved in the interpreter, which is slow; with many layers one
+FEW = 2  # heads to move in the interpreter, which is slow; 1 with many layers
 BATCHES = (1,) if INTERPRETED else (1, 8, 48)
 OK, STALE, DIFFERS, _ = SlotCheck
-DAMAGE = {0: STALE, HEADER: DIFFERS, 8: DIFFERS}  # the byte of slots 0, 1 and 2; what is found
+DAMAGE = {
+    0: STALE,
+    HEADER: DIFFERS,
+    8: DIFFERS,
+}  # offset of a byte to damage, and the expected verdict, for slots 0, 1, 2
 FILL = 0xEE
-ASLEEP = 40_000_000  # cycles: some 20 ms
+ASLEEP = 40_000_000  # cycles, about 20 ms
 
 
 class Layout(NamedTuple):
-    """`widths`: bytes of a head in K and in V. `wanted`: how many of the last heads are moved.
-    `earlier`: the drafter's name in EARLIER."""
+    """A pool layout. `widths`: bytes per head in K and in V. `wanted`: the number of last heads to
+    move. `earlier`: the case's name in EARLIER."""
 
     name: str
     layers: int
@@ -82,11 +87,11 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         said = self.wrong or "  ".join(f"{key} {value}" for key, value in self.figures.items())
-        return f"{'!!' if self.wrong else '  '} {self.name:<24}  {said or 'right'}"
+        return f"{'!!' if self.wrong else '  '} {self.name:<24}  {said or 'correct'}"
 
 
 class Check:
-    """One layout: a pool, and slots full of it."""
+    """The check of one layout: a pool, and slots for its rows."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         few = FEW if layout.layers < 4 else 1
@@ -94,7 +99,7 @@ class Check:
         self.heads = range(layout.heads)[-wanted:]
         widths = [width for width in layout.widths for _ in range(layout.layers)]
         self.tokens = (SLOT_BYTES - HEADER) // (sum(widths) * wanted)
-        total, page = 7 + SLOTS * self.tokens, layout.page  # it begins within a page
+        total, page = 7 + SLOTS * self.tokens, layout.page  # the first token is inside a page
         order = np.random.default_rng(1).permutation(-(-total // page))
         numbers = Pages(order, page).rows(7, SLOTS * self.tokens)
         self.numbers = torch.from_numpy(numbers).to(device).view(SLOTS, self.tokens)
@@ -135,14 +140,14 @@ class Check:
         return ""
 
     def unpack(self) -> str:
-        """Unpack with wrong slots among right ones, which must leave zeros, and without."""
+        """Unpack with some damaged slots, which must leave zeros, and then without damage."""
         for damage in (DAMAGE, {}):
             for entry in self.pool:
                 entry.fill_(FILL)
             expected = [*damage.values(), *[OK] * (SLOTS - len(damage))]
             self.damage(damage)
             wrong = verdicts(self.rows.start("unpack", self.jobs(SLOTS)), expected)
-            self.damage(damage)  # undoes it
+            self.damage(damage)  # a second time restores the bytes
             if wrong := wrong or self.compare(self.heads.start, zeros=len(damage)):
                 return wrong
         return ""
@@ -160,7 +165,8 @@ class Check:
         return verdicts(self.rows.start("clear", [job]), [OK]) or self.compare(0, zeros=SLOTS)
 
     def compare(self, first_head: int, zeros: int) -> str:
-        """Compare all of the pool: the slots' rows are there, and zeros for the first slots."""
+        """Compare the whole pool with the expected rows, which are zero for the first `zeros`
+        slots."""
         for number, (found, right) in enumerate(zip(self.pool, self.truth, strict=True)):
             wanted = torch.full_like(found, FILL)
             for slot, places in enumerate(self.numbers):
@@ -169,14 +175,14 @@ class Check:
             if not torch.equal(found, wanted):
                 row = int((found != wanted).flatten(1).any(1).nonzero()[0])
                 slots = (self.numbers == row).any(1).nonzero().flatten().tolist()
-                where = f"of slot {slots[0]}" if slots else "that nobody asked for"
+                where = f"of slot {slots[0]}" if slots else "of no slot"
                 return f"entry {number}, row {row} {where}: its bytes are wrong"
         return ""
 
-    # -- how fast
+    # -- times
 
     def us(self, kind: str, count: int, wait: Callable[[Any], None], times: int = TIMES) -> float:
-        """Return the median time per slot, without the first run."""
+        """Return the median time per slot, excluding the first run."""
         taken = []
         for _ in range(times + 1):
             begin = time.perf_counter()
@@ -198,8 +204,8 @@ class Check:
         return found if INTERPRETED else found | self.shares(kind)
 
     def shares(self, kind: str) -> dict[str, float]:
-        """Time two batches, and as many copies, between two events of their stream. All are queued
-        while the stream sleeps."""
+        """Time two batches, and plain copies of as many slots, by CUDA events. All work is queued
+        while the stream sleeps, so launches are not included."""
         stream = torch.cuda.ExternalStream(self.rows.driver.stream)
         other = torch.empty_like(self.staging.slot(0))
         size = self.tokens * sum(e.shape[2] for e in self.pool) * len(self.heads) + HEADER
@@ -229,7 +235,7 @@ class Check:
 
 
 def made(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
-    """RuntimeError with the reason where the kernels are not used."""
+    """Return the kernels. Raise RuntimeError with the reason if torch would copy instead."""
     if INTERPRETED:
         from rig.channel.fake_cuda import FakeCuda
 
@@ -345,7 +351,7 @@ def main(argv: list[str]) -> int:
         print(row, flush=True)
         found.append(row._asdict())
     wrong = sum(bool(row["wrong"]) for row in found)
-    print(f"\n{f'{wrong} of {len(found)} lines are wrong' if wrong else 'all is right'}")
+    print(f"\n{f'{wrong} of {len(found)} lines are wrong' if wrong else 'all lines are correct'}")
     if options.json:
         options.json.write_text(json.dumps({"ok": not wrong, "rows": found}, indent=1) + "\n")
     return int(wrong > 0)

@@ -1,8 +1,8 @@
-"""The tests of what only a GPU can show: `python -m pytest tests/gpu`.
+"""Tests that need a GPU: `python -m pytest tests/gpu`.
 
-Each test runs on a GPU, and in small on the CPU, which shows that the test itself works. Each has a
-control: the same check with the protective step removed has to fail. Only test_engine.py needs
-SGLang; there one row runs on the CPU engine, with --full.
+Each test runs on a GPU, and scaled down on the CPU to test the test itself. Each has a control: the
+same check must fail without the protective step. Only test_engine.py needs SGLang; one of its cases
+runs on the CPU engine with --full.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def figures(pytestconfig: pytest.Config) -> Iterator[Callable[..., None]]:
-    """Takes a record of figures of the test that runs. The file is written whatever failed."""
+    """Return a function that records figures of the current test. They are written to the file of
+    --figures even if tests fail."""
     found: list[dict[str, Any]] = []
     yield lambda **record: found.append({"test": os.environ["PYTEST_CURRENT_TEST"], **record})
     if file := pytestconfig.getoption("--figures", None):

@@ -1,5 +1,5 @@
-"""A request's rows through slots, in each of the product's ways: by torch, on CUDA by its kernels,
-and through the draft channel, whose threads and sockets are the product's."""
+"""Move a request's rows through slots in each way that the plugin has: by torch, by its kernels on
+CUDA, and through the draft channel with its real threads and sockets."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from sglang_mixkv.draft.slot_format import SlotCheck
 from .pools import SLOT, SLOTS, Ints
 
 STAMP = 7
-TIMES, LIMIT_S = Times(20), 60.0  # nothing here is late
+TIMES, LIMIT_S = Times(20), 60.0  # long enough that nothing times out
 
 
 class Request(NamedTuple):
-    """`numbers`: rows of its tokens. `cuts`: tokens of slot `slot`, of the next one, and so on."""
+    """A request. `numbers`: the rows of its tokens. `cuts`: the tokens in each slot, beginning with
+    slot `slot`."""
 
     numbers: Ints
     heads: range
@@ -74,7 +75,7 @@ class Kernels:
         assert ended(self.rows.start("clear", [job])) == [SlotCheck.OK]
 
     def start(self, kind: str, request: Request) -> BatchTicket:
-        """Start one batch."""
+        """Start a batch, and return its ticket."""
         pages = self._pages(request)
         jobs = [
             self.rows.job(pages, cut.start, len(cut), request.heads, number, STAMP + number)
@@ -83,7 +84,7 @@ class Kernels:
         return self.rows.start(kind, jobs)
 
     def _pages(self, request: Request) -> memoryview:
-        """Made once for all batches of the same rows, as the channel does."""
+        """Return the request's pages on the device, made only once, as in the channel."""
         if self._made is None or self._made[0] is not request.numbers:
             pages = self.rows.pages(request.numbers[:: self._page] // self._page)
             self._made = request.numbers, pages
@@ -94,7 +95,7 @@ WAYS: dict[str, tuple[Any, ...]] = {"cpu": (Torch,), "cuda": (Torch, Kernels)}
 
 
 def ended(ticket: BatchTicket) -> list[SlotCheck]:
-    """It is asked as the channel's thread does."""
+    """Poll a batch until it has ended, and return its verdicts."""
     while not ticket.done():
         pass
     assert not ticket.error, ticket.error
@@ -111,7 +112,8 @@ def kernels(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
 
 
 class Direct(Reads):
-    """Reads between slots of this process. As a network card's, they wait for no stream."""
+    """Reads between slots in this process. Like a NIC's reads, they do not wait for any CUDA
+    stream."""
 
     def __init__(self, stagings: list[Staging]) -> None:
         super().__init__()
@@ -134,8 +136,8 @@ class Direct(Reads):
 
 
 def given(rows: DraftRows, page: int, stagings: list[Staging], plane: Any = None) -> dict[str, Any]:
-    """Return the arguments for a side over these rows, in pages of that size. Without a plane it
-    reads from `stagings`."""
+    """Return the arguments for one side of a channel over these rows. Without a plane, it reads
+    from `stagings`."""
     staging = Staging(SLOTS, SLOT[rows.device.type], rows.device)
     stagings.append(staging)
     on_device = kernels(rows, page, staging) if rows.device.type == "cuda" else None
@@ -146,8 +148,8 @@ def given(rows: DraftRows, page: int, stagings: list[Staging], plane: Any = None
 def fetch(
     decode: Decode, row: Any, held: range, room: int, tokens: int, page: int, event: Any = None
 ) -> None:
-    """Serve a request on decode, to its end, from a prefill rank that has these heads. Decode's
-    pages are in order, so that its rows are tokens."""
+    """Run a request on decode until it is warm. `held`: the prefill rank's heads. Decode's pages
+    are in order, so that row numbers equal token numbers."""
     wanted = decode.rows.heads
     heads = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
     size = decode.segment_tokens(len(heads), row.staging.slot_bytes)
@@ -163,7 +165,7 @@ def fetch(
 
 
 def serve(prefill: Prefill, room: int, tokens: int, pages: Pages) -> None:
-    """Serve the same request on prefill, until all of it is packed and read."""
+    """Run the same request on prefill until all of it is packed and read."""
     handle = prefill.send(room, tokens, pages=pages)
     assert wait_for(lambda: handle.pages_released, LIMIT_S), "its pages are not released"
     prefill.channel.end(handle)

@@ -1,5 +1,5 @@
-"""Draft pools of the drafters that are served, as SGLang lays them out, requests in them, and what
-runs beside a measurement."""
+"""Draft pools with SGLang's memory layout, requests' pages and rows in them, and a background load
+for measurements."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class Drafter(NamedTuple):
 EAGLE3, DFLASH, DSPARK = Drafter("EAGLE3", 1, 8), Drafter("DFLASH", 6, 8), Drafter("DSPARK", 5, 16)
 DRAFTERS = EAGLE3, DFLASH, DSPARK
 HEAD = 128
-SLOTS, SLOT = 64, {"cuda": 4 << 20, "cpu": 64 << 10}  # the product's, and small ones
+SLOTS, SLOT = 64, {"cuda": 4 << 20, "cpu": 64 << 10}  # the default size, and a smaller one
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def pool(
     layers: int, heads: int, rows: int, dtype: str, device: Any, seed: int = 1
 ) -> list[Tensor]:
-    """K of each layer, then V: [rows, heads, head size]. As in MHATokenToKVPool, K and V of a layer
-    are halves of one allocation (sglang/srt/mem_cache/memory_pool.py, _create_buffers_normal)."""
+    """Make the entries of a pool: K of each layer, then V of each layer, [rows, heads, head size].
+    As in SGLang, K and V of a layer are halves of one allocation (MHATokenToKVPool,
+    _create_buffers_normal)."""
     random = torch.Generator(device).manual_seed(seed)
     drawn = {"dtype": torch.bfloat16, "device": device, "generator": random}
     both = [torch.randn((2, rows, heads, HEAD), **drawn).to(DTYPES[dtype]) for _ in range(layers)]
@@ -50,7 +51,7 @@ def pages_of(tokens: int, page_size: int) -> Ints:
 
 
 def rows_of(tokens: int, page_size: int, pages: Any = None) -> Ints:
-    """Row numbers of a request's tokens. The last page may be in part another's."""
+    """Return the row numbers of a request's tokens. They may end inside a page."""
     pages = pages_of(tokens, page_size) if pages is None else pages
     return Pages(pages, page_size).rows(0, tokens)
 
@@ -65,7 +66,8 @@ def wrong_bytes(found: list[Tensor], wanted: list[Tensor]) -> int:
 
 
 def settle() -> None:
-    """Wait until no GPU works, and give back memory that is free. Copies wait for no stream."""
+    """Wait until the GPU is idle, and release cached memory. Needed before copies, which do not
+    wait for other streams."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -73,7 +75,7 @@ def settle() -> None:
 
 @contextmanager
 def beside(work: Callable[[], Any]) -> Iterator[None]:
-    """Run a thread that does this again and again."""
+    """Repeat `work` in a thread until the block ends."""
     stop = threading.Event()
 
     def run() -> None:

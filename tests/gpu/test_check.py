@@ -1,4 +1,5 @@
-"""`scripts/gpu-check.sh`, in Triton's interpreter: its lines are right, and name what is wrong."""
+"""`scripts/gpu-check.sh` passes with correct kernels and detects wrong ones, in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from gpu import check
 from rig.channel.fake_cuda import FakeCuda
 from sglang_mixkv.draft.kernels import MODES
 run = FakeCuda._interpret
-few = "EAGLE3, fp8", "K wider than V"  # in pages of 1 and of 16
+few = "EAGLE3, fp8", "K wider than V"  # with pages of 1 and of 16
 """
 CHOOSE = "check.LAYOUTS = [one for one in check.LAYOUTS if one.name in few]\n"
 END = "sys.exit(check.main(sys.argv[1:]))"
@@ -47,10 +48,10 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
-def test_all_is_right_in_each_layout(tmp_path: Path) -> None:
+def test_the_check_passes_in_each_layout(tmp_path: Path) -> None:
     done = run("", "--json", tmp_path / "check.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("\nall is right\n")
+    assert done.stdout.endswith("\nall lines are correct\n")
     found = json.loads((tmp_path / "check.json").read_text())
     names = {row["name"] for row in found["rows"]}
     steps = ("kernels", "pack", "unpack", "clear")
@@ -70,22 +71,22 @@ def test_all_is_right_in_each_layout(tmp_path: Path) -> None:
     ],
     ids=["a byte of a slot", "a byte of a row", "a verdict", "a kernel"],
 )
-def test_what_is_wrong_is_named(mistake: str, name: str, words: str) -> None:
+def test_a_wrong_byte_verdict_or_kernel_is_reported(mistake: str, name: str, words: str) -> None:
     done = run(CHOOSE + WRONG % mistake)
     assert done.returncode == 1, done.stdout + done.stderr
     line, *others = (line for line in done.stdout.splitlines() if line.startswith("!!"))
     assert line.startswith(f"!! K wider than V: {name} ")
     assert words in line
-    assert len(others) == (name == "pack"), "what is packed wrong is not unpacked"
+    assert len(others) == (name == "pack"), "a slot that was packed wrongly must not unpack"
 
 
-def test_figures_of_the_earlier_release() -> None:
+def test_the_figures_of_the_earlier_release_are_read() -> None:
     found = check.earlier(check.EARLIER.read_text())
     assert found["EAGLE3, bf16, 8 of 8 heads, pages of 64"] == {"pack": 206.7, "unpack": 169.9}
     assert {one.earlier for one in check.LAYOUTS} - {""} <= found.keys()
 
 
-def test_without_a_gpu_nothing_is_found_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_check_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     if not no_cuda():
         pytest.skip("there is a GPU")
     assert check.main([]) == 2

@@ -1,11 +1,11 @@
-"""SGLang on GPUs: a pair with the plugin answers as the single server, and drafts as well as it.
+"""On GPUs, a pair with the plugin has the single server's output and accept length.
 
-Each row of CASES starts a single server (once for all rows that share it) and a pair, and asks both
-the small pair's prompts (mixkv_demo/pair.py), whose accept length falls to 1 where draft KV is
-wrong. On one card all ranks share it, and gloo stands in for NCCL (mixkv_demo/one_gpu); with two or
-more, each rank of a server has its own. The first row also runs on the CPU engine, with --full.
+Each case starts a single server (shared by cases with the same flags) and a pair, and sends both
+the small pair's prompts (mixkv_demo/pair.py), whose accept length drops to 1 if draft KV is wrong.
+With one card, all ranks share it, and gloo replaces NCCL (mixkv_demo/one_gpu). With two or more,
+each rank of a server has its own. The first case also runs on the CPU engine, with --full.
 
-This file alone of tests/gpu needs SGLang and the extra `demo`.
+Only this module of tests/gpu needs SGLang and the extra `demo`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .conftest import no_cuda
 
 TP1, TP2 = ("--tp", "1"), ("--tp", "2")
 PAGES, CHUNKS = ("--page-size", "64"), ("--chunked-prefill-size", "64")  # prompts of up to 202
-# A collective through host memory cannot be captured, so where ranks may share a card the side
-# with TP 1 alone has graphs.
+# A collective through host memory cannot be captured. Ranks may share a card, so only a side with
+# TP 1 uses CUDA graphs.
 GRAPHS = ("--cuda-graph-backend-decode=full", "--cuda-graph-max-bs-decode", "4")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 NO_OVERLAP = ("--disable-overlap-schedule",)
@@ -45,9 +45,9 @@ WARM, NO_DRAFTER = ("rooms_total", "warm"), ("rooms_total", "cold", "no_drafter"
 
 @dataclass(frozen=True)
 class Case:
-    """`both`: flags of the single server as well. `exact`: outputs are compared, too; with 8 bits
-    of KV, sums of TP 2 and TP 1 are rounded further apart, and ties may end otherwise. `crowd`:
-    CLIENTS at once come first, half of whom hang up. `drafts`: prefill has a drafter."""
+    """A pair. `both`: flags for both sides and the single server. `exact`: compare the outputs too;
+    with 8-bit KV, TP 2 and TP 1 round differently, which may break ties differently. `crowd`: run
+    CLIENTS concurrent clients first, half of which disconnect. `drafts`: prefill has a drafter."""
 
     name: str
     prefill: tuple[str, ...] = TP2
@@ -103,7 +103,7 @@ def single_server(pair: str, both: tuple[str, ...], device: str) -> list[Answer]
 
 
 def crowd(deployment: Deployment, pair: str) -> list[Answer]:
-    """Return the answers of clients that waited, while half of all close their connection early."""
+    """Run many clients, half of which disconnect early, and return the others' answers."""
     source, asked = random.Random(1), prompts(pair=pair)
     patience = [source.uniform(*HANG_UP_S) if number % 2 else None for number in range(ASKED)]
 
@@ -136,11 +136,11 @@ ON_CPU = pytest.param("cpu", CASES[0], id="cpu", marks=pytest.mark.full)
 
 @pytest.mark.timeout(1800)  # for the CPU engine on two busy cores
 @pytest.mark.parametrize(("device", "case"), [*ON_GPU, ON_CPU], indirect=["device"])
-def test_a_pair_is_as_good_as_the_single_server(
+def test_output_and_accept_length_match_the_single_server(
     device: str, case: Case, figures: Callable[..., None]
 ) -> None:
     engine = "nixl" if case.backend == "nixl" else "mooncake.engine"
-    pytest.importorskip(engine, exc_type=ImportError)  # also where it lacks a library
+    pytest.importorskip(engine, exc_type=ImportError)  # a library may be missing
     expected = single_server(case.pair, case.both, device)
     servers = case.servers(device)
     with Fleet() as fleet:
@@ -156,7 +156,7 @@ def test_a_pair_is_as_good_as_the_single_server(
     sent, needed = counted[SENT], counted[NEEDED]
     figures(case=case.name, device=device, cards=one_gpu.cards(), accept_length=length,
             single=right, equal=equal, asked=len(answers), sent=sent, needed=needed)  # fmt: skip
-    assert right > 2, "the single server hardly drafts right: wrong draft KV would not show"
+    assert right > 2, "the single server's accept length is too low to reveal wrong draft KV"
     assert equal == len(answers) or not case.exact
     if not case.drafts:
         assert 1 < length < 0.9 * right
@@ -170,14 +170,15 @@ def test_a_pair_is_as_good_as_the_single_server(
 
 
 def processes_by_card() -> Counter[str]:
-    """Count the processes that have memory on each card, by the driver's report."""
+    """Return the number of processes with memory on each card, from nvidia-smi."""
     query = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
     done = subprocess.run(query, capture_output=True, text=True, check=True)
     return Counter(line.split(",")[0] for line in set(done.stdout.splitlines()))
 
 
-def test_no_rank_has_memory_on_anothers_card() -> None:
-    """Prefill has cards 0 and 1, decode card 1. Any further context costs a card some 500 MiB."""
+def test_no_rank_has_memory_on_another_ranks_card() -> None:
+    """Prefill uses cards 0 and 1, decode card 1. Another context would take about 500 MiB of a
+    card."""
     if (count := 0 if no_cuda() else one_gpu.cards()) < 2:
         pytest.skip(f"two GPUs are needed, and there are {count}")
     case = Case("2-1-on-two-cards", decode=(*TP1, "--base-gpu-id", "1"))

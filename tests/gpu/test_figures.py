@@ -1,13 +1,13 @@
-"""Figures of the product's copies, in microseconds per slot of 4 MiB.
+"""Time the plugin's copies, in microseconds per slot of 4 MiB.
 
-    alone       whole calls, each waited for: torch's of one slot, the kernels' of `batch` slots
-    python      beside a thread that computes in Python: each wait for the GIL counts
-    launches    beside a thread that launches kernels, as SGLang's scheduler does
-    copy        a copy of as many bytes on the device, waited for
-    device      what the GPU itself is busy with, by torch's profiler; device_copy: with that copy
-    share       device_copy / device: how near the copies come to one that does nothing else
+    alone       synchronous calls: torch's copy one slot, the kernels' `batch` slots
+    python      while another thread computes in Python, including waits for the GIL
+    launches    while another thread launches kernels, as SGLang's scheduler does
+    copy        a synchronous plain copy of as many bytes on the device
+    device      the time on the GPU itself, by torch's profiler; device_copy: of the plain copy
+    share       device_copy / device
 
-These are figures to look at; nothing is judged. On the CPU they show that this runs.
+The tests record these figures without limits. On the CPU they only test this module.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_copies_are_timed(
                 torch.cuda.synchronize()
 
     def us(work: Callable[[], None], times: int = TIMES) -> float:
-        """Return the median, without the first run."""
+        """Return the median time per slot, excluding the first run."""
         taken = []
         for _ in range(times + 1):
             begin = time.perf_counter()
@@ -96,7 +96,7 @@ def test_copies_are_timed(
 
 
 def test_figures_are_written(tmp_path: Path) -> None:
-    """The file of --figures has the records of the tests that ran, and the machine."""
+    """--figures writes the records of the tests that ran, and a description of the machine."""
     file = tmp_path / "figures.json"
     chosen = ["-k", "timed and cpu and EAGLE3 and True", "--figures", str(file)]
     subprocess.run([sys.executable, "-m", "pytest", __file__, *chosen], check=True)

@@ -1,13 +1,13 @@
-"""The events that the channel waits for, shown by the bytes that are wrong if it does not.
+"""The channel waits for CUDA events, and its copies are complete when reported so.
 
-    early_send      prefill's forward writes a chunk's rows late; the chunk has the event behind it
-    indices         the chunk's page numbers are still on their way from the GPU, with an event
-    forward         a finished request's forward writes decode's rows late; the room has the event
-                    behind it, and is unpacked when that is done
-    pack, unpack    copies are late; another stream reads what they wrote once torch's call has
-                    returned, or the kernels' ticket says that they have ended
+    early_send      prefill's forward writes a chunk's rows late; packing waits for its event
+    indices         a chunk's page numbers are copied from the GPU late; packing waits for the event
+    forward         a finished request's forward writes to decode's rows late; unpacking waits for
+                    its event
+    pack, unpack    copies run late; another stream reads their output after torch's call has
+                    returned, or after the kernels' ticket is done
 
-The control runs without the wait.
+The control runs without the wait, and must find wrong bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .pools import as_bytes, pages_of, pool, rows_of, settle, wrong_bytes
 
 PAGE, COUNT, HEADS = 16, 32, range(8)
 TOKENS, SIZE = PAGE * COUNT, PAGE * COUNT * 2 * 8 * 256  # bytes
-CYCLES = 200_000_000  # of a GPU's clock: some 0.1 s
-NOTHING = "nothing was shown: bytes are right without the wait too"
+CYCLES = 200_000_000  # of a GPU's clock, about 0.1 s
+NOTHING = "bytes are correct even without the wait, so the test proves nothing"
 
 
 class HostLate:
-    """A model on the CPU of work in another stream that ends late: when its event is asked for the
-    third time, or when somebody waits for it."""
+    """A stand-in on the CPU for late work in another stream. It runs at the third query of its
+    event, or when `finish` is called."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work, self._asked, self.event = [work], 0, self
@@ -65,7 +65,7 @@ class CudaLate:
 
 
 class Order:
-    """A prefill rank and a decode rank on one device, whose pages are in order."""
+    """A prefill rank and a decode rank on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._late = device, CudaLate if device.type == "cuda" else HostLate
@@ -78,7 +78,7 @@ class Order:
         self._rooms, self._pages = count(1), pages_of(TOKENS, PAGE)
 
     def wrong(self, claim: str, waits: bool) -> int:
-        """Count the wrong bytes, from the same start."""
+        """Run a request from the same initial state, and return the number of wrong bytes."""
         write(self.there, self.truth)
         write(self.here, new_pool(self.device, 2))
         pages, forward = self._pages, None
@@ -96,7 +96,7 @@ class Order:
         if claim == "forward" and waits:
             forward = late.event
         earlier = Event()
-        earlier.done = True  # all of a chunk's events count, not the first
+        earlier.done = True  # the channel must wait for all events, not only the first
         events = [earlier, late.event] if claim != "forward" and waits else []
         room = next(self._rooms)
         packing = threading.Thread(
@@ -133,14 +133,14 @@ def test_the_channel_waits(device: torch.device, claim: str, figures: Callable[.
 
 @contextmanager
 def unwaited(_: Any) -> Iterator[None]:
-    """own_stream without its wait."""
+    """Replace own_stream, without its wait."""
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(priority=-1)):
         yield
 
 
 @pytest.mark.parametrize("copy", ["pack", "unpack"])
 @pytest.mark.parametrize("way", WAYS["cuda"])
-def test_a_copy_has_ended_when_that_is_said(
+def test_a_copy_is_complete_when_reported_so(
     cuda: torch.device, way: Any, copy: str, figures: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -154,7 +154,9 @@ def test_a_copy_has_ended_when_that_is_said(
     if copy == "pack":
         copies, written, right = first, [slot[HEADER:]], [slot[HEADER:].clone()]
     seen = [torch.zeros_like(entry) for entry in right]
-    before = {"pack": "_parts", "unpack": "_check"}[copy]  # torch's last step that may wait itself
+    before = {"pack": "_parts", "unpack": "_check"}[
+        copy
+    ]  # the last step of torch's copy that may wait
     step = getattr(DraftRows, before)
 
     def late(*what: Any) -> Any:
@@ -163,7 +165,8 @@ def test_a_copy_has_ended_when_that_is_said(
         return found
 
     def wrong(waits: bool) -> int:
-        """Bytes, as they are where the copy is said to have ended, or has been started."""
+        """Return the number of wrong bytes after the copy is reported complete, or only started if
+        `waits` is False."""
         for entry in written:
             entry[:] = 0
         if copy == "unpack":
@@ -180,13 +183,13 @@ def test_a_copy_has_ended_when_that_is_said(
                 if not waits:
                     patch.setattr(product, "own_stream", unwaited)
                 getattr(copies, copy)(request)
-        with torch.cuda.stream(reader):  # it waits for this stream alone
+        with torch.cuda.stream(reader):  # a stream that does not wait for the copy's
             for entry, data in zip(seen, written, strict=True):
                 entry.copy_(data)
         torch.cuda.synchronize()
         return wrong_bytes(seen, right)
 
-    wrong(True)  # from here on kernels, memory and a sum's weights are there, for which CUDA waits
+    wrong(True)  # warm up: CUDA synchronizes when kernels, memory and weights are first needed
     found, without = wrong(True), wrong(False)
     figures(bytes=SIZE, wrong=found, without_the_wait=without)
     assert found == 0

@@ -1,4 +1,4 @@
-"""Every byte that is packed, verified, unpacked and cleared is right, in each layout of a pool."""
+"""Packing, verifying, unpacking and clearing are correct to the byte in each pool layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 from .copies import STAMP, WAYS, Request
 from .pools import DRAFTERS, DTYPES, HEAD, SLOT, Drafter, Ints, as_bytes, pool, rows_of, settle
 
-COUNT = {"cuda": 64, "cpu": 3}  # slots: the most that a batch takes, and few
+COUNT = {"cuda": 64, "cpu": 3}  # slots: the maximum of a batch on CUDA
 IN_ORDER = 0
 
 
@@ -23,9 +23,9 @@ IN_ORDER = 0
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_every_byte_is_right(device: torch.device, drafter: Drafter, dtype: str, page: int) -> None:
-    """Copies of all heads, as between equal sizes, of three, which are copied one by one, and of
-    one, the narrowest row of any reader, are right. One slot has another stamp, and one a wrong
-    byte. The control takes rows in another order."""
+    """Copies are correct for all heads (as between equal sizes), for three heads, and for a single
+    head. A slot with a wrong stamp and one with a wrong byte are rejected. The control compares
+    rows in another order, which must differ."""
     for way, wanted in product(WAYS[device.type], (drafter.heads, 3, 1)):
         settle()
         slots, slot_bytes = COUNT[device.type], SLOT[device.type]
@@ -76,6 +76,6 @@ def test_every_byte_is_right(device: torch.device, drafter: Drafter, dtype: str,
 
 
 def payload(entries: list[Tensor], numbers: Ints, first: int) -> Tensor:
-    """Return the bytes that a slot must hold for these rows, from head `first` on."""
+    """Return a slot's expected bytes for these rows, from head `first` on."""
     places = torch.from_numpy(numbers).to(entries[0].device)
     return torch.cat([entry[places][:, first:].flatten() for entry in as_bytes(entries)])

@@ -1,8 +1,8 @@
-"""Slots are read by another process, over the product's data plane of Mooncake or NIXL.
+"""Another process reads slots correctly over the plugin's data planes, Mooncake and NIXL.
 
-A turn is a request through the channel, from OPEN to the last row in its place. A bare read is one
-of as many bytes, by the same engine. Half of the heads are wanted; every byte is compared, and, as
-the control, the rows are zeros before. Between two hosts: `doctor --listen` and `--peer`.
+The time of a request is that from its OPEN to its last unpacked row. A bare read is a read of as
+many bytes by the same engine. Half of the heads are moved, and every byte is compared. As a
+control, the rows are zero before. Between two hosts, use `doctor --listen` and `--peer`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def side(backend: str, entries: list[torch.Tensor], heads: range) -> dict[str, Any]:
-    """Rows, slots and data plane."""
+    """Return one side's rows, slots and data plane."""
     if backend == "mooncake":
         from sglang_mixkv.channel.mooncake import Mooncake
 
@@ -47,12 +47,13 @@ def side(backend: str, entries: list[torch.Tensor], heads: range) -> dict[str, A
 
 
 def truth(dtype: str, tokens: int, device: torch.device) -> list[torch.Tensor]:
-    """It is drawn on the host, so that both sides have the same whatever their GPUs."""
+    """Return the expected rows. They are drawn on the host, so that both sides get the same rows on
+    any GPUs."""
     return [e.to(device) for e in pool(DFLASH.layers, DFLASH.heads, tokens, dtype, "cpu")]
 
 
 def pack(there: Connection, device: torch.device, backend: str, dtype: str, tokens: int) -> None:
-    """Run the process that packs requests, until the other side ends."""
+    """Run prefill's process, which packs requests until the other side ends."""
     prefill = Prefill(TIMES, **side(backend, truth(dtype, tokens, device), HEADS))
     there.send((prefill.row.instance, prefill.row.address, prefill.row.staging))
     try:
@@ -60,11 +61,11 @@ def pack(there: Connection, device: torch.device, backend: str, dtype: str, toke
             serve(prefill, room, tokens, Pages(pages_of(tokens, PAGE), PAGE))
             there.send(prefill.notes.copying)
     finally:
-        os._exit(0)  # whatever an engine's threads do
+        os._exit(0)  # without waiting for the engine's threads
 
 
 def rdma_bytes() -> int:
-    """Return the bytes that all devices have received; the kernel counts words of four."""
+    """Return the bytes received by all devices. The kernel counts 4-byte words."""
     counters = INFINIBAND.glob("*/ports/*/counters/port_rcv_data")
     return 4 * sum(int(counter.read_text()) for counter in counters)
 
@@ -76,7 +77,7 @@ def test_slots_are_read_by_another_process(
     figures: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     needed = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}[backend]
-    module = pytest.importorskip(needed, exc_type=ImportError)  # also where it lacks a library
+    module = pytest.importorskip(needed, exc_type=ImportError)  # a library may be missing
     if device.type == "cuda" and not getattr(module, "SUPPORT_CUDA", True):
         pytest.skip("this Mooncake is built without CUDA")
     monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")
@@ -125,11 +126,11 @@ def test_slots_are_read_by_another_process(
     finally:
         process.kill()
         process.join()
-    whole, bare = np.median(taken[1:], axis=0).tolist()  # memory and connections are new at first
+    whole, bare = np.median(taken[1:], axis=0).tolist()  # the first turn includes set-up
     figures(
         bytes=size, wrong_before=before, request_ms=whole * 1e3, bare_read_ms=bare * 1e3,
         times=whole / bare, bare_gb_s=size / bare / 1e9, pack_ms=packing / len(taken) * 1e3,
         unpack_ms=reader.notes.copying / len(taken) * 1e3,
         rdma_mib=(rdma_bytes() - received) / 2 / len(taken) / 2**20,
     )  # fmt: skip
-    assert before > size // 2, "nothing was shown: the bytes were there before"
+    assert before > size // 2, "the bytes were correct before the transfer"
