@@ -1,11 +1,14 @@
-"""A process that a rank is not served by: what it sends means nothing to anybody.
+"""A process that belongs to no server and floods both sides of a channel with useless messages.
 
-Two sockets of it are connected to a prefill rank, of that instance, whose answers nobody reads:
-one opens rooms without end, as one reader, and as another for each; the other sends ACKs and FAILs
-of slots and rooms that are others' or nobody's. The third stands for a prefill rank: whoever
-connects to it gets READYs of rooms, slots and tokens that do not exist. Now and then a message to
-the prefill rank has several frames. It says its address, and at the end how many messages it has
-sent: over each more than ENOUGH, however long that takes.
+Two of its sockets connect to a prefill rank and read no answers. The first opens new rooms, half of
+them as one reader and half as a new reader each. The second sends ACKs and FAILs for slots and
+rooms of other readers, or for ones that do not exist. Some of these messages have several frames.
+
+The third socket acts as a prefill rank: a decode rank that connects gets READYs with rooms, slots
+and tokens that do not exist.
+
+The process sends its address through a pipe. At the end it sends the number of messages per socket,
+each more than ENOUGH.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from sglang_mixkv.channel.messages import (
 )
 
 BATCH, ENOUGH = 64, 1000
-MORE = (0,) * 13 + (1, 2, 300)  # frames behind the first
-FIRST_ROOM = 1 << 32  # nobody else's numbers
+MORE = (0,) * 13 + (1, 2, 300)  # numbers of extra frames to draw from
+FIRST_ROOM = 1 << 32  # no other request has room numbers from here on
 
 
 def draw() -> int:
@@ -55,8 +58,10 @@ def others(slots: int) -> Iterator[Message]:
 
 
 def readies(generation: int) -> Iterator[Message]:
-    """READYs of the room that was opened, with too many tokens, a slot twice and a slot that does
-    not exist, and late READYs and FAILs of rooms that do not exist."""
+    """Yield READYs of the opened room with too many tokens, a repeated slot and an invalid slot.
+
+    Also yield READYs and FAILs of rooms that do not exist.
+    """
     while True:
         for whose in (generation, draw()):
             yield Ready(1, whose, 0, 0, (Announced(1 << 20, draw(), 1 << 31),) * 8, False)
@@ -65,8 +70,11 @@ def readies(generation: int) -> Iterator[Message]:
 
 
 class Sender:
-    """A connection that sends as many messages as its socket takes. `before`: frames in front of
-    each message. `more`: how many further frames may repeat it."""
+    """A connection that sends as many messages as its socket accepts.
+
+    `before`: frames before each message. `more`: numbers of extra copies of a message's frame to
+    draw from.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], what: Iterator[Message]) -> None:
         self._socket, self._what = socket, what

@@ -1,5 +1,7 @@
-"""The code that all data planes share, peers and reads, without a backend. The tests with backends
-are in tests/protocol/test_data_planes.py."""
+"""The code for peers and reads that all data planes share, mostly without a backend.
+
+tests/protocol/test_data_planes.py has the tests with backends.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,7 @@ TEN = (LOCAL, REMOTE, 10)
 
 
 class Scripted(DataPlane):
-    """A data plane whose reads end once `end` is set. `posted`: the extents that went to the
-    backend."""
+    """A data plane whose reads end once `end` is set. `posted`: the extents that were posted."""
 
     name = "scripted"
     there = msgspec.msgpack.encode(Endpoint("scripted", b"", Memory(REMOTE, THERE), b""))
@@ -72,16 +73,22 @@ class Scripted(DataPlane):
         return self.ended()
 
 
-def test_a_peer_is_probed_into_a_byte_that_means_nothing() -> None:
-    """A probe may be written at any time, so it must not hit a stamp or a sum."""
+def test_a_probe_writes_to_an_unused_byte() -> None:
+    """A probe's byte is written to an unused byte of a slot's header.
+
+    It may land at any time, so it must not overwrite a stamp or a checksum.
+    """
     plane = Scripted()
     plane.connect(plane.there)
     assert plane.posted == [(LOCAL + PROBE_OFFSET, REMOTE, 1)]
     assert 16 <= PROBE_OFFSET < HEADER
 
 
-def test_nothing_outside_either_memory_is_asked_of_a_backend() -> None:
-    """Each has its own size, as the buffers of two servers may."""
+def test_reads_outside_either_memory_are_not_posted() -> None:
+    """A read outside the local or the remote memory fails and is not posted.
+
+    The two memories differ in size, as the buffers of two servers may.
+    """
     plane = Scripted()
     peer = plane.connect(plane.there)
     plane.posted.clear()
@@ -116,7 +123,10 @@ def test_a_peer_is_released_once_after_its_last_read() -> None:
 
 
 def test_the_handle_of_a_read_is_released_before_its_peer() -> None:
-    """NIXL frees a transfer with its handle, and that must precede the removal of its agent."""
+    """The handle of a read is released before its peer.
+
+    NIXL frees a transfer together with its handle, and must do so before it removes the agent.
+    """
 
     class Handle:
         """A stand-in for the backend's handle of a transfer."""
@@ -138,7 +148,7 @@ def test_the_handle_of_a_read_is_released_before_its_peer() -> None:
     assert (plane.ended(), is_held) == ([("it", "")], [False])
 
 
-def test_a_peer_that_cannot_be_opened_is_not_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_cannot_be_opened_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     plane = Scripted()
 
     def refuses(peer: RemoteMemory) -> None:
@@ -150,7 +160,7 @@ def test_a_peer_that_cannot_be_opened_is_not_read_from(monkeypatch: pytest.Monke
     assert (plane.posted, len(plane.dropped)) == ([], 1)
 
 
-def test_a_read_that_cannot_be_begun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_cannot_be_posted_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     plane = Scripted()
     peer = plane.connect(plane.there)
     with monkeypatch.context() as patch:
@@ -160,8 +170,11 @@ def test_a_read_that_cannot_be_begun_has_ended(monkeypatch: pytest.MonkeyPatch) 
     assert plane.read(peer, TEN) == [("it", "")]
 
 
-def test_a_peer_that_does_not_answer_is_asked_once_at_a_time() -> None:
-    """Each probe is a read that nothing can cancel. It ends like the others."""
+def test_a_peer_without_an_answer_is_probed_only_once() -> None:
+    """A peer whose last probe has no answer yet gets no second probe.
+
+    Each probe is a read that cannot be cancelled.
+    """
     plane = Scripted()
     plane.end = False
     with pytest.raises(ConnectionError, match="scripted"):
@@ -179,9 +192,12 @@ def no_memory() -> int:
 
 
 @pytest.mark.parametrize("second", [lambda: 0, lambda: (1 << 64) - 1, no_memory])
-def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
-    """-1 as Mooncake's binding returns it, in its releases with and without a sign. -2 of a
-    transfer that runs: it takes longer than MC_SLICE_TIMEOUT."""
+def test_a_read_that_mooncake_rejects_midway_fails(second: Callable[[], int]) -> None:
+    """A read whose second transfer Mooncake rejects fails after its first transfer has ended.
+
+    Mooncake rejects a transfer with 0, or with -1, which some releases return as an unsigned
+    number. A status of -2 means that a transfer has exceeded MC_SLICE_TIMEOUT but still runs.
+    """
     plane, posts, states = object.__new__(Mooncake), [lambda: 7, second], [0, -2, 1]
     DataPlane.__init__(plane)
     plane._memory = Memory(0, 100)
@@ -197,13 +213,16 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
     assert tag == "it"
     assert "rejected" in error or "no batch" in error
     assert not peer.reads
-    assert bool(plane._names) is ("no batch" in error), "a name that may not be open is used again"
+    assert bool(plane._names) is ("no batch" in error), "a name must not be reused if not open"
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
-def test_a_mooncake_read_ends_once_all_its_transfers_have(failing: int | None) -> None:
-    """Transfers may end in any order. None is polled after its end, when Mooncake has forgotten it,
-    and a poll that finds nothing ended asks for one transfer only."""
+def test_a_mooncake_read_ends_after_all_its_transfers(failing: int | None) -> None:
+    """A read ends once all of its transfers have ended, in any order.
+
+    Mooncake drops a transfer's status once it has returned the end, so an ended transfer is never
+    polled. A poll asks for one transfer until that one has ended.
+    """
     for order in permutations(range(3)):
         plane, asked, ended = object.__new__(Mooncake), list[int](), list[int]()
         DataPlane.__init__(plane)
@@ -225,7 +244,7 @@ def test_a_mooncake_read_ends_once_all_its_transfers_have(failing: int | None) -
             ended.append(number)
             found = plane.ended()
         assert found == [("it", "" if failing is None else "Mooncake reports a failure")]
-        assert len(asked) <= 2 + 3 + 2, "three ends, and two looks that found no other"
+        assert len(asked) <= 2 + 3 + 2, "three ends, and two polls of a transfer still in flight"
         assert (plane.busy, peer.reads) == (False, 0)
 
 
@@ -235,10 +254,10 @@ HEAD = struct.pack("<QB", 400, mooncake.METADATA)
 @pytest.mark.parametrize(
     ("begin", "drip"), [(b"", b""), (HEAD, b""), (b"", b"\1"), (HEAD, b"\1"), (HEAD[:4], b"\0")]
 )
-def test_a_mooncake_peer_that_answers_slowly_is_given_up_in_time(
+def test_a_mooncake_peer_that_answers_slowly_times_out(
     monkeypatch: pytest.MonkeyPatch, begin: bytes, drip: bytes
 ) -> None:
-    """The limit holds for the whole answer, although each byte arrives in time."""
+    """A peer that answers byte by byte times out: the limit applies to the whole answer."""
     monkeypatch.setattr(mooncake, "ANSWER_S", 0.3)
     plane = object.__new__(Mooncake)
     DataPlane.__init__(plane)
@@ -252,10 +271,10 @@ def test_a_mooncake_peer_that_answers_slowly_is_given_up_in_time(
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_name_that_mooncake_does_not_open_holds_no_thread(
+def test_the_thread_of_an_unopened_mooncake_name_ends(
     monkeypatch: pytest.MonkeyPatch, opened: bool
 ) -> None:
-    """The thread ends whether Mooncake never opens the name or opens it and does not close it."""
+    """The thread that serves a name ends if Mooncake never connects, or never disconnects."""
     monkeypatch.setattr(mooncake, "HAND_S", 0.3)
     before, host = set(threading.enumerate()), mooncake._hand(b"answer", 1)
     (thread,) = set(threading.enumerate()) - before
@@ -268,12 +287,14 @@ def test_a_name_that_mooncake_does_not_open_holds_no_thread(
         assert not thread.is_alive()
 
 
-# ---------------------------------------------------------------- two threads, and one peer
+# ---------------------------------------------------------------- several threads
 
 
 class Counting(Scripted):
-    """`flying`: reads that the backend has begun and not ended. `dropped_under`: how many, each
-    time that a peer was released."""
+    """A data plane that counts its reads.
+
+    `flying`: the number of reads in flight. `dropped_under`: that number at each release of a peer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,8 +313,10 @@ class Counting(Scripted):
 
 
 class Watched:
-    """Run `what` in another thread after the first thread has read one of `names` for the `at`th
-    time, as far as it gets without the first thread's lock."""
+    """Runs `what` in a second thread once the first has read an attribute in `names` `at` times.
+
+    The second thread runs until it ends or needs a lock that the first one holds.
+    """
 
     names: tuple[str, ...]
     at, what = 0, staticmethod(lambda: None)
@@ -313,7 +336,7 @@ class Watched:
         return found
 
     def watch(self, at: int, what: Callable[[], Any], do: Callable[[], Any]) -> None:
-        """Run `do`, and `what` beside it if it has so many looks."""
+        """Run `do`, and `what` in a second thread at the `at`th attribute access of `do`."""
         self._looks, self.at, self.what = 0, at, what
         do()
         self.at = 0
@@ -328,9 +351,11 @@ class WatchedPeer(Watched, RemoteMemory):
 
 @pytest.mark.parametrize("at", range(1, 6))
 @pytest.mark.parametrize("doing", ["start", "ended", "forget"])
-def test_a_peer_that_is_forgotten_in_another_thread(doing: str, at: int) -> None:
-    """A peer that is forgotten at any step is released once, and never during a read, whose bytes
-    may still land."""
+def test_a_peer_may_be_forgotten_in_another_thread(doing: str, at: int) -> None:
+    """A peer that another thread forgets at any step is released once, after its last read.
+
+    The bytes of a read in flight may still land.
+    """
     plane = Counting()
     peer = WatchedPeer(msgspec.msgpack.decode(plane.there, type=Endpoint))
     peer.name, plane.end = "it", False
@@ -350,7 +375,7 @@ def test_a_peer_that_is_forgotten_in_another_thread(doing: str, at: int) -> None
 
 
 class WatchedPlane(Watched, Scripted):
-    """`answered`: sessions of peers that answer."""
+    """A watched data plane. `answered`: the sessions of the peers that answer."""
 
     names = "_unanswered", "_check"
 
@@ -371,9 +396,11 @@ class WatchedPlane(Watched, Scripted):
 @pytest.mark.parametrize(
     ("doing", "other"), [("give up", "give up"), ("give up", "ended"), ("ended", "give up")]
 )
-def test_probes_that_are_given_up_in_several_threads(doing: str, other: str, at: int) -> None:
-    """A probe that is given up at any step is polled until it has ended; then its peer is polled
-    and released once."""
+def test_probes_may_time_out_in_several_threads(doing: str, other: str, at: int) -> None:
+    """A probe that times out at any step of another thread is polled until it has ended.
+
+    Then its peer is released once.
+    """
     plane, given_up = WatchedPlane(), [b"answers", b"silent"]
     for session in given_up:
         plane.give_up(session)
@@ -394,7 +421,7 @@ def test_probes_that_are_given_up_in_several_threads(doing: str, other: str, at:
 
 
 class Agent:
-    """NIXL's, as far as peers go: one connection for all that name the same agent."""
+    """A NIXL agent's calls for peers. All peers with the same agent name share a connection."""
 
     def __init__(self) -> None:
         self.known, self.calls = set[str](), list[str]()
@@ -406,7 +433,7 @@ class Agent:
 
     def remove_remote_agent(self, name: str) -> None:
         self.calls.append("remove")
-        self.known.remove(name)  # KeyError, as NIXL raises for one that it does not know
+        self.known.remove(name)  # raises KeyError for an unknown name, as NIXL does
 
 
 def nixl_with(agent: Any) -> tuple[Nixl, Callable[[bytes], RemoteMemory]]:
@@ -431,7 +458,7 @@ def nixl_with(agent: Any) -> tuple[Nixl, Callable[[bytes], RemoteMemory]]:
         ("POSIX", {"ios_pool_size": "8"}, {"ios_pool_size": "8"}),
     ],
 )
-def test_what_the_operator_gives_nixl_stands(
+def test_nixl_parameters_of_the_operator_take_precedence(
     backend: str, given: Any, taken: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[tuple[str, dict[str, str]]]()
@@ -441,8 +468,8 @@ def test_what_the_operator_gives_nixl_stands(
     assert made == [(backend, taken)]
 
 
-def test_nixl_knows_a_name_as_long_as_somebody_has_it() -> None:
-    """Two peers with one name keep it known to NIXL through many repairs, until both have left."""
+def test_a_nixl_name_stays_while_a_peer_uses_it() -> None:
+    """NIXL's entry for a name stays until all peers with that name are forgotten."""
     agent = Agent()
     plane, opened = nixl_with(agent)
     one, two, other = opened(b"a"), opened(b"a"), opened(b"b")
@@ -459,13 +486,13 @@ def test_nixl_knows_a_name_as_long_as_somebody_has_it() -> None:
 
 
 @pytest.mark.parametrize("reads", [0, 1])
-def test_a_repair_keeps_a_name_that_another_peer_is_reading_from(reads: int) -> None:
+def test_reopening_keeps_a_name_with_reads_in_flight(reads: int) -> None:
     agent = Agent()
     plane, opened = nixl_with(agent)
     one, two = opened(b"a"), opened(b"a")
     two.reads = reads
     agent.calls.clear()
-    plane._open(one)  # once more: a read over it has failed
+    plane._open(one)  # again, as after a failed read
     assert agent.calls == ["remove", "add"][reads:]
     two.reads = 0
     plane.forget(one)
@@ -474,7 +501,7 @@ def test_a_repair_keeps_a_name_that_another_peer_is_reading_from(reads: int) -> 
 
 
 class Transfers(Agent):
-    """`asked`: the memory of each list of descriptors, [kind, device of each range]."""
+    """An agent that records descriptors. `asked`: (kind of memory, devices) of each list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -497,7 +524,7 @@ class Transfers(Agent):
 
 
 @pytest.mark.parametrize(("here", "there"), [(3, 1), (0, 2), (None, 1), (3, None), (None, None)])
-def test_nixl_names_the_gpu_that_each_side_has(here: int | None, there: int | None) -> None:
+def test_nixl_descriptors_name_each_sides_gpu(here: int | None, there: int | None) -> None:
     agent = Transfers()
     plane, _ = nixl_with(agent)
     plane.register(Memory(LOCAL, SIZE, here))
@@ -509,8 +536,7 @@ def test_nixl_names_the_gpu_that_each_side_has(here: int | None, there: int | No
 
 
 def agent_of_process_seven() -> str:
-    """Return an agent's name in a process that has SGLang's usual seed and a PID that others have,
-    too."""
+    """Return the name of a new agent in a process with a fixed seed and a fixed PID."""
     os.getpid = lambda: 7
     random.seed(1)
     name: str = nixl._new_agent().name
@@ -518,7 +544,10 @@ def agent_of_process_seven() -> str:
 
 
 def test_agents_of_two_containers_have_two_names() -> None:
-    """Processes there may have one number."""
+    """Two agents have different names even if their processes have the same PID.
+
+    Processes in two containers may have the same PID, and SGLang seeds them alike.
+    """
     pytest.importorskip("nixl")
     one, other = in_fork(agent_of_process_seven), in_fork(agent_of_process_seven)
     assert one != other

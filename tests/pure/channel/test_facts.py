@@ -1,5 +1,7 @@
-"""Rows that ranks publish, and what a difference between two of them means. Any other bytes than
-rows: scripts/fuzz."""
+"""Published rows, and the severity of each difference between two of them.
+
+scripts/fuzz covers input that is no row.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ ROW = Row(
 
 
 def row(**changed: Any) -> Row:
-    """Make a row with other fields, also of its facts and its staging."""
+    """Make a row with changed fields, including fields of its facts and its staging."""
     facts, staging = ROW.draft.facts, ROW.staging
     for name in [n for n in changed if n in DraftFacts.__struct_fields__]:
         facts = replace(facts, **{name: changed.pop(name)})
@@ -53,12 +55,12 @@ OTHERS = [
     ("mismatch", {"head_bytes": (256,)}, "bytes per token and head of the drafter"),
     ("mismatch", {"dtype": "fp8_e4m3"}, "dtype of the drafter's KV"),
     ("mismatch", {"topk": 8}, "--speculative-eagle-topk"),
-]  # whichever side has it
+]  # tested on either side
 METADATA = {
     "refused": [(64, 129), (65, 1), (64, 128, 0), (64,), ()], "cold": [(64, 127), (0, 0)],
 }  # fmt: skip
 AUX, NONE = "bytes of the metadata rows", {"draft": None, "staging": None}
-OLDER = {"engine": "0.5.22", "backend": "mooncake"}  # SGLang serves it before 0.5.23
+OLDER = {"engine": "0.5.22", "backend": "mooncake"}  # works with 0.5.23 on decode only
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,8 @@ OLDER = {"engine": "0.5.22", "backend": "mooncake"}  # SGLang serves it before 0
           ("mismatch", "--speculative-eagle-topk")]),
     ],
 )  # fmt: skip
-def test_what_two_rows_differ_in(prefill, decode, expected):
-    """Each difference has its severity, and the gravest comes first."""
+def test_the_differences_between_two_rows(prefill, decode, expected):
+    """Each difference between two rows has a severity, and the most severe one comes first."""
     found = differences(row(**prefill), row(**decode))
     assert [(d.severity, d.what) for d in found] == expected
     for one in found:
@@ -95,23 +97,23 @@ def test_what_two_rows_differ_in(prefill, decode, expected):
 
 
 def fields(**changed: Any) -> bytes:
-    """Return a row's JSON with other values, of any kind."""
+    """Return the JSON of ROW with some values replaced, possibly by invalid ones."""
     return json.dumps(json.loads(msgspec.json.encode(ROW)) | changed).encode()
 
 
 @pytest.mark.parametrize("written", [ROW, row(draft=None, staging=None)])
-def test_a_row_survives_its_way(written):
+def test_a_row_round_trips(written):
     assert read_row(msgspec.json.encode(written)) == written
 
 
-def test_what_a_later_release_adds_is_ignored():
+def test_fields_of_a_later_release_are_ignored():
     later = PROTOCOL[0], PROTOCOL[1] + 7
     assert read_row(fields(later={"more": [1, 2]})) == ROW
     assert read_row(fields(protocol=later)).protocol == later
 
 
 @pytest.mark.parametrize("protocol", [(PROTOCOL[1] + 1, PROTOCOL[1] + 3), (0, PROTOCOL[0] - 1)])
-def test_another_protocol_is_named_before_the_rest_is_read(protocol):
+def test_the_protocol_is_checked_before_other_fields(protocol):
     data = json.dumps({"protocol": protocol, "all": "different"}).encode()
     with pytest.raises(ValueError, match=f"protocol {protocol[0]} to {protocol[1]}"):
         read_row(data)
@@ -138,7 +140,7 @@ def test_rows_beyond_the_bounds_are_rejected(data):
         read_row(data)
 
 
-def test_a_row_has_64_kib_at_most():
+def test_a_row_has_at_most_64_kib():
     assert read_row(fields().ljust(MAX_ROW_BYTES)) == ROW
     with pytest.raises(ValueError, match="65537"):
         read_row(fields().ljust(MAX_ROW_BYTES + 1))
@@ -171,7 +173,7 @@ SHORT, NUMBERED = but(TWO, entries=2), but(TWO, entries=2, layer_ids=True)
         (NUMBERED, 4, "mooncake", None),
     ],
 )  # fmt: skip
-def test_a_target_is_served_where_sglang_moves_it(target, tp, backend, what):
+def test_targets_that_sglang_moves_correctly_are_served(target, tp, backend, what):
     """The prefill server has attention TP 2 in every case."""
     decode = row(attn_tp=tp, target=MLA if target.is_mla else GQA, backend=backend)
     found = differences(row(attn_tp=2, target=target, backend=backend), decode)
@@ -182,9 +184,12 @@ def test_a_target_is_served_where_sglang_moves_it(target, tp, backend, what):
 @pytest.mark.parametrize("draft", [{}, NONE])
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 @pytest.mark.parametrize("target", [MLA, GQA])
-def test_a_target_is_dealt_out_anew_from_one_rank_alone(target, backend, draft):
-    """The rule is that of `requires_dcp_relayout` in SGLang's managers, which raises in the thread
-    that registers decode ranks."""
+def test_dcp_pairs_that_sglang_can_redistribute_are_served(target, backend, draft):
+    """With DCP, a pair needs equal sizes on both sides, or an MLA target without DCP on prefill.
+
+    In any other case, `requires_dcp_relayout` in SGLang's managers raises in the thread that
+    registers decode ranks.
+    """
     for theirs, ours, tp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (4, 8)):
         there = row(attn_tp=8, target=but(target, dcp=theirs), backend=backend, **draft)
         here = row(attn_tp=tp, target=but(target, dcp=ours), backend=backend, **draft)
@@ -197,7 +202,7 @@ def test_a_target_is_dealt_out_anew_from_one_rank_alone(target, backend, draft):
 
 
 HYBRID = but(MLA, states=("mamba",), widths=(576, 656), units=(96, 128), drafts=1)
-HEADS = but(GQA, heads=4, states=("swa",), widths=(512,))  # of two heads, at attention TP 2
+HEADS = but(GQA, heads=4, states=("swa",), widths=(512,))  # two heads per rank at attention TP 2
 
 
 @pytest.mark.parametrize(
@@ -225,10 +230,13 @@ HEADS = but(GQA, heads=4, states=("swa",), widths=(512,))  # of two heads, at at
         (HEADS, {"widths": (512, 1024)}, {"widths": (256,)}, 8, "bytes of a token of the target"),
     ],
 )  # fmt: skip
-def test_each_buffer_of_prefill_finds_its_own_on_decode(target, there, here, tp, what):
-    """SGLang pairs them by their places, and reckons with prefill's sizes: where decode's differ,
-    it writes elsewhere, or its threads of either kind end (`_prepare_payload_xfer` over NIXL,
-    Mooncake's `transfer_worker`)."""
+def test_buffers_of_both_sides_must_match(target, there, here, tp, what):
+    """A pair is refused if decode's buffers differ from prefill's in number or size.
+
+    SGLang pairs the buffers by index and uses prefill's sizes. With other sizes on decode, it would
+    write to wrong addresses or end a transfer thread (`_prepare_payload_xfer` over NIXL, Mooncake's
+    `transfer_worker`).
+    """
     for backend in ("mooncake", "nixl"):
         sides = (
             row(attn_tp=2, target=but(target, **there), backend=backend),
@@ -239,8 +247,8 @@ def test_each_buffer_of_prefill_finds_its_own_on_decode(target, there, here, tp,
         assert all(one.severity is Severity.REFUSED for one in found)
 
 
-def test_a_stage_has_a_part_of_what_decode_has():
-    """A stage of its own layers, and its like on decode; of other stages nothing is known."""
+def test_a_stage_is_compared_with_the_same_stage():
+    """The buffers of a pipeline stage are compared only with those of decode's same stage."""
     whole, first = but(HYBRID, stages=2, entries=40), but(MLA, stages=2, entries=21, widths=(656,))
     assert differences(row(target=first), row(target=HYBRID)) == []
     for decode_rank, entries, served in ((0, 40, False), (0, 21, True), (1, 40, True)):
@@ -248,14 +256,14 @@ def test_a_stage_has_a_part_of_what_decode_has():
         assert (differences(row(target=first), decode) == []) == served
 
 
-def test_the_remedy_for_a_mix_names_what_is_served():
+def test_the_remedy_for_mixed_releases_names_supported_ones():
     sides = (row(engine=engine, backend="mooncake") for engine in ("0.5.22", "0.6.0"))
     (found,) = differences(*sides)
     assert found.remedy == "Install 0.6.0 on prefill, or 0.5.23 on decode"
 
 
 def flags(**given: Any) -> SimpleNamespace:
-    """SGLang's, of a drafter that reads a window."""
+    """Return SGLang's arguments for a drafter with an attention window."""
     base = {
         "speculative_draft_window_size": None, "speculative_draft_attention_backend": None,
         "disaggregation_decode_enable_radix_cache": False, "speculative_draft_sink_size": 0,
@@ -273,8 +281,11 @@ def block_drafter(**text: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("sliding", "window"), [(2048, 2047), (2, 1), (1, None), (0, None), (None, None), ("", None)]
 )
-def test_a_block_drafter_reads_the_window_of_its_config(sliding, window):
-    """SGLang takes one token, or none, for no window. Some configs have no such field."""
+def test_a_block_drafters_window_is_that_of_its_config(sliding, window):
+    """The window of a block drafter is `sliding_window` of its config, minus one.
+
+    SGLang treats a value of 0 or 1 as no window. Some configs lack this field.
+    """
     text = {} if sliding == "" else {"sliding_window": sliding}
     assert window_of(flags(), block_drafter(**text)) == window
 
@@ -284,8 +295,11 @@ BACKENDS = (None, *sorted(WINDOWED), "flashinfer", "triton")
 
 @pytest.mark.parametrize("own", [None, "fa3", "flashinfer"])
 @pytest.mark.parametrize("common", [None, "fa4", "triton"])
-def test_the_window_applies_only_if_each_draft_phase_keeps_to_it(own, common):
-    """A draft extend runs on prefill's attention backend, a draft step on decode's."""
+def test_a_window_needs_backends_that_implement_it(own, common):
+    """The window applies only if the attention backends of both draft phases implement it.
+
+    A draft extend uses prefill's attention backend, a draft step decode's.
+    """
     drafter = block_drafter(sliding_window=129)
     for of_prefill, of_decode in itertools.product(BACKENDS, repeat=2):
         given = flags(
@@ -298,8 +312,11 @@ def test_the_window_applies_only_if_each_draft_phase_keeps_to_it(own, common):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
-def test_exactly_the_pages_that_no_query_reads_are_left_out(page_size):
-    """The first query stands after the prompt, and what DFLASH reads begins on a page."""
+def test_pages_that_no_query_reads_are_left_out(page_size):
+    """Exactly the pages before the window of the first query are left out.
+
+    The first query comes after the prompt. DFLASH's window starts on a page boundary.
+    """
     for window, pages in itertools.product((1, 2, 15, 16, 17, 31, 32, 33, 128), range(40)):
         left_out = pages_left_out(pages, page_size, window)
         in_last_page = range(1, page_size + 1) if pages else ()
@@ -340,7 +357,7 @@ def test_a_number_in_a_row_is_accepted_only_within_its_bounds(path, least, most)
             read_row(changed(path, beyond))
 
 
-def test_a_row_is_read_up_to_its_length():
+def test_a_row_is_read_up_to_its_maximum_size():
     body = msgspec.json.encode(ROW)
     assert read_row(body.ljust(MAX_ROW_BYTES)) == ROW
     with pytest.raises(ValueError, match=f"a row of {MAX_ROW_BYTES + 1} bytes"):
@@ -355,8 +372,11 @@ def test_a_row_is_read_up_to_its_length():
     ("oldest", "newest", "is_read"),
     [(0, -1, False), (0, 0, True), (1, 1, False), (0, 9, True), (-2, -1, False)],
 )
-def test_a_protocol_is_read_where_it_touches_this_builds(oldest, newest, is_read):
-    """Relative to the ends of what this build reads."""
+def test_overlapping_protocol_ranges_are_read(oldest, newest, is_read):
+    """A row is read if its protocol versions overlap with this build's.
+
+    `oldest` and `newest` are relative to the ends of this build's range.
+    """
     protocol = [max(0, PROTOCOL[1] + oldest), max(0, PROTOCOL[0] + newest)]
     with nullcontext() if is_read else pytest.raises(ValueError, match="this build reads"):
         read_row(changed("protocol", protocol))
@@ -385,9 +405,12 @@ def test_a_target_with_as_many_heads_as_ranks_is_served(heads, tp, backend, is_s
         (("minimax_index_k",), {"heads": 0}, "0.5.21", ""),
     ],
 )  # fmt: skip
-def test_a_state_that_sglang_does_not_cut_by_heads(states, target, engine, what):
-    """SGLang sends such a state unchanged between equal sizes, MiniMax's only from a server of one
-    stage."""
+def test_a_state_that_sglang_cannot_cut_by_heads_is_refused(states, target, engine, what):
+    """A pair is refused for a state that SGLang cannot cut by heads, if the sizes differ.
+
+    Between equal sizes SGLang sends such a state unchanged. It sends MiniMax's only from a prefill
+    server with one pipeline stage.
+    """
     for backend in ("mooncake", "nixl"):
         same = {"engine": engine, "backend": backend}
         there, here = (
@@ -407,6 +430,6 @@ def test_a_state_that_sglang_does_not_cut_by_heads(states, target, engine, what)
     [((8, 8), (8, 8), None), ((8, 9), (8, 8), Severity.REFUSED), ((8, 7), (8, 8), Severity.COLD),
      ((9, 7), (8, 8), Severity.REFUSED), ((8,), (8, 8), Severity.REFUSED)],
 )  # fmt: skip
-def test_metadata_rows_may_be_shorter_and_no_longer(there, here, severity):
+def test_prefills_metadata_rows_may_be_shorter_but_not_longer(there, here, severity):
     found = differences(row(aux_item_lens=there), row(aux_item_lens=here))
     assert [one.severity for one in found] == ([severity] if severity else [])

@@ -1,4 +1,4 @@
-"""Rows that ranks publish: the bounds of every field, and every target that SGLang cannot move."""
+"""Published rows: the bounds of each field, and the targets that SGLang moves wrongly."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LENGTHS = {
 
 
 def with_value(path: str, value: Any) -> Any:
-    """Return the value that read_row returns for a row with this value in this place."""
+    """Read ROW with one value replaced at `path`, and return the value that was read there."""
     tree = json.loads(msgspec.json.encode(ROW))
     *above, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     place = tree
@@ -60,8 +60,8 @@ def with_value(path: str, value: Any) -> Any:
     return found
 
 
-def test_every_number_and_every_name_has_its_bounds() -> None:
-    """A field that is new has its line in one of the tables here."""
+def test_every_field_has_bounds() -> None:
+    """Each field of a row has bounds in NUMBERS or LENGTHS. Add a new field there."""
     paths = set[str]()
 
     def walk(value: Any, path: str) -> None:
@@ -75,13 +75,13 @@ def test_every_number_and_every_name_has_its_bounds() -> None:
     assert paths == set(LENGTHS) | {p.removesuffix(".0").removesuffix(".1") for p in NUMBERS}
 
 
-# Where both sides have a number, a test in which it differs between them: were both alike in every
-# test, either could stand in the other's place. Of settings, and of facts.
+# For each number that both sides have, a test in which the two sides differ. Otherwise no test
+# would fail if the code used one side's number instead of the other's.
 BY_RANK = "protocol/test_matrix.py::test_every_byte"
 BYTES = "protocol/test_random.py::test_random_case"
-BUFFERS = "pure/channel/test_facts.py::test_each_buffer_of_prefill_finds_its_own_on_decode"
+BUFFERS = "pure/channel/test_facts.py::test_buffers_of_both_sides_must_match"
 NEWEST = "pure/decode/test_plan_drawn.py::test_a_pair_uses_the_newest_version_of_all_its_ranks"
-COMPARED = "pure/channel/test_facts.py::test_what_two_rows_differ_in"
+COMPARED = "pure/channel/test_facts.py::test_the_differences_between_two_rows"
 UNLIKE = {
     "config.staging_mb": BYTES, "config.patience": BYTES,
     "config.port": "protocol/test_manager.py::test_the_configured_port_is_used_or_any_free_one",
@@ -101,8 +101,11 @@ UNLIKE = {
 }  # fmt: skip
 
 
-def test_each_number_differs_between_the_sides_of_a_test() -> None:
-    """A number that is new in a row or in the settings has its line in UNLIKE."""
+def test_each_number_differs_between_the_sides() -> None:
+    """Each number of a row or of the settings differs between the sides in a test named in UNLIKE.
+
+    Add a new number to UNLIKE.
+    """
     numbers = {path.removesuffix(".0").removesuffix(".1") for path in NUMBERS} | {"patience"}
     for name in Config.__struct_fields__:
         if type(getattr(Config(), name)) in (int, float):
@@ -153,7 +156,7 @@ def test_patience_instance_and_endpoint_have_bounds() -> None:
             read_row(msgspec.json.encode(replace(ROW, instance=b"x" * count)))
 
 
-def test_what_an_older_release_does_not_publish_has_its_value() -> None:
+def test_fields_that_older_releases_lack_have_defaults() -> None:
     tree = json.loads(msgspec.json.encode(ROW))
     for name in ("topk", "draft", "staging", "patience"):
         del tree[name]
@@ -175,7 +178,9 @@ OLDEST, NEWEST = PROTOCOL
         ((0, OLDEST - 1), False), ((OLDEST - 1, OLDEST - 1), False), ((NEWEST, OLDEST - 1), False),
     ],
 )  # fmt: skip
-def test_a_row_is_read_where_both_have_a_version(protocol: tuple[int, int], read: bool) -> None:
+def test_a_row_with_a_common_protocol_version_is_read(
+    protocol: tuple[int, int], read: bool
+) -> None:
     data = msgspec.json.encode(replace(ROW, protocol=protocol))
     if read:
         assert read_row(data).protocol == protocol
@@ -188,25 +193,26 @@ def test_a_row_is_read_where_both_have_a_version(protocol: tuple[int, int], read
 
 
 def wrong(prefill: Row, decode: Row) -> set[str]:
-    """Return what SGLang gets wrong between these two, derived from how it moves the target."""
+    """Return what SGLang moves wrongly between two rows, derived from how it moves the target."""
     source, wanted, over_nixl = prefill.target, decode.target, prefill.backend == "nixl"
     same_tp, has_heads = prefill.attn_tp == decode.attn_tp, 0 not in (source.heads, wanted.heads)
-    splits = source.stages > wanted.stages and has_heads  # it looks for layers of other stages
+    splits = source.stages > wanted.stages and has_heads  # a stage has only some of decode's layers
     found = {
-        # Equal, each sends its share of the tokens to its own number; from one, MLA is dealt out.
+        # With equal sizes, each rank sends its tokens to the rank of the same number. From a
+        # prefill server without DCP, SGLang distributes MLA only.
         "--dcp-size": (source.dcp, prefill.attn_tp) != (wanted.dcp, decode.attn_tp)
         if source.dcp > 1
         else wanted.dcp > 1 and source.heads > 0,
-        # Entries of the same stage are paired by their places.
+        # SGLang pairs the buffers of equal stages by index.
         "buffers of the target": source.stages == wanted.stages
         and source.entries != wanted.entries,
-        # Rows are cut by K's width.
+        # SGLang cuts rows by the width of K.
         "target with K and V": has_heads and not (same_tp or source.even),
-        # It divides by the heads of a prefill rank, of which there are none.
+        # SGLang divides by the number of heads per prefill rank, which is 0.
         "target with": (
             has_heads and over_nixl and decode.attn_tp > prefill.attn_tp > source.heads
         ),
-        # It takes the first layer of a stage to be its number times its buffers.
+        # SGLang computes a stage's first layer as its number times its number of buffers.
         "pipeline stages of different": False,
         "pipeline stages of a target": False,
     }
@@ -227,7 +233,7 @@ def names(found: list[Difference]) -> set[str]:
     return {next(name for name in known if one.what.startswith(name)) for one in found}
 
 
-def test_exactly_the_targets_that_sglang_moves_wrong_are_refused() -> None:
+def test_targets_that_sglang_moves_wrongly_are_refused() -> None:
     seen = set[str]()
     targets = [
         Target(heads, entries, layer_ids=layer_ids, even=even, stages=stages, dcp=dcp)
@@ -248,7 +254,7 @@ def test_exactly_the_targets_that_sglang_moves_wrong_are_refused() -> None:
     assert len(seen) == 6
 
 
-# ---------------------------------------------------------------- releases, and what is said
+# ---------------------------------------------------------------- releases and messages
 
 RELEASES = ("0.5.21", "0.5.22", "0.5.23", "0.5.24", "0.6")
 SERVED = {
@@ -277,7 +283,7 @@ def test_equal_releases_and_known_mixes_are_served(backend: str) -> None:
                 assert all(other in one.remedy for other in others)
 
 
-def test_a_difference_says_which_side_has_what() -> None:
+def test_a_difference_names_both_sides_values() -> None:
     cases = [
         ({"backend": "nixl"}, {"backend": "mooncake"}, "transfer backend", ("nixl", "mooncake")),
         ({"attn_tp": 2, "target": replace(ROW.target, dcp=2)}, {"attn_tp": 4}, "--dcp-size",
@@ -302,7 +308,7 @@ def test_a_difference_says_which_side_has_what() -> None:
         found = differences(replace(ROW, **there), replace(ROW, **here))
         one = next(one for one in found if one.what.startswith(what))
         assert (one.prefill, one.decode) == sides
-        said = f"{one.what}: prefill has {sides[0]}, decode has {sides[1]}; {one.consequence}. "
-        assert str(one) == f"{said}{one.remedy}."
+        text = f"{one.what}: prefill has {sides[0]}, decode has {sides[1]}; {one.consequence}. "
+        assert str(one) == f"{text}{one.remedy}."
         assert one.remedy.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))
         assert not one.consequence.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))

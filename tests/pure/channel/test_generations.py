@@ -1,4 +1,4 @@
-"""Numbers of a room's uses: later ones are greater, and no two ranks share one."""
+"""Generations, which tell requests with the same room number apart."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from sglang_mixkv.channel.times import Times
 RANKS, USES = 8, 100
 
 
-def test_generations_rise_and_no_two_ranks_share_one() -> None:
-    """SGLang gives all ranks of a server one seed, and the same requests. The test fails
-    by chance once in 190,000 runs, if two of the eight ranks draw numbers close together."""
+def test_generations_increase_and_are_unique() -> None:
+    """A rank's generations increase, and no two ranks share one although SGLang seeds them alike.
+
+    Two of the eight ranks may start with close numbers by chance. Then the test fails, once in
+    190,000 runs.
+    """
     highs = set[int]()
     for _ in range(RANKS):
         random.seed(7)
@@ -35,10 +38,10 @@ def test_generations_rise_and_no_two_ranks_share_one() -> None:
 
 
 @pytest.mark.parametrize(("drawn", "first"), [(1, 0), ((1 << 63) - 1, (1 << 30) - 1)])
-def test_they_begin_in_the_lower_half(
+def test_generations_start_in_the_lower_half(
     drawn: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first number lies in the lower half of 31 bits, so that numbers can rise for years."""
+    """The first generation uses the lower half of 31 bits, so that years of increments fit."""
     monkeypatch.setattr(messages, "draws", lambda: itertools.repeat(drawn))
     rank = Decode(Times())
     found = [rank.channel._new_generation() for _ in range(3)]

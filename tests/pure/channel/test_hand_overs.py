@@ -1,5 +1,7 @@
-"""The channel's threads seldom give up Python's GIL, since beside a thread that computes in Python
-it takes 5 ms each time to get it back."""
+"""The channel threads seldom release the GIL.
+
+It takes a thread 5 ms to acquire the GIL again while another thread runs Python code.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from sglang_mixkv.channel import loop, sockets
 from sglang_mixkv.channel.times import Times
 
 TRIES = 20
-QUIET_S = 0.01  # in which what was said last is done
+QUIET_S = 0.01  # seconds in which both threads handle the last messages
 counts = dict[str, Counter[str]]()
 
 
@@ -43,7 +45,7 @@ class Socket(zmq.Socket):  # type: ignore[type-arg]
 
 
 class Epoll:
-    """select.epoll, which cannot be derived from."""
+    """A wrapper of select.epoll, which has no subclasses."""
 
     def __init__(self) -> None:
         self._real = real()
@@ -54,7 +56,7 @@ class Epoll:
 
 
 class Library:
-    """A ctypes library that gives up the GIL in each call."""
+    """A ctypes library, each call of which releases the GIL."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -67,7 +69,7 @@ real = select.epoll
 
 
 class Later(OnDevice):
-    """Each batch is asked for some times before it has ended, however busy this machine is."""
+    """A device whose batches end only after several polls, however busy this machine is."""
 
     def start(self, *what: Any) -> Ticket:
         ticket, asked = super().start(*what), itertools.count()
@@ -78,7 +80,7 @@ class Later(OnDevice):
 
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make both sides, whose copies are batches on a device. No tick comes in between."""
+    """Make both sides, which copy in batches on a device. No tick comes during a test."""
     monkeypatch.setattr(loop, "TICK", 60.0)
     monkeypatch.setattr(_Side, "device", Later)
     monkeypatch.setattr(select, "epoll", Epoll)
@@ -90,12 +92,17 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield one
 
 
-def test_a_batch_gives_up_the_gil_only_to_sleep_and_for_messages(channel: Channel) -> None:
-    """Prefill is woken by a chunk, announces it by a message of two frames, and is woken by an ACK
-    of two. Decode is woken by the READY, answers it, and looks once whether its read has ended. In
-    between a batch is packed and unpacked, whose end is seen before the thread sleeps. The fewest
-    calls of several tries count, since libzmq sometimes wakes a thread for reasons of its own, and
-    no exact number of sleeps, since a message that comes early enough spares one."""
+def test_a_batch_releases_the_gil_only_to_sleep_and_send(channel: Channel) -> None:
+    """The channel threads release the GIL only to sleep, and to send and receive messages.
+
+    A chunk wakes prefill's thread, which sends a READY of two frames; then an ACK of two frames
+    wakes it. The READY wakes decode's thread, which polls its read once and answers. The ends of
+    the pack and the unpack are noticed before a thread sleeps.
+
+    The test uses the fewest calls of several tries, since libzmq sometimes wakes a thread for
+    internal reasons. The number of sleeps may be lower, since a message that comes early enough
+    saves a sleep.
+    """
     found = dict[str, list[Counter[str]]](prefill=[], decode=[])
     for room in range(TRIES):
         handle = channel.open(room, SEGMENT)
@@ -112,11 +119,15 @@ def test_a_batch_gives_up_the_gil_only_to_sleep_and_for_messages(channel: Channe
     assert fewest["decode"] <= Counter(epoll_wait=1, ppoll=1, send=1, recv=1)
 
 
-def test_work_in_flight_is_polled_often_from_its_beginning(
+def test_pending_work_is_polled_often_at_once(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event can only be polled, so this holds even if no file has been readable for long."""
-    monkeypatch.setattr(Later, "took", 1e-3)  # longer than a thread asks before it sleeps
+    """The thread polls often from the moment when a copy or event is pending.
+
+    An event can only be polled, so the thread does this even if no file has been readable for a
+    while.
+    """
+    monkeypatch.setattr(Later, "took", 1e-3)  # longer than a thread polls before it sleeps
     monkeypatch.setattr(sockets, "IDLE_MS", 200)
     taken = []
     for room in range(TRIES // 4):

@@ -1,7 +1,7 @@
-"""The threads of the channel beside a clock that is no help: what has ended is noticed at once, and
-what fails again and again, or never ends, stops nothing else. And the CUDA events that it asks.
+"""The channel threads notice each end at once, and survive steps that fail or hang.
 
-Where the tick is 60 s, a wake-up that is lost shows as a request that is not decided.
+Most tests use a tick of 60 s, so that a lost wake-up shows as a request that is not decided. The
+last part tests how the threads poll CUDA events.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.prefill.transfer import MAX_IN_FLIGHT
 
-LOST_S = 8.0  # far from a tick, and from what takes milliseconds
-AT_ONCE_S = 0.03  # the best of some tries, on a machine that is busy
+LOST_S = 8.0  # much shorter than a tick, much longer than any step
+AT_ONCE_S = 0.03  # limit for the best of several tries on a busy machine
 TRIES = 10
 TOKENS = 3 * SEGMENT
 
@@ -49,8 +49,11 @@ def channel(slow_tick: None) -> Iterator[Channel]:
         assert max(side.notes.ticks for side in (one.prefill, one.decode)) <= 1
 
 
-def test_looks_are_as_often_and_as_long_as_was_measured() -> None:
-    """The machines need the first ten times a second."""
+def test_intervals_are_those_that_were_measured() -> None:
+    """Intervals and batch sizes are those of the measurements.
+
+    The machines need ten ticks a second.
+    """
     assert (loop.TICK, loop.ASKED, copier.AT_ONCE) == (0.1, 30e-6, 256 << 10)
     assert (sockets.BATCH, links.CONNECT_S, MAX_IN_FLIGHT) == (64, 5.0, 16)
     assert (data_plane.CONNECT_S, data_plane.POLL_S, data_plane.RETRY_S) == (10.0, 1e-3, 1e-2)
@@ -62,8 +65,7 @@ def decided(channel: Channel, handle: Any) -> tuple[str, str]:
 
 
 def best(channel: Channel, begin: Callable[[int], tuple[Any, Any]]) -> float:
-    """Seconds from what `begin` does at last until the verdict, which takes no longer each time:
-    the best of some requests that are warm."""
+    """Return the shortest time from the end of `begin` to a verdict, of several warm requests."""
     found = []
     for room in range(TRIES):
         sent, handle = begin(room)
@@ -74,7 +76,7 @@ def best(channel: Channel, begin: Callable[[int], tuple[Any, Any]]) -> float:
     return min(found)
 
 
-# ---------------------------------------------------------------- the ends of reads and copies
+# ---------------------------------------------------------------- ends of reads and copies
 
 
 def test_the_end_of_a_read_is_noticed_at_once(channel: Channel) -> None:
@@ -94,8 +96,11 @@ def test_the_end_of_a_read_is_noticed_at_once(channel: Channel) -> None:
 def test_the_end_of_a_large_copy_is_noticed_at_once(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, wakes: bool
 ) -> None:
-    """A thread makes the copy while the channel's thread sleeps, or a device does, whose end wakes
-    nobody, so that the channel's thread polls."""
+    """The channel thread notices the end of a large copy at once.
+
+    Either a copying thread wakes the channel thread, or the copy runs on a device without a wake-up
+    and the channel thread polls.
+    """
     monkeypatch.setattr(copier, "AT_ONCE", 0)
     if not wakes:
         copies = getattr(channel, side).channel._copies
@@ -123,7 +128,7 @@ def test_the_end_of_a_large_copy_is_noticed_at_once(
     assert best(channel, begin) < AT_ONCE_S
 
 
-def test_a_copy_has_ended_when_its_thread_wakes_the_other() -> None:
+def test_a_copy_is_reported_before_the_wake_up() -> None:
     seen, woken = list[list[Any]](), threading.Event()
 
     def wake() -> None:
@@ -139,17 +144,20 @@ def test_a_copy_has_ended_when_its_thread_wakes_the_other() -> None:
     host._thread.join()
 
 
-# ---------------------------------------------------------------- what comes meanwhile
+# ---------------------------------------------------------------- wake-ups
 
 
 @pytest.mark.parametrize("is_decided", [False, True])
 @pytest.mark.parametrize("reason", ["", "aborted"])
-def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
+def test_the_scheduler_wakes_the_channel_only_when_needed(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, is_decided: bool, reason: str
 ) -> None:
-    """A wake-up costs the scheduler 10 us. Inputs that only start a clock, and the end of a request
-    with nothing in flight, wait for the next event or tick. (Undecided halves belong to two
-    requests here, since the end of one half decides the other.)"""
+    """SGLang's scheduler wakes the channel thread only for calls that cannot wait.
+
+    A wake-up costs the scheduler 10 us. Calls that only start a clock wait for the next event or
+    tick, and so does the end of a request with nothing in flight. The undecided sender and receiver
+    belong to two requests here, since the end of one would decide the other.
+    """
     prefill, decode = channel.prefill.channel, channel.decode.channel
     woken, made = list[threading.Thread](), list[Any]()
 
@@ -181,12 +189,12 @@ def test_the_scheduler_wakes_the_channel_for_what_cannot_wait(
         assert not wakes(call, one, "once more")
 
 
-def test_an_event_put_while_others_are_taken_leaves_a_wake_up() -> None:
+def test_an_event_queued_during_take_leaves_a_wake_up() -> None:
     queue: EventQueue[int] = EventQueue()
     inner = queue._events
 
     class Queue:
-        """A queue into which another thread puts an event after the last look of `take`."""
+        """A queue that gets another event right after `take` has found it empty."""
 
         def empty(self) -> bool:
             if found := inner.empty():
@@ -200,11 +208,11 @@ def test_an_event_put_while_others_are_taken_leaves_a_wake_up() -> None:
     queue._events = Queue()  # type: ignore[assignment]
     assert queue.take([queue.fileno()]) == [1]
     ready, _, _ = select.select([queue.fileno()], [], [], 0)
-    assert ready, "nobody looks for it before the next tick"
+    assert ready, "the second event would wait for the next tick"
     assert queue.take(ready) == [2]
 
 
-def test_an_event_is_there_before_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_is_queued_before_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
     queue: EventQueue[int] = EventQueue()
     taken = list[list[int]]()
     monkeypatch.setattr(queue, "wake", lambda: taken.append(queue.take([])))
@@ -215,13 +223,16 @@ def test_an_event_is_there_before_its_wake_up(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("side", "leaves"), [("prefill", True), ("prefill", False), ("decode", True)]
 )
-def test_a_message_that_comes_beside_a_send_is_seen_at_once(
+def test_a_message_that_arrives_during_a_send_is_read(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, leaves: bool
 ) -> None:
-    """A send takes note of what came, and its file is not readable any more, also where it fails.
-    On prefill an OPEN comes before a READY leaves, on decode a READY before an ACK. (What does not
-    leave on decode: test_links.py.)"""
-    monkeypatch.setattr(copier, "AT_ONCE", 0)  # it is sent in a look that no message began
+    """A message that arrives during a send is read at once.
+
+    libzmq processes the arrival inside the send, even a failed one, and the socket's file is not
+    readable after that. On prefill an OPEN arrives while a READY is sent, on decode a READY while
+    an ACK is sent. test_links.py has the failed send on decode.
+    """
+    monkeypatch.setattr(copier, "AT_ONCE", 0)  # so that the send follows a copy, not a message
     worker: Any = getattr(channel, side).channel
     peer = channel.prefill.instance
     send = worker._do
@@ -240,7 +251,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
             else:
                 sent.append(channel.prefill.send(2, SEGMENT))
             assert select.select([fd], [], [], LOST_S)[0]
-            time.sleep(0.01)  # libzmq does not look at what came within the last millisecond
+            time.sleep(0.01)  # libzmq checks for arrivals at most once per millisecond
             if not leaves:
                 action = decode_actions.Send(b"nobody", action.message)
         send(action)
@@ -258,7 +269,7 @@ def test_a_message_that_comes_beside_a_send_is_seen_at_once(
         channel.end(one, handle)
 
 
-# ---------------------------------------------------------------- the clock goes on
+# ---------------------------------------------------------------- repeated failures
 
 
 def raising(*_: Any) -> Any:
@@ -266,17 +277,17 @@ def raising(*_: Any) -> Any:
 
 
 def look(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises each time."""
+    """Make each poll raise."""
     monkeypatch.setattr(worker, "_poll", raising)
 
 
 def report(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the reporter raise with each tick."""
+    """Make each call of the reporter's `ticked` raise."""
     monkeypatch.setattr(worker._reporter, "ticked", raising)
 
 
 def handle(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events that nobody can handle come with each look."""
+    """Add events that cannot be handled to each poll."""
     real = worker._poll
 
     def unknown(ready: list[Any]) -> Iterator[Any]:
@@ -289,23 +300,25 @@ def handle(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fails", [look, report, handle])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_the_clock_goes_on_beside_what_fails_each_time(
+def test_rooms_time_out_although_a_step_always_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: str,
     fails: Callable[[Any, Any], None],
 ) -> None:  # fmt: skip
-    """A room is given up by its time, and not by SGLang's scheduler. And the log is not filled,
-    however often the thread looks."""
+    """A room times out in the channel thread although a step of the thread fails every time.
+
+    The failure is logged at most once per tick, however often the thread polls.
+    """
     began = time.monotonic()
     with Channel() as channel, monkeypatch.context() as patch:
         worker = getattr(channel, side).channel
         patch.setattr(worker, "_must_poll", lambda: True)
         if side == "prefill":
-            sent = channel.prefill.send(1, TOKENS)  # nobody opens it
+            sent = channel.prefill.send(1, TOKENS)  # decode does not open this request
             fails(worker, patch)
             channel.prefill.channel.release(sent)
-            assert wait_for(lambda: sent.pages_released, LOST_S), "no time passes"
+            assert wait_for(lambda: sent.pages_released, LOST_S), "the clock has stopped"
         else:
-            room = channel.open(1, TOKENS)  # nobody sends it
+            room = channel.open(1, TOKENS)  # prefill does not send this request
             fails(worker, patch)
             channel.decode.channel.target_arrived(room)
             assert decided(channel, room) == ("cold", "deadline")
@@ -321,7 +334,7 @@ CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
 
 class Answers(Event):
-    """A torch.cuda.Event that raises this for as long as the test says so."""
+    """A torch.cuda.Event whose `query` raises `error` while it is set."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -335,7 +348,7 @@ class Answers(Event):
         return self.done
 
     def is_asked(self, times: int = 3) -> bool:
-        """Wait until the channel's thread has polled this event that many times more."""
+        """Wait until the channel thread has polled this event `times` more times."""
         until = self.asked + times
         return wait_for(lambda: self.asked >= until, LOST_S)
 
@@ -359,8 +372,10 @@ def test_a_forward_counts_as_running_while_a_graph_is_captured(channel: Channel)
 
 
 def test_a_forward_that_cannot_be_queried_makes_its_room_cold(channel: Channel) -> None:
-    """The room's rows are zeroed once the forward is known to have ended, and no peer gets a
-    strike."""
+    """A room whose forward's event raises goes cold.
+
+    Its rows are zeroed once the event reports the end of the forward.
+    """
     forward = Answers("CUDA error: unknown error")
     sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
     assert wait_for(lambda: "unpack" in channel.decode.notes.seen, LOST_S)
@@ -377,11 +392,14 @@ def test_a_forward_that_cannot_be_queried_makes_its_room_cold(channel: Channel) 
 
 
 @pytest.mark.parametrize("text", [CAPTURING, "CUDA error: unknown error"])
-def test_a_request_ends_whose_forward_never_has_an_answer(
+def test_a_request_whose_event_always_raises_fails(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """SGLang's scheduler asks for as long again as the channel had, and then fails it: its rows may
-    be another request's. One whose forward runs is waited for."""
+    """SGLang's scheduler fails a request whose forward's event keeps raising.
+
+    The scheduler does so after twice the time that the channel thread had, since the rows may hold
+    another request's KV. It keeps waiting for a forward that still runs.
+    """
     decode, forward, running = channel.decode.channel, Answers(text), Event()
     rooms = [channel.open(n, TOKENS, event=event) for n, event in enumerate((forward, running))]
     monkeypatch.setattr(decode, "_slowest", 0.2)
@@ -406,12 +424,12 @@ def test_a_request_ends_whose_forward_never_has_an_answer(
     forward.error, forward.done = None, True
     assert wait_for(lambda: not decode._held, LOST_S)
     assert wait_for(lambda: not outstanding(decode._machine).get("jobs"), LOST_S)
-    assert untouched(channel, rooms[0]), "rows were written behind the end"
+    assert untouched(channel, rooms[0]), "rows were written after the request's end"
     for room in rooms:
         decode.close(room)
 
 
-def test_a_chunk_is_not_written_while_a_graph_is_captured(channel: Channel) -> None:
+def test_a_chunk_counts_as_unwritten_during_a_capture(channel: Channel) -> None:
     rows = channel.prefill.pages(TOKENS).rows(0, TOKENS)
     real = channel.prefill.memory[:, rows].copy()
     channel.prefill.memory[:, rows] = 0x33
@@ -430,7 +448,10 @@ def test_a_chunk_is_not_written_while_a_graph_is_captured(channel: Channel) -> N
 def test_a_chunk_whose_event_cannot_be_queried_is_not_packed(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request goes on without draft KV, also for a reader that opens it later."""
+    """A chunk whose event raises is not packed, and its request goes cold.
+
+    That includes a reader that opens the request later.
+    """
     packs = list[Any]()
     monkeypatch.setattr(channel.prefill.rows, "pack", lambda *what: packs.append(what))
     done, chunk = Event(), Answers("CUDA error: unknown error")
@@ -446,11 +467,11 @@ def test_a_chunk_whose_event_cannot_be_queried_is_not_packed(
     monkeypatch.setattr(loop, "TICK", 60.0)
     assert channel.request(2) == ("warm", "")
     for side in (channel.prefill, channel.decode):
-        side.channel._queue.wake()  # the end of a request waits for the next event
+        side.channel._queue.wake()  # otherwise the ends of requests would wait for the tick
     assert channel.at_rest()
 
 
-def test_pages_of_which_nobody_knows_are_read_in_neither_way() -> None:
+def test_pages_with_an_error_cannot_be_read() -> None:
     pages, device = Pages(np.arange(2), 4), mock.Mock()
     pages.on(device)
     pages.error = RuntimeError("nobody knows")
@@ -460,9 +481,7 @@ def test_pages_of_which_nobody_knows_are_read_in_neither_way() -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_request_that_ends_before_its_event_holds_nothing_back(
-    channel: Channel, side: str
-) -> None:
+def test_a_request_that_ends_before_its_event_is_released(channel: Channel, side: str) -> None:
     event, worker = Answers(CAPTURING), getattr(channel, side).channel
     sent = channel.prefill.send(1, TOKENS, events=(event,) if side == "prefill" else ())
     room = channel.open(1, TOKENS, event=event if side == "decode" else None)
@@ -480,9 +499,11 @@ def test_a_request_that_ends_before_its_event_holds_nothing_back(
     assert event.asked == asked
 
 
-def test_torchs_errors_during_a_capture_are_recognized() -> None:
-    """PyTorch's errors carry the text of CUDA's runtime: the codes 900 to 908, and no others, mean
-    a capture."""
+def test_errors_of_a_graph_capture_are_recognized() -> None:
+    """Exactly the CUDA errors 900 to 908 are taken for a graph capture.
+
+    PyTorch's exceptions contain the texts of CUDA's runtime.
+    """
     from ctypes import CDLL, c_char_p
 
     from sglang_mixkv.draft.cuda import is_over
@@ -490,7 +511,7 @@ def test_torchs_errors_during_a_capture_are_recognized() -> None:
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "libcudart.so" in line}
     if not paths:
-        pytest.skip(f"PyTorch {torch.__version__} brings no CUDA")
+        pytest.skip(f"PyTorch {torch.__version__} has no CUDA runtime")
     text = CDLL(paths.pop()).cudaGetErrorString
     text.restype = c_char_p
     known = []
@@ -501,7 +522,7 @@ def test_torchs_errors_during_a_capture_are_recognized() -> None:
     assert known == [(code, False) for code in range(900, 909)]
 
 
-def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) -> None:
+def test_actions_of_a_tick_run_before_the_thread_sleeps(monkeypatch: Any) -> None:
     with Channel() as one:
         worker: Any = one.decode.channel
         order, wait, tick, do = list[str](), worker._poller.wait, worker._machine.tick, worker._do
@@ -529,7 +550,7 @@ def test_what_a_tick_decides_is_done_before_the_thread_sleeps(monkeypatch: Any) 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_idle_rank_sleeps_and_does_not_poll(side: str) -> None:
-    """Nothing is outstanding after the end of a request."""
+    """A rank with nothing outstanding sleeps between ticks and does not poll."""
     with Channel() as one:
         assert one.request(1) == ("warm", "")
         poller = getattr(one, side).channel._poller
@@ -538,7 +559,7 @@ def test_an_idle_rank_sleeps_and_does_not_poll(side: str) -> None:
         assert not any(call.args[1] for call in wait.call_args_list[1:])
 
 
-def test_what_was_moved_is_counted_and_what_was_zeroed_is_not() -> None:
+def test_moved_bytes_are_counted_but_not_zeroed_ones() -> None:
     began = time.monotonic()
     with Channel() as one:
         assert one.request(1) == ("warm", "")
@@ -551,8 +572,11 @@ def test_what_was_moved_is_counted_and_what_was_zeroed_is_not() -> None:
             assert 0 < side.notes.copying < time.monotonic() - began
 
 
-def test_a_cold_request_gives_its_slots_back_before_its_forward_ends(channel: Channel) -> None:
-    """Its segments would only be zeroed again, and others wait for slots."""
+def test_a_cold_request_frees_its_slots_during_a_forward(channel: Channel) -> None:
+    """A cold request frees its slots at once, although an earlier forward still runs.
+
+    The segments in these slots are useless, and other requests wait for slots.
+    """
     forward, slots = Event(), channel.decode.slots
     sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
     assert wait_for(lambda: bool(channel.decode.channel._held), LOST_S)

@@ -1,4 +1,4 @@
-"""The channel's four messages: what they carry, and that nothing else gets through."""
+"""The channel's four messages: valid ones round-trip, and all others are rejected."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def with_field(message: messages.Message, name: str, value: object) -> bytes:
 
 @pytest.mark.parametrize("message", [*ALL, *LARGEST], ids=ids)
 def test_round_trip(message):
-    """The largest fits the socket's limit."""
+    """Every message round-trips, and even the largest is within the socket's limit."""
     assert len(messages.encode(message)) < MAX_BYTES
     assert messages.decode(messages.encode(message)) == message
 
@@ -90,7 +90,7 @@ def test_other_values_are_rejected(message, name, value):
 
 
 @pytest.mark.parametrize("message", ALL, ids=ids)
-def test_an_item_more_is_ignored(message):
+def test_an_additional_item_is_ignored(message):
     more = msgspec.msgpack.encode([*items(message), "of a later version"])
     assert messages.decode(more) == message
 
@@ -116,7 +116,7 @@ def test_an_unknown_kind_is_rejected(kind):
 
 
 @given(st.text(max_size=700))
-def test_a_fail_s_detail_is_printable_and_short(detail):
+def test_the_detail_of_a_fail_is_printable_and_short(detail):
     built = messages.fail(7, 8, "slow", detail)
     assert built.detail.isprintable()
     assert len(built.detail) == min(len(detail), 512)
@@ -125,15 +125,18 @@ def test_a_fail_s_detail_is_printable_and_short(detail):
 
 
 @pytest.mark.parametrize("message", [OPEN, READY], ids=ids)
-def test_a_message_of_an_older_release_names_no_weights(message):
-    """The newest field is the message's last one, so that an older release leaves it out."""
+def test_a_message_without_weights_is_valid(message):
+    """A message without the field `weights` is valid, since older releases do not send it.
+
+    A new field must be the last one of its message.
+    """
     assert message.__struct_fields__[-1] == "weights"
     older = msgspec.msgpack.encode(items(message)[:-1])
     assert messages.decode(older) == message
     assert message.weights == 0
 
 
-def test_two_sides_weights_are_compared():
+def test_weights_of_both_sides_are_compared():
     first, second, default = map(zlib.crc32, (b"v1", b"v2", b"default"))
     assert 0 not in {first, second, default}
     for ours, theirs, expected in (

@@ -1,4 +1,4 @@
-"""The properties of each message that both sides rely on, and the numbers that are drawn."""
+"""The properties of messages that both sides rely on, and the generation of random numbers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ BIG = (1 << 63) - 1
         Ready(0, 1, 0, 0, (), last=True), Open(0, 0, 1, bytes(8), bytes(8), 1, (0, 0), 0, 1),
     ],
 )  # fmt: skip
-def test_the_least_and_the_most_of_each_item_pass(message: messages.Message) -> None:
+def test_minimum_and_maximum_values_round_trip(message: messages.Message) -> None:
     assert messages.decode(messages.encode(message)) == message
 
 
-def test_heads_are_a_range() -> None:
+def test_wanted_heads_are_a_range() -> None:
     one = Open(3, 7, 8, bytes(8), bytes(8), 1, (2, 5), 0, 1)
     assert one.wanted == range(2, 5)
 
 
 @pytest.mark.parametrize("length", [0, 511, 512, 513, 5000])
-def test_a_fail_says_no_more_than_fits(length: int) -> None:
-    said = messages.fail(7, 8, "slow", "a\nb" + "x" * length)
-    assert said == Fail(7, 8, "slow", ("a b" + "x" * length)[:512])
+def test_the_text_of_a_fail_is_truncated(length: int) -> None:
+    message = messages.fail(7, 8, "slow", "a\nb" + "x" * length)
+    assert message == Fail(7, 8, "slow", ("a b" + "x" * length)[:512])
 
 
-def test_nesting_ends_in_the_error_of_what_is_no_message() -> None:
-    """Items of a later version may be nested; too deep ones end in the usual error."""
+def test_too_deep_nesting_is_a_value_error() -> None:
+    """A message with too deeply nested items raises ValueError, as any invalid message does.
+
+    A later version may add nested items.
+    """
     assert messages.encode(Ack(())) == b"\x92\x03\x90"
     with pytest.raises(ValueError, match="nested"):
         messages.decode(b"\x93\x03\x90" + b"\x91" * 4000)
@@ -57,12 +60,15 @@ def test_drawn_numbers_have_63_bits_and_are_not_0(monkeypatch: pytest.MonkeyPatc
     assert asked == [512, 512]
 
 
-def test_instances_differ() -> None:
+def test_drawn_instances_differ() -> None:
     assert len({messages.draw_instance() for _ in range(100)}) == 100
     assert {len(messages.draw_instance()) for _ in range(3)} == {8}
 
 
-def test_peers_of_other_releases_find_the_limits_that_they_know() -> None:
-    """A longer message, one with more items, or another version is nothing to the other side."""
+def test_limits_of_messages_are_unchanged() -> None:
+    """The limits of a message do not change.
+
+    Another release would reject a longer message, a message with more items or another version.
+    """
     limits = messages.MAX_BYTES, messages.MAX_LIST, messages.INSTANCE_BYTES
     assert (limits, messages.PROTOCOL) == ((4096, 32, 8), (3, 3))

@@ -1,8 +1,8 @@
-"""SGLang ends a request, is idle, and its memory saver takes the pool away at once.
+"""No copy touches a pool after SGLang's memory saver may have released it.
 
-Each case is a process in which the pool's pages are unmapped at the moment from which on SGLang may
-do so, while copies of the request are under way and queued. It has to live on. Without gates it has
-to die of the first byte, so that the case can fail.
+Each case runs in a process of its own. The case unmaps the pool's pages as early as SGLang may,
+while copies of the ended request are in flight and queued. The process must survive. With the gates
+disabled it must die of a segmentation fault, which proves that the case can fail.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.gate import Gate
 
-HOLD_S = 0.2  # for what has to be waited for; who did not wait has taken the pool away by then
+HOLD_S = 0.2  # delay of a copy, so that a caller that does not wait unmaps the pool too early
 LIMIT_S = 60
-PATIENCE = 30  # nothing is given up but where a case says so
+PATIENCE = 30  # long enough that nothing times out except in the case "slow"
 
 
 class Held:
-    """The copies of a side: each begins, and touches no byte until the pool is gone, or until those
-    who wait for it have waited for a while. `at_end`: each has touched its bytes, and goes on."""
+    """Delays all copies of a side until the pool is unmapped, or until `let_go` has waited HOLD_S.
+
+    `at_end`: delay a copy after it has touched its bytes, not before.
+    """
 
     def __init__(
         self, side: Prefill | Decode, copy: str, gates: bool, at_end: bool = False
@@ -49,7 +51,7 @@ class Held:
         return found if self._at_end else self._real(*args)
 
     def let_go(self) -> None:
-        if self._gates:  # else nobody waits
+        if self._gates:  # without gates, no caller waits for the copies
             threading.Timer(HOLD_S, self._go.set).start()
 
     def take_away(self) -> None:
@@ -58,14 +60,16 @@ class Held:
 
 
 def jobs(side: Prefill | Decode) -> int:
-    """Copies under way and queued."""
+    """Return the number of copies in flight and queued."""
     return outstanding(side.channel._machine).get("jobs", 0)
 
 
 def ended(how: str, channel: Channel, gates: bool) -> Prefill:
-    """End a request whose first segment is being packed while others are queued: SGLang's sender is
-    aborted; or packing is slower than prefill waits for it, or decode's client has hung up, so that
-    SGLang's poll returns Success."""
+    """End a request whose first segment is being packed while others are queued.
+
+    `how`: "aborted" aborts SGLang's sender. With "slow" packing times out, and with "hung up" the
+    client aborts on decode. In both of these cases SGLang's poll then returns Success.
+    """
     prefill = channel.prefill
     if how == "slow":
         prefill = Prefill(Times(0.1))
@@ -81,7 +85,7 @@ def ended(how: str, channel: Channel, gates: bool) -> Prefill:
         return prefill
     if how == "hung up":
         channel.decode.channel.close(handle, "aborted on decode")
-    # As process_disagg_prefill_inflight_queue does: pages are given back, then `clear`.
+    # as process_disagg_prefill_inflight_queue: it releases the pages before it calls `clear`
     prefill.channel.release(sent)
     assert wait_for(lambda: sent.pages_released)
     held.let_go()
@@ -93,8 +97,10 @@ def ended(how: str, channel: Channel, gates: bool) -> Prefill:
 
 
 def behind_another(channel: Channel, gates: bool) -> Prefill:
-    """Let a reader hang up whose segment is queued, so that Success waits for nothing. The pages
-    are given back before `clear`."""
+    """Close a room on decode while its segment is queued, so that Success comes at once.
+
+    SGLang releases the pages before it calls `clear`.
+    """
     prefill = channel.prefill
     held = Held(prefill, "pack", gates, at_end=True)
     handles, sent = [], []
@@ -111,7 +117,7 @@ def behind_another(channel: Channel, gates: bool) -> Prefill:
 
 
 def closed(copy: str, channel: Channel, gates: bool) -> Decode:
-    """SGLang's receiver is cleared, aborted or fails: of two rooms, one is copied, one queued."""
+    """Abort two rooms on decode, one with a copy in flight and one with a queued copy."""
     decode = channel.decode
     held = Held(decode, copy, gates)
     decode.plane.broken = 2 if copy == "clear" else 0
@@ -127,18 +133,18 @@ def closed(copy: str, channel: Channel, gates: bool) -> Decode:
 
 
 CASES: dict[str, Callable[[Channel, bool], Prefill | Decode]] = {
-    "a sender that is aborted": partial(ended, "aborted"),
-    "a reader that hung up": partial(ended, "hung up"),
-    "a part that is given up": partial(ended, "slow"),
-    "a reader that hung up while its segment was queued": behind_another,
-    "a room that is unpacked": partial(closed, "unpack"),
-    "a room that is cleared": partial(closed, "clear"),
+    "the sender is aborted": partial(ended, "aborted"),
+    "the reader closes": partial(ended, "hung up"),
+    "packing times out": partial(ended, "slow"),
+    "the reader closes while its segment is queued": behind_another,
+    "the room is being unpacked": partial(closed, "unpack"),
+    "the room is being cleared": partial(closed, "clear"),
 }
 
 
 def body(case: str, gates: bool) -> None:
     copier.AT_ONCE = 0  # threads copy, so that some copies are queued
-    faulthandler.disable()  # a death is expected of some
+    faulthandler.disable()  # some of these processes are meant to crash
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not gates:
         Gate.enter = Gate.try_close = lambda _: True  # type: ignore[method-assign]
@@ -150,7 +156,7 @@ def body(case: str, gates: bool) -> None:
 
 @pytest.mark.parametrize("gates", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_no_byte_of_a_pool_is_touched_that_was_given_back(case: str, gates: bool) -> None:
+def test_no_released_pool_memory_is_touched(case: str, gates: bool) -> None:
     process = mp.get_context("fork").Process(target=body, args=(case, gates))
     process.start()
     process.join(LIMIT_S)

@@ -1,4 +1,4 @@
-"""The slot pool: each slot is free or held once, and no owner takes what others need."""
+"""The slot pool: each slot is free or has one owner, and owners share the slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMES = Times()
 
 
 def take(pool: SlotPool, owner: object) -> int | None:
-    """Take a slot as RoundRobin does, None if the owner has to wait."""
+    """Take a slot as RoundRobin does, or return None if the owner has to wait."""
     return pool.allocate(owner) if pool.available_for(owner, len({*pool.held, owner})) else None
 
 
@@ -35,14 +35,16 @@ def drain(pool: SlotPool, owner: str) -> list[int]:
 
 
 def published(pool: SlotPool, now: float, *owners: str) -> list[int]:
-    """Allocate all that these owners may have, in READYs that leave now."""
+    """Allocate and publish all slots that these owners may have."""
     found = [slot for owner in owners for slot in drain(pool, owner)]
     for slot in found:
         pool.publish(slot, 1 + slot, now)
     return found
 
 
-SIGNS = [  # of the newcomer's life, by when: 14 of 16 slots were published at 10.0
+# The new owner's last message (whether it was served, and when), and the slots that it then gets.
+# 14 of 16 slots were published at 10.0.
+SIGNS = [
     (None, 0.0, 0), (True, 9.9, 0), (False, 9.9, 0), (False, 10 + TIMES.unsure - 1e-3, 0),
     (True, 10.0, 1), (False, 10 + TIMES.unsure + 1e-3, 1),
 ]  # fmt: skip
@@ -50,8 +52,12 @@ SIGNS = [  # of the newcomer's life, by when: 14 of 16 slots were published at 1
 
 @pytest.mark.parametrize("began", [0.0, -11.0])
 @pytest.mark.parametrize(("served", "when", "given"), SIGNS)
-def test_the_last_quarter_is_for_new_owners_and_outlived_slots(served, when, given, began):
-    """This holds wherever the caller's clock began."""
+def test_the_last_quarter_is_for_new_owners_that_are_alive(served, when, given, began):
+    """The last quarter of the slots is for a new owner that is alive.
+
+    An owner counts as alive if it sent a message after the others' slots were published. The start
+    of the caller's clock does not matter.
+    """
     pool = SlotPool(16, TIMES)
     counts = [len(published(pool, began + 10.0, owner)) for owner in "abcdefgh"]
     assert counts == [8, 4, 1, 1, 0, 0, 0, 0]
@@ -62,9 +68,11 @@ def test_the_last_quarter_is_for_new_owners_and_outlived_slots(served, when, giv
     assert take(pool, "y") is None
 
 
-def test_the_last_slots_are_for_those_that_were_served():
-    """A quarter of the slots that an owner has not outlived stays free, since that owner may be
-    gone by now, too."""
+def test_the_last_slots_are_for_owners_that_were_served():
+    """The last sixteenth of the slots is for owners that have already read a slot.
+
+    A few slots stay free even then, since an owner may have died after its last message.
+    """
     pool, owners = SlotPool(64, TIMES), range(200)
     assert len(published(pool, 0.0, *owners)) == 56
     for owner in owners:
@@ -76,11 +84,11 @@ def test_the_last_slots_are_for_those_that_were_served():
     assert take(pool, 199) is None
     for owner in owners:
         pool.sign(owner, 4.0)
-    assert len(published(pool, 5.0, *owners)) == 1, "they had been served"
+    assert len(published(pool, 5.0, *owners)) == 1, "the owners had been served"
     assert take(pool, 199) is None
 
 
-def test_signs_of_life_last_while_they_outlive_an_offered_slot():
+def test_signs_of_life_are_kept_while_slots_are_published():
     pool = SlotPool(16, TIMES)
     for owner in range(100):
         pool.sign(owner, 1.0)
@@ -96,7 +104,7 @@ def test_signs_of_life_last_while_they_outlive_an_offered_slot():
         assert pool.acknowledge([(slot, 7)], now + 0.9) == []
 
 
-def test_signs_that_outlive_nothing_are_forgotten():
+def test_signs_older_than_all_published_slots_are_dropped():
     pool = SlotPool(16, TIMES)
     first, second = published(pool, 1.0, "a")[:2]
     pool.free(second)
@@ -112,7 +120,10 @@ def test_signs_that_outlive_nothing_are_forgotten():
 
 
 def test_an_owner_above_its_share_waits_for_the_others():
-    """Ranks of a dead server keep the slots that they took while owners were few."""
+    """An owner with more than its share gets no slot while others have less.
+
+    For example, ranks of a dead server hold the slots that they took while owners were few.
+    """
     pool = SlotPool(16, TIMES)
     first = drain(pool, "a")
     for owner in "bcde":
@@ -127,7 +138,7 @@ def test_an_owner_above_its_share_waits_for_the_others():
     assert len(drain(pool, "a")) == 1
 
 
-def test_an_offered_slot_is_free_after_its_ack_or_its_time():
+def test_a_published_slot_is_freed_by_its_ack_or_expires():
     pool = SlotPool(8, TIMES)
     one, other = take(pool, "a"), take(pool, "b")
     pool.publish(one, 7, 0.0)
@@ -142,7 +153,7 @@ def test_an_offered_slot_is_free_after_its_ack_or_its_time():
     assert (len(pool._published), pool.free_slots, list(slot_violations(pool))) == (0, 8, [])
 
 
-# ---------------------------------------------------------------- who gets them
+# ---------------------------------------------------------------- turns
 
 
 def turns_of(work: dict[str, int]) -> RoundRobin[str]:
@@ -161,12 +172,14 @@ RUNS = [({}, ["a1", "a2", "a1", "a2"]), ({"run": 2}, ["a1", "a1", "a2", "a2"])]
 
 
 @pytest.mark.parametrize(("run", "of_one"), RUNS)
-def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it(run, of_one):
-    """A run of slots is one message, of one slot unless given. Items that want more are added
-    again, after the others of their owner."""
+def test_owners_take_turns_and_an_item_gets_a_run_of_slots(run, of_one):
+    """Owners take turns, and an item gets up to `run` slots per turn, which form one message.
+
+    An item that wants more slots is added again, after its owner's other items.
+    """
     pool, turns, found = SlotPool(64, TIMES), RoundRobin(**run), []
     for item in ("a1", "a2", "b1", "a1"):
-        turns.add(item[0], item)  # a1 waits already
+        turns.add(item[0], item)  # the second a1 has no effect
     for item, _ in turns.take(pool, 8):
         found.append(item)
         turns.add(item[0], item)
@@ -174,7 +187,7 @@ def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it(run, of_one):
     assert [item for item, _ in turns.take(pool, 2)] == ["a1", "b1"]
 
 
-def test_who_waits_longest_is_first():
+def test_the_owner_that_waits_longest_is_first():
     pool = SlotPool(4, TIMES)
     held = [take(pool, owner) for owner in "wxyz"]
     turns = turns_of({"a": 1, "b": 1, "c": 1})
@@ -189,8 +202,11 @@ def test_who_waits_longest_is_first():
 
 
 @given(st.integers(2, 6), st.lists(st.integers(1, 3), min_size=4, max_size=12))
-def test_readers_that_always_have_work_get_as_much(owners: int, freed: list[int]) -> None:
-    """However many slots are free at a time, an owner that was served comes after all others."""
+def test_readers_that_always_wait_get_equal_numbers(owners: int, freed: list[int]) -> None:
+    """Readers that always wait get the same number of slots, give or take one.
+
+    An owner that was served comes after all others, however many slots are free at a time.
+    """
     pool, turns, got = SlotPool(3, TIMES), RoundRobin(), dict.fromkeys(range(owners), 0)
     for owner in got:
         for n in range(len(freed) * 3):
@@ -207,9 +223,8 @@ def test_readers_that_always_have_work_get_as_much(owners: int, freed: list[int]
     st.integers(2, 60),
     st.integers(1, 60),
 )
-def test_no_owner_that_can_have_a_slot_is_behind(work, slots, most):
-    """Each item wants some slots. No owner gets a second slot more than another that still waits
-    below its quota, and nobody waits while a slot may be given."""
+def test_no_waiting_owner_falls_behind(work, slots, most):
+    """No owner gets two slots more than one that still waits, or waits while it may get a slot."""
     pool, turns = SlotPool(slots, TIMES), RoundRobin()
     left = {(owner, n): wanted for owner, items in work.items() for n, wanted in enumerate(items)}
     for item in left:
@@ -227,8 +242,11 @@ def test_no_owner_that_can_have_a_slot_is_behind(work, slots, most):
 
 
 class Owners(RuleBasedStateMachine):
-    """Owners that want, hold, publish and free slots independently of each other, so that some both
-    hold and wait, and others do only one of these. `left`: how many slots each item still wants."""
+    """Owners that request, hold, publish and free slots independently of each other.
+
+    Some owners both hold and wait for slots. `left`: the number of slots that each item still
+    wants.
+    """
 
     items = st.tuples(st.sampled_from("abcdef"), st.integers(0, 2))
 
@@ -251,8 +269,11 @@ class Owners(RuleBasedStateMachine):
 
     @rule(limit=st.integers(0, 40))
     def takes(self, limit: int) -> None:
-        """Whoever holds or wants some counts once in what is everybody's share. Nobody gets more,
-        but for a first slot; nobody who has less waits while more than the reserve is free."""
+        """Give slots, and check that no owner exceeds its share, except with a first slot.
+
+        Every owner that holds or wants slots counts for the share. An owner below its share waits
+        only if at most the reserve is free.
+        """
         pool, before = self.pool, Counter(self.pool.held)
         waiting = {owner for owner, _ in self.left}
         share = share_of(pool.count, len({*waiting, *before})) if waiting or before else 0

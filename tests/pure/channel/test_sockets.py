@@ -1,4 +1,4 @@
-"""The events that wake a channel thread, and how often the thread polls."""
+"""The sockets and events of a channel thread, and how often the thread polls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_woken(queue: EventQueue[int]) -> bool:
     return bool(select.select([queue.fileno()], [], [], 0)[0])
 
 
-def test_what_wakes_nobody_comes_with_the_next_event_in_order(queue: EventQueue[int]) -> None:
+def test_events_without_a_wake_up_keep_their_order(queue: EventQueue[int]) -> None:
     queue.put(1, wake=False)
     assert not is_woken(queue)
     queue.put(2)
@@ -47,7 +47,7 @@ def test_what_wakes_nobody_comes_with_the_next_event_in_order(queue: EventQueue[
     assert queue.take([]) == [3]
 
 
-def test_what_comes_ends_the_sleep(queue: EventQueue[int]) -> None:
+def test_an_event_ends_the_sleep(queue: EventQueue[int]) -> None:
     poller = Poller()
     poller.register(queue.fileno())
     began, timer = time.monotonic(), threading.Timer(0.05, queue.put, [1])
@@ -57,7 +57,7 @@ def test_what_comes_ends_the_sleep(queue: EventQueue[int]) -> None:
     timer.join()
 
 
-def test_it_looks_less_often_when_nothing_comes(
+def test_the_poller_polls_less_often_when_idle(
     queue: EventQueue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, asked = [100.0], list[float]()
@@ -78,10 +78,13 @@ def test_it_looks_less_often_when_nothing_comes(
 
 
 @pytest.mark.parametrize("timeout_ms", [0, 0.2, 0.999, 1, 30, 1500])
-def test_it_sleeps_as_long_as_it_is_told(
+def test_the_poller_sleeps_for_the_given_time(
     timeout_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, also for less than the millisecond that epoll_wait knows; not at all for 0."""
+    """The poller sleeps once for the given time, also below epoll_wait's resolution of 1 ms.
+
+    With a timeout of 0, it does not sleep.
+    """
     slept = list[float]()
 
     def ppoll(files: Any, count: int, timeout: bytes, mask: None) -> int:
@@ -104,7 +107,10 @@ def test_it_sleeps_as_long_as_it_is_told(
 def test_a_file_that_is_readable_ends_the_sleep(
     timeout_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel says so itself: a sleep of less than a millisecond is too short to be timed."""
+    """A readable file ends the poller's sleep.
+
+    The test checks the result of the system call, since such a short sleep cannot be timed.
+    """
     real, named = sockets._SLEEPS, list[int]()
     calls = {
         name: lambda *args, name=name: named.append(getattr(real, name)(*args)) or named[-1]
@@ -119,7 +125,7 @@ def test_a_file_that_is_readable_ends_the_sleep(
     os.close(queue.fileno())
 
 
-def test_files_that_exceed_one_poll_are_found_by_the_next() -> None:
+def test_the_next_poll_finds_the_remaining_files() -> None:
     queues, poller = [EventQueue[int]() for _ in range(2 * sockets._MOST + 1)], Poller()
     for one in queues:
         poller.register(one.fileno())
@@ -142,8 +148,8 @@ HOST, FORK = "127.0.0.1", mp.get_context("fork")
 
 @pytest.mark.parametrize(("host", "is_v6"), [(HOST, 0), (f"tcp://{HOST}:1", 1), ("::1", 1)])
 @pytest.mark.parametrize("patience", [0.1, 1.0, 60.0])
-def test_a_socket_keeps_the_times_of_the_protocol(host: str, is_v6: int, patience: float) -> None:
-    """docs/protocol.md has them."""
+def test_a_socket_has_the_documented_timeouts(host: str, is_v6: int, patience: float) -> None:
+    """A socket has the options and timeouts of docs/protocol.md."""
     context = new_context()
     made = new_socket(context, zmq.DEALER, host, Times(patience))
     found = {name: made.getsockopt(getattr(zmq, name)) for name in OPTIONS}
@@ -161,7 +167,7 @@ OPTIONS = {
 
 @pytest.fixture
 def router() -> Iterator[zmq.Socket[bytes]]:
-    """A rank's ROUTER whose messages are delivered within half a second, or lost."""
+    """Yield a rank's ROUTER socket, which drops messages that take longer than half a second."""
     context = new_context()
     socket = new_socket(context, zmq.ROUTER, HOST, Times(0.1))
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -169,7 +175,7 @@ def router() -> Iterator[zmq.Socket[bytes]]:
     context.destroy(linger=0)
 
 
-def test_too_long_a_message_costs_its_sender_the_connection(
+def test_a_too_long_message_closes_its_connection(
     router: zmq.Socket[bytes],
 ) -> None:
     port = router.bind_to_random_port(f"tcp://{HOST}")
@@ -183,9 +189,8 @@ def test_too_long_a_message_costs_its_sender_the_connection(
         assert not router.poll(300)
 
 
-def test_a_message_for_a_peer_that_is_gone_keeps_nothing() -> None:
-    """Closing the socket does not wait for such a message, and neither does the process at its
-    end."""
+def test_an_undeliverable_message_does_not_delay_closing() -> None:
+    """Closing a socket and its context does not wait for a message to a peer that is gone."""
     context = new_context()
     with socket.socket() as nobody:
         nobody.bind((HOST, 0))
@@ -209,14 +214,14 @@ KEEPALIVE, ESTABLISHED = "02", "01"
 
 
 def timers(port: int) -> list[tuple[str, int]]:
-    """Return for both ends of a connection its timer's kind and the milliseconds until it fires."""
+    """Return both ends' TCP timers: their kind, and the milliseconds until they fire."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ends = [line for line in lines if line[3] == ESTABLISHED and f":{port:04X}" in " ".join(line)]
     found = [line[5].split(":") for line in ends]
     return [(kind, int(when, 16) * 10) for kind, when in found]
 
 
-def test_the_kernel_looks_after_idle_connections(router: zmq.Socket[bytes]) -> None:
+def test_idle_connections_use_tcp_keepalive(router: zmq.Socket[bytes]) -> None:
     port = router.bind_to_random_port(f"tcp://{HOST}")
     context = new_context()
     dealer = new_socket(context, zmq.DEALER, HOST, Times())
@@ -228,8 +233,11 @@ def test_the_kernel_looks_after_idle_connections(router: zmq.Socket[bytes]) -> N
     context.destroy(linger=0)
 
 
-def test_a_host_that_does_not_answer_is_asked_again_soon() -> None:
-    """Not at the kernel's growing intervals. Here it drops what comes: its queue is full."""
+def test_a_failed_connection_attempt_is_repeated_soon() -> None:
+    """A connection attempt without an answer is repeated soon, not at the kernel's long intervals.
+
+    The test's listener drops all attempts, since its queue is full.
+    """
     context = new_context()
     with socket.create_server((HOST, 0), backlog=0) as full, socket.socket() as first:
         first.connect(full.getsockname())

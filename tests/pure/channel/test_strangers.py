@@ -1,5 +1,7 @@
-"""Messages that strangers send to both sides of the channel, over real sockets, while it serves
-others."""
+"""Strangers send messages to both sides of a channel over real sockets, during other requests.
+
+A stranger is a process that belongs to no server.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,17 @@ from sglang_mixkv.prefill.machine import MAX_OPEN
 from sglang_mixkv.prefill.worker import PARTS, PrefillWorker
 
 REQUESTS = 200
-PATIENCE = 30  # a busy machine of two cores, and all threads of both sides share the GIL
-SLACK = {"rss_mib": 128}  # twice what the rooms of two connections take
+PATIENCE = 30  # long, for a busy machine of two cores where both sides share the GIL
+SLACK = {"rss_mib": 128}  # twice the memory that the rooms of two connections take
 
 
 @pytest.mark.parametrize("lasts", [5, pytest.param(120, marks=pytest.mark.full)])
-def test_strangers_cost_nobody_a_request(lasts: int) -> None:
-    """Rooms without end, foreign ACKs, slots and tokens that do not exist, READYs of rooms that are
-    none, as fast as they can be sent."""
+def test_a_stranger_makes_no_request_cold(lasts: int) -> None:
+    """All requests stay warm while a stranger sends useless messages as fast as it can.
+
+    It opens rooms, acknowledges slots of other readers, and announces rooms, slots and tokens that
+    do not exist (stranger.py).
+    """
     with Channel(Times(PATIENCE)) as channel:
         assert channel.request(1) == ("warm", "")
         prefill, decode = channel.prefill.channel, channel.decode.channel
@@ -51,7 +56,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         assert wait_for(lambda: row.instance in decode._links)
         warm = resources()
         cheated = channel.decode.open(2, 20, row.instance)
-        assert channel.state(cheated) == ("cold", "protocol")  # its rows are the others', too
+        assert channel.state(cheated) == ("cold", "protocol")
         seconds, most = list[float](), 0
         while process.is_alive() or len(seconds) < REQUESTS:
             began = time.monotonic()
@@ -61,11 +66,11 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         sent = pipe.recv()
         decode.close(cheated)
         print(
-            f"{sum(sent)} messages beside {len(seconds)} requests, the typical one of "
-            f"{median(seconds) * 1e3:.0f} ms, the slowest of {max(seconds) * 1e3:.0f}; "
-            f"{most} parts were open"
+            f"{sum(sent)} messages of the stranger and {len(seconds)} requests: median "
+            f"{median(seconds) * 1e3:.0f} ms, slowest {max(seconds) * 1e3:.0f} ms; "
+            f"at most {most} open transfers"
         )
-        assert 100 < most <= MAX_OPEN + 1  # and the request's own
+        assert 100 < most <= MAX_OPEN + 1  # the request itself has one transfer too
         assert most > MAX_OPEN // 2 or lasts < 60
         assert min(sent) > stranger.ENOUGH
         assert "unreadable" in channel.prefill.notes.seen
@@ -74,10 +79,13 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         assert leaks(warm, resources, SLACK) == []
 
 
-def test_a_peer_that_takes_no_answers_is_disconnected_once(
+def test_a_peer_that_reads_no_answers_is_disconnected_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ending a connection looks at every transfer of the rank, so it must happen once."""
+    """A peer whose messages cannot be sent is disconnected once, not once per message.
+
+    Each disconnection iterates over all transfers of the rank.
+    """
 
     def full(*_: Any) -> None:
         raise zmq.Again
@@ -102,11 +110,11 @@ def test_a_peer_that_takes_no_answers_is_disconnected_once(
         assert len(lost) < 100
         again = len(lost)
         deaf.send(encode(refused))
-        assert wait_for(lambda: len(lost) > again), "a later loss is one of its own"
+        assert wait_for(lambda: len(lost) > again), "a later failed send must disconnect again"
 
 
 class Counting(zmq.Socket):  # type: ignore[type-arg]
-    """`frames`: how many were received since the last look began, of each socket."""
+    """A socket that counts received frames. `frames`: the number of frames, by socket."""
 
     frames: ClassVar[Counter[Any]] = Counter()
 
@@ -117,8 +125,10 @@ class Counting(zmq.Socket):  # type: ignore[type-arg]
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Yield how many frames each look of prefill's thread has taken, connections' names among
-    them."""
+    """Yield the number of frames that each pass of prefill's thread receives.
+
+    A connection's identity counts as a frame.
+    """
     taken, received = list[int](), PrefillWorker._received
 
     def counted(worker: Any) -> Any:
@@ -132,10 +142,12 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     Counting.frames.clear()
 
 
-def test_a_look_takes_no_more_frames_of_one_message_than_of_many(looks: list[int]) -> None:
-    """A message of two frames, of exactly as many as one or several polls take, or of more counts
-    once as unreadable, whatever its frames hold. Later messages from the same connection and from
-    others are read."""
+def test_one_pass_receives_a_limited_number_of_frames(looks: list[int]) -> None:
+    """A message with extra frames counts once as unreadable, and one pass receives few of them.
+
+    The tested numbers of frames lie around multiples of the limit per pass. Later messages from the
+    same connection and from others are read.
+    """
     with Channel(Times(PATIENCE)) as channel, zmq.Context() as context:
         notes, room = channel.prefill.notes.seen, 0
         with context.socket(zmq.DEALER) as peer:
@@ -155,8 +167,7 @@ def test_a_look_takes_no_more_frames_of_one_message_than_of_many(looks: list[int
 
 
 def greeted(address: str) -> socket.socket:
-    """Return a connection to this ROUTER as a DEALER's, with which frames can be sent (ZMTP 3.0,
-    NULL)."""
+    """Connect to a ROUTER as a DEALER does, with a raw socket (ZMTP 3.0, NULL)."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     made = socket.create_connection((host, int(port)))
     made.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0"))
@@ -167,12 +178,12 @@ def greeted(address: str) -> socket.socket:
     return made
 
 
-def test_a_message_that_does_not_end_keeps_nobody_waiting(looks: list[int]) -> None:
-    """No part of such a message is seen, and it goes away with its connection."""
+def test_an_endless_message_delays_no_request(looks: list[int]) -> None:
+    """A message that never ends delays no request, and is dropped with its connection."""
     with Channel(Times(PATIENCE)) as channel:
         with greeted(channel.prefill.channel.address) as endless:
             for room in range(20):
-                endless.sendall(b"\x01\x01x" * 10_000)  # a frame of one byte, of which more follow
+                endless.sendall(b"\x01\x01x" * 10_000)  # frames of one byte with the MORE flag
                 assert channel.request(room) == ("warm", "")
         assert channel.request(20) == ("warm", "")
         assert channel.prefill.notes.seen == []
@@ -184,8 +195,10 @@ def test_a_message_that_does_not_end_keeps_nobody_waiting(looks: list[int]) -> N
 
 
 def test_decode_drops_a_peer_that_sends_a_second_frame() -> None:
-    """The link is dropped even if more messages follow: the peer's rooms are cold at once, which
-    opens no breaker, and those of another peer stay warm."""
+    """A peer that sends decode a message of two frames is dropped, even if more messages follow.
+
+    The peer's rooms go cold at once without a strike, and rooms of other peers stay warm.
+    """
     with Channel(Times(PATIENCE)) as channel, zmq.Context() as context:
         decode, notes = channel.decode.channel, channel.decode.notes.seen
         with context.socket(zmq.ROUTER) as other:

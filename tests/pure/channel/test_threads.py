@@ -1,4 +1,4 @@
-"""The threads, sockets and copies around the two state machines, both sides in one process."""
+"""The threads, sockets and copies around the two state machines, with both sides in one process."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 TOKENS = 20  # three segments
-PATIENCE = 3  # a busy machine of two cores
+PATIENCE = 3  # longer than usual, for a busy machine of two cores
 
 
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
-    """Copies are made by their threads."""
+    """Make a channel whose copies all run in copying threads."""
     monkeypatch.setattr(copier, "AT_ONCE", 0)
     with Channel() as one:
         yield one
@@ -54,11 +54,13 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
 # ---------------------------------------------------------------- reads
 
 
-def test_a_link_that_is_made_while_a_message_fails_stays(
+def test_a_new_link_survives_a_failed_send_of_the_former(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message belongs to a room whose link was dropped; meanwhile the same server was connected
-    to again."""
+    """A new link to a server stays if a message over the server's former link fails.
+
+    The message belongs to a room of the former link, which was dropped.
+    """
     decode, peer = channel.decode.channel, channel.prefill.instance
     link, send = decode.dial(channel.prefill.row, ""), decode._links.send
     first, links = channel.open(1, 20), [link]
@@ -78,7 +80,7 @@ def test_a_link_that_is_made_while_a_message_fails_stays(
     assert channel.request(2) == ("warm", "")
 
 
-def test_a_link_in_the_place_of_another_ends_that(channel: Channel) -> None:
+def test_a_new_link_replaces_the_former_one(channel: Channel) -> None:
     channel.connect(channel.prefill)
     assert channel.request(1) == ("warm", "")
     channel.decode.channel.drop(channel.prefill.instance)
@@ -86,7 +88,7 @@ def test_a_link_in_the_place_of_another_ends_that(channel: Channel) -> None:
     assert wait_for(lambda: not channel.decode.plane._peers)
 
 
-def test_a_read_from_a_peer_that_is_gone_by_then_ends_at_once(
+def test_a_read_from_a_peer_that_is_gone_fails_at_once(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel.decode.channel._links, "read", lambda action: False)
@@ -96,8 +98,11 @@ def test_a_read_from_a_peer_that_is_gone_by_then_ends_at_once(
     assert channel.request(2) == ("warm", "")
 
 
-def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) -> None:
-    """Connecting reads a byte into this rank's own memory, which must not change a slot."""
+def test_a_probe_does_not_change_a_used_slot(channel: Channel) -> None:
+    """The probe of a new connection does not change a slot that is in use.
+
+    A probe reads one byte into this rank's memory.
+    """
     decode, other = channel.decode, Prefill(channel.times)
     other.staging.slot(0).fill_(0xFF)
     decode.rows.pack(np.arange(4), HEADS, decode.staging.slot(0), 7)
@@ -108,7 +113,7 @@ def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) ->
 
 
 @pytest.mark.parametrize("offset", [0, -1], ids=["stamp", "last byte"])
-def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: int) -> None:
+def test_a_slot_that_changed_during_a_read_is_not_used(channel: Channel, offset: int) -> None:
     channel.decode.plane.damage = [offset]
     assert channel.request(1) == ("cold", "stale")
     channel.decode.plane.damage = []
@@ -118,8 +123,8 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
 # ---------------------------------------------------------------- copies on a device
 
 
-def test_a_device_copies_what_threads_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device also clears rows as the threads would."""
+def test_device_copies_equal_those_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and clears on a device have the same results as in copying threads."""
     monkeypatch.setattr(_Side, "device", OnDevice)
     with Channel() as channel:
         channel.check_three_at_once()
@@ -128,12 +133,11 @@ def test_a_device_copies_what_threads_would(monkeypatch: pytest.MonkeyPatch) -> 
         assert channel.at_rest()
 
 
-# ---------------------------------------------------------------- who is gone
+# ---------------------------------------------------------------- peers that are gone
 
 
-def test_a_peer_that_comes_back_is_asked_at_once(channel: Channel) -> None:
-    """The peer's breaker was open before, and giving a peer up forgets all that was held against
-    it."""
+def test_a_peer_that_comes_back_is_used_at_once(channel: Channel) -> None:
+    """A peer that was dropped and connected again is used at once, even if its breaker was open."""
     decode = channel.decode
     decode.plane.broken = 10**6
     for room in range(STRIKES):
@@ -146,10 +150,11 @@ def test_a_peer_that_comes_back_is_asked_at_once(channel: Channel) -> None:
     assert channel.request(STRIKES + 1) == ("warm", "")
 
 
-def test_a_rank_that_was_restarted_is_dropped_and_forgotten(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By now another instance listens at the rank's address. That one is served as before."""
+def test_a_restarted_rank_is_dropped(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill rank that was restarted is dropped, and its new instance is served.
+
+    The new instance listens at the same address.
+    """
     decode, forgotten = channel.decode, list[bytes]()
 
     def forget(peer: bytes) -> None:
@@ -168,7 +173,7 @@ def test_a_rank_that_was_restarted_is_dropped_and_forgotten(
 
 
 @pytest.mark.parametrize("host", [HOST, "::1"])
-def test_a_rank_listens_at_the_port_that_it_is_given(host: str) -> None:
+def test_a_rank_listens_on_the_given_port(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as free:
         free.bind((host, 0))
@@ -188,11 +193,14 @@ def test_a_rank_listens_at_the_port_that_it_is_given(host: str) -> None:
 
 
 @pytest.mark.parametrize("vanish", [False, True])
-def test_readers_that_end_before_packing_cost_nobody_a_request(
+def test_dead_readers_make_no_other_request_cold(
     vanish: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These readers outnumber the slots. Either their READYs cannot be sent, so that their slots
-    are free at once, or their host's kernel accepts them, and one slot is left for others."""
+    """Dead readers that outnumber the slots make no other request cold.
+
+    Either their READYs cannot be sent, so that their slots are free at once; or the kernel of their
+    host still accepts the READYs, and one slot is left for other readers.
+    """
     with Channel(Times(PATIENCE)) as channel:
         prefill, gone, worker = channel.prefill, list[Decode](), channel.prefill.channel
         send = worker._send
@@ -210,7 +218,7 @@ def test_readers_that_end_before_packing_cost_nobody_a_request(
             one.close()
         if vanish:
             monkeypatch.setattr(worker, "_send", sends)
-        time.sleep(0.2)  # their connections are ended
+        time.sleep(0.2)  # until their connections are closed
         sent = [prefill.send(100 + number, 60) for number in range(len(gone))]
         assert wait_for(lambda: prefill.slots.free_slots == (SLOTS // 8 if vanish else SLOTS))
         time.sleep(channel.times.unsure)
@@ -221,8 +229,10 @@ def test_readers_that_end_before_packing_cost_nobody_a_request(
 
 
 def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
-    """Even a room with nothing to send yet ends, since its pages would otherwise be kept for a
-    reader that is gone."""
+    """A failed send ends all transfers of its connection, including those with nothing to send.
+
+    Otherwise these would keep their pages for a reader that is gone.
+    """
     with Channel(Times(100)) as channel:
         prefill, reader = channel.prefill, Decode(channel.times)
         reader.reach(prefill.row)
@@ -231,7 +241,7 @@ def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
         machine = prefill.channel._machine
         assert wait_for(lambda: outstanding(machine).get("transfers") == 2)
         reader.close()
-        time.sleep(0.2)  # its connection is ended
+        time.sleep(0.2)  # until its connection is closed
         idle, sent = prefill.channel.begin(2), prefill.send(1, TOKENS)
         assert wait_for(lambda: sent.pages_released and idle.pages_released)
         for one in (idle, sent):
@@ -239,8 +249,8 @@ def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 64, -(1 << 63), 1 << 200])
-def test_an_invalid_room_number_costs_its_own_room_only(channel: Channel, number: int) -> None:
-    """The room's OPEN cannot be encoded, or the other side cannot read it."""
+def test_an_invalid_room_number_makes_only_its_room_cold(channel: Channel, number: int) -> None:
+    """A room whose number cannot be encoded goes cold, and other rooms stay warm."""
     others = [channel.open(room, TOKENS) for room in (11, 12, 13)]
     bad = channel.open(number, TOKENS)
     assert channel.state(bad) == ("cold", "unsent")
@@ -253,7 +263,7 @@ def test_an_invalid_room_number_costs_its_own_room_only(channel: Channel, number
     assert channel.decode.notes.seen == ["unsent"]
 
 
-# ---------------------------------------------------------------- what raises, what ends
+# ---------------------------------------------------------------- exceptions and ends
 
 
 ACTIONS = [
@@ -267,12 +277,14 @@ ACTIONS = [
 
 
 @pytest.mark.parametrize(("side", "name", "found"), ACTIONS)
-def test_an_action_that_raises_loses_no_other(
+def test_an_action_that_raises_loses_no_other_action(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, name: str, found: tuple[str, str]
 ) -> None:
-    """The room is decided, with the scheduler's help where its verdict itself was lost, and both
-    sides get their slots back: one whose READY was lost after a while, or with the next READY,
-    which breaks the order."""
+    """A room is decided and all slots come back, whichever action raises once.
+
+    If the verdict itself raises, SGLang's scheduler decides the room. A room whose READY raises
+    goes cold at its deadline, or when the next READY comes out of order.
+    """
     once, prefill, decode = [name], channel.prefill.channel, channel.decode.channel
     worker: Any = getattr(channel, side).channel
     real = worker._do
@@ -287,7 +299,7 @@ def test_an_action_that_raises_loses_no_other(
     monkeypatch.setattr(worker, "_slowest", 0.3)
     handle, sent = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
     prefill.release(sent)
-    if found[0] == "cold":  # after a while at the latest
+    if found[0] == "cold":  # the target's arrival starts the deadline
         decode.target_arrived(handle)
     if name == "Verdict":
         assert wait_for(lambda: decode.is_lost(handle))
@@ -307,12 +319,12 @@ def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.Mon
         DraftRows, "use_device", lambda self: calls.append(threading.current_thread().name)
     )
     with Channel() as channel:
-        del calls[calls.index("MainThread")]  # it connects, as a thread that asks servers does
+        del calls[calls.index("MainThread")]  # the main thread connects in this test
         for number in range(3):
             assert channel.request(number) == ("warm", "")
         channel.decode.plane.broken = 1
         assert channel.request(4) == ("cold", "read")
-        assert wait_for(lambda: channel.decode.plane.opened == 2), "it was not mended"
+        assert wait_for(lambda: channel.decode.plane.opened == 2), "the peer was not reopened"
         assert channel.request(5) == ("warm", "")
         names = sorted(name.partition("_")[0] for name in calls)
         assert names == [
@@ -330,10 +342,13 @@ def failing(*_: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("end", ["channel", "copies", "machine"])
-def test_rooms_are_cleared_if_the_decode_thread_has_ended(
+def test_rooms_are_cleared_if_decodes_thread_has_ended(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log tells an operator where an error ended the thread."""
+    """SGLang's scheduler clears the rows of a room if decode's thread has ended.
+
+    An error that ended the thread is logged.
+    """
     worker = channel.decode.channel
     owner, name = {
         "channel": (worker, "_poll"), "copies": (worker._copies, "_copy"),
@@ -347,7 +362,7 @@ def test_rooms_are_cleared_if_the_decode_thread_has_ended(
     worker.clear_now(handle)
     assert channel.state(handle) == ("cold", "broken")
     assert not channel.decode.rows_of(handle).any()
-    assert not handle.gate.enter(), "the thread that is left would write to them"
+    assert not handle.gate.enter(), "a copying thread could still write to the rows"
 
 
 CLOSING: dict[str, Callable[[Channel, Any, Any], Any]] = {
@@ -359,12 +374,15 @@ CLOSING: dict[str, Callable[[Channel, Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", CLOSING)
-def test_a_handle_shows_its_end_only_once_its_gate_is_closed(
+def test_a_handle_changes_only_after_its_gate_is_closed(
     how: str, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The channel's thread looks at handles at any time: pages of a request that it takes for ended
-    must not be packed or cleared through an open gate. Here it looks a few times before a gate
-    closes."""
+    """A handle changes only after its gate is closed.
+
+    The channel thread reads handles at any time. If a request seemed to have ended while its gate
+    was still open, its pages could be packed or cleared. In this test the channel thread runs a few
+    passes just before a gate closes.
+    """
     seen, real = list[dict[str, Any]](), Gate.try_close
     handle, forward = channel.open(1, SEGMENT), Event()
     sent = channel.prefill.send(1, SEGMENT, events=[forward])
@@ -396,11 +414,14 @@ def test_a_handle_shows_its_end_only_once_its_gate_is_closed(
 @pytest.mark.parametrize(
     ("held", "prefix"), [((), 0), ((0,), 0), ((1,), 8), ((0, 2), 0), ((2,), 20)]
 )
-def test_each_chunk_is_timed_once_from_its_forward_to_its_ready(
+def test_each_chunk_is_timed_from_its_forward_to_its_ready(
     channel: Channel, held: tuple[int, ...], prefix: int
 ) -> None:
-    """The request has three chunks of one or several segments; those in `held` wait for their
-    forward. A chunk within the reader's prefix has no READY."""
+    """Each chunk adds one time to the metric, from its forward's end to its READY.
+
+    The request has three chunks. `held`: the chunks that wait for their forward. A chunk within the
+    reader's cached prefix has no READY.
+    """
     handle, sender = channel.open(1, 40 - prefix, first=prefix, page=PAGE), channel.prefill.channel
     sent, forward, times = sender.begin(1), Event(), channel.prefill.notes.announcing
     rows = channel.prefill.pages(40).rows(0, 40)
@@ -414,13 +435,13 @@ def test_each_chunk_is_timed_once_from_its_forward_to_its_ready(
     forward.done = True
     assert channel.state(handle) == ("warm", "")
     assert wait_for(lambda: len(times) == len(chunks))
-    for number, seconds in zip(chunks, times, strict=True):  # 1 was written, and waited for 0
+    for number, seconds in zip(chunks, times, strict=True):  # a chunk may wait for an earlier one
         assert (seconds > 0.25) == (number not in held and number not in wait_before)
     channel.end(sent, handle)
 
 
-def test_a_request_without_its_target_waits_for_nothing(channel: Channel) -> None:
-    """One whose target has arrived waits until the verdict, which is once, whoever made it."""
+def test_the_waiting_time_starts_with_the_targets_arrival(channel: Channel) -> None:
+    """The metric of waiting time starts with the target's arrival and ends with the verdict."""
     handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
     assert channel.state(handle) == ("warm", "")
     assert handle.waited is None
@@ -438,8 +459,8 @@ def test_a_request_without_its_target_waits_for_nothing(channel: Channel) -> Non
     channel.end(sent, handle)
 
 
-def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> None:
-    """It would write to the rows afterwards."""
+def test_rows_are_not_cleared_during_an_earlier_forward(channel: Channel) -> None:
+    """SGLang's scheduler does not clear rows while an earlier forward may still write to them."""
     worker, forward = channel.decode.channel, Event()
     handle = channel.open(1, SEGMENT, event=forward)
     worker.clear_now(handle)
@@ -451,11 +472,14 @@ def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> N
     worker.close(handle)
 
 
-def test_a_verdict_after_the_schedulers_own_changes_nothing(
+def test_a_verdict_after_the_schedulers_has_no_effect(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The room's rows were in place, but the end of its copies was not handled yet, when the
-    scheduler had them cleared."""
+    """A verdict of the channel thread has no effect after SGLang's scheduler has decided a room.
+
+    The rows were unpacked, but the channel thread had not handled the ends of the copies when the
+    scheduler cleared the rows.
+    """
     worker, copied, go = channel.decode.channel, threading.Event(), threading.Event()
     real = worker._machine.copied
 
@@ -478,7 +502,10 @@ def test_a_verdict_after_the_schedulers_own_changes_nothing(
 def test_a_room_whose_rows_cannot_be_cleared_fails(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be another request's, whoever should have cleared them."""
+    """A room fails if its rows cannot be cleared, by the scheduler or by the channel thread.
+
+    The rows may still hold draft KV of another request.
+    """
     worker = channel.decode.channel
     monkeypatch.setattr(channel.decode.rows, "clear", failing)
     handles = channel.open(1, SEGMENT), channel.open(2, SEGMENT)
@@ -491,11 +518,13 @@ def test_a_room_whose_rows_cannot_be_cleared_fails(
 
 
 @pytest.mark.parametrize("what", ["pack", "start", "unpack", "forward", "send", "read", "copy"])
-def test_the_text_of_an_error_is_cut(
+def test_the_text_of_an_error_is_truncated(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """An error of CUDA or a library may be of any length, and goes into a message and a log
-    line."""
+    """The text of an error is truncated before it goes into a message or a log line.
+
+    An error of CUDA or of a library may be of any length.
+    """
     forward, prefill, decode = Event(), channel.prefill, channel.decode
     forward.done = True
     owner, name = {
@@ -515,7 +544,7 @@ def test_the_text_of_an_error_is_cut(
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_call_or_a_look_that_raises_ends_no_channel(
+def test_a_call_or_poll_that_raises_does_not_end_the_thread(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     worker, once = getattr(channel, side).channel, ["_poll", "tick"]
@@ -539,7 +568,7 @@ def test_a_call_or_a_look_that_raises_ends_no_channel(
 # ---------------------------------------------------------------- sockets
 
 
-def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> None:
+def test_invalid_messages_are_only_counted(channel: Channel) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(channel.prefill.channel.address)
@@ -550,10 +579,10 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
 
 
 @pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
-def test_the_scheduler_decides_once_the_channel_had_its_time(
+def test_the_scheduler_decides_only_after_the_channels_time(
     patience: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It logs its decision once, however often SGLang polls."""
+    """SGLang's scheduler decides only after the channel thread's time, and logs that once."""
     with Channel(Times(patience)) as channel:
         slowest = channel.times.last_resort
         prefill, decode = channel.prefill.channel, channel.decode.channel
@@ -569,9 +598,11 @@ def test_the_scheduler_decides_once_the_channel_had_its_time(
 # ---------------------------------------------------------------- weights
 
 
-def test_each_side_counts_a_request_by_both_sides_weights(channel: Channel) -> None:
-    """Decode takes the weights when a request begins, prefill when it ends. A request of several
-    segments counts once."""
+def test_each_side_counts_requests_by_both_sides_weights(channel: Channel) -> None:
+    """Each side counts a request once, by whether both sides' weights are the same.
+
+    Decode uses its weights at the request's start, prefill those at its end.
+    """
     sides = prefill, decode = channel.prefill.notes, channel.decode.notes
     expected = ["weights_unknown", "weights_different", "weights_different", "weights_same"]
     for room, (theirs, ours) in enumerate([(0, 5), (7, 5), (7, 6), (6, 6)]):
