@@ -80,7 +80,7 @@ def test_every_field_has_bounds() -> None:
 BY_RANK = "protocol/test_matrix.py::test_every_byte"
 BYTES = "protocol/test_random.py::test_random_case"
 BUFFERS = "pure/channel/test_facts.py::test_buffers_of_both_sides_must_match"
-NEWEST = "pure/decode/test_plan_drawn.py::test_a_pair_uses_the_newest_version_of_all_its_ranks"
+NEWEST = "pure/decode/test_plan_drawn.py::test_a_pair_uses_the_newest_version_of_all_ranks"
 COMPARED = "pure/channel/test_facts.py::test_the_differences_between_two_rows"
 UNLIKE = {
     "config.staging_mb": BYTES, "config.patience": BYTES,

@@ -1,4 +1,4 @@
-"""The breaker: after three requests without draft KV a peer is tried by probes alone."""
+"""The breaker, which opens after three strikes and then lets only probes through."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def opened(*peers: bytes) -> Breaker:
     return breaker
 
 
-def test_three_strikes_open_a_breaker_and_a_warm_probe_closes_it():
+def test_three_strikes_open_a_breaker_and_forget_closes_it():
     breaker = Breaker()
     for generation in range(10):
         assert not breaker.record_failure(A, generation, 0.0)
@@ -34,8 +34,11 @@ def test_three_strikes_open_a_breaker_and_a_warm_probe_closes_it():
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_a_segment_says_nothing_where_the_breaker_is_closed(before: int) -> None:
-    """Neither for its peer nor against it: rooms that are late have some, too."""
+def test_a_segment_does_not_reset_a_closed_breakers_strikes(before: int) -> None:
+    """An arriving segment does not reset the strikes of a closed breaker.
+
+    Late rooms have received some segments, too.
+    """
     breaker = Breaker()
     found = [breaker.record_failure(A, generation, 0.0) for generation in range(before)]
     breaker.came(A)
@@ -43,21 +46,25 @@ def test_a_segment_says_nothing_where_the_breaker_is_closed(before: int) -> None
     assert found == [False, False, True]
 
 
-def test_one_room_is_a_probe_after_waits_that_double_up_to_30_s():
+def test_waits_between_probes_double_up_to_30_s():
     breaker, now, waits = opened(A), 0.0, []
     for generation in range(10, 18):
         began = now
         while breaker.blocked([A], generation, now):
             now += 0.5
         waits.append(now - began)
-        assert not breaker.record_failure(A, 3, now)  # a room from before it opened
-        assert breaker.blocked([A], 100 + generation, now + 1.9)  # while the probe runs
-        assert not breaker.record_failure(A, generation, now)  # it was open before
+        assert not breaker.record_failure(A, 3, now)  # a room opened before the breaker
+        assert breaker.blocked([A], 100 + generation, now + 1.9)  # the probe is still in flight
+        assert not breaker.record_failure(A, generation, now)  # the breaker was already open
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_a_released_probe_lets_another_one_try():
-    """A room may be the probe of several peers. One that any of its peers blocks is no probe."""
+def test_a_released_probe_lets_another_room_through():
+    """A room that is the last probe of a peer lets another room through when it is released.
+
+    A room may be a probe for several peers at once. A room that one of its peers blocks is no
+    probe.
+    """
     breaker = opened(A, B)
     assert not breaker.blocked([A, B], 4, 1.0)
     breaker.release_probe(99)
@@ -66,6 +73,6 @@ def test_a_released_probe_lets_another_one_try():
     assert not breaker.blocked([B], 5, 1.0)
     assert breaker.blocked([A, B], 6, 1.0)
     breaker.record_failure(B, 5, 1.0)
-    breaker.release_probe(4)  # which is over
+    breaker.release_probe(4)  # has no effect the second time
     assert breaker.blocked([A, B], 7, 2.0)
     assert not breaker.blocked([A], 8, 2.0)

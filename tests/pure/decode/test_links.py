@@ -1,4 +1,4 @@
-"""Many peers: whatever comes is read, and those that are idle cost memory and descriptors alone."""
+"""The links to many peers: all messages are read, and idle links are not polled."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sglang_mixkv.decode import links
 from sglang_mixkv.decode.links import Link, Links
 
 PEER, HOST, SOON_MS, MANY = b"%08d" % 0, "127.0.0.1", 10_000, 100
-PATIENT = Times(100)  # nothing here is late
+PATIENT = Times(100)  # so long that nothing times out
 LARGE = Fail(1, 2, "lost", "\N{GRINNING FACE}" * 512)
 
 
 class Ranks:
-    """`count` prefill ranks in one socket, and a decode rank that is connected to them."""
+    """A ROUTER socket in place of `count` prefill ranks, and a decode rank connected to them."""
 
     def __init__(self, count: int = 1) -> None:
         self._context = new_context()
@@ -63,24 +63,27 @@ def ranks() -> Iterator[Ranks]:
 
 
 def is_named(ranks: Ranks, timeout_s: float = 0) -> bool:
-    """Return True if epoll reports the socket as readable."""
+    """Return True if epoll reports a socket as readable."""
     return bool(select.select([ranks.links._poller._epoll], [], [], timeout_s)[0])
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_message_that_came_before_a_send_is_read(ranks: Ranks, leaves: bool) -> None:
-    """The send makes the socket's FD silent, also one that fails, since its peer takes no more."""
+def test_a_message_that_arrived_before_a_send_is_read(ranks: Ranks, leaves: bool) -> None:
+    """A message that arrived before a send is read, although the send resets the socket's FD.
+
+    A send that fails because the peer's queue is full also resets the FD.
+    """
     while not leaves and (ranks.links.send(PEER, LARGE) or is_named(ranks, 1)):
         ranks.look(0)
     ranks.send(PEER, Fail(1, 2, "lost"))
     assert is_named(ranks, 10)
-    time.sleep(0.05)  # a send in the same millisecond may leave the FD alone
+    time.sleep(0.05)  # libzmq checks for arrivals at most once per millisecond
     assert ranks.links.send(PEER, LARGE) is leaves
     assert not is_named(ranks)
     assert ranks.look() == [(PEER, Fail(1, 2, "lost"))]
 
 
-def test_messages_that_exceed_one_poll_need_no_further_signal(ranks: Ranks) -> None:
+def test_messages_beyond_one_batch_need_no_new_signal(ranks: Ranks) -> None:
     sent = [(PEER, Fail(number, 2, "lost")) for number in range(3 * BATCH)]
     for peer, message in sent:
         ranks.send(peer, message)
@@ -93,16 +96,19 @@ def test_messages_that_exceed_one_poll_need_no_further_signal(ranks: Ranks) -> N
 
 
 @pytest.mark.parametrize(("count", "queries"), [(1, 2), (2, 2), (BATCH - 1, 2), (BATCH, 3)])
-def test_a_socket_that_was_read_to_its_end_is_not_queried_again(
+def test_an_empty_socket_is_not_queried_again(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, count: int, queries: int
 ) -> None:
-    """A query takes 1.3 us: one finds that there are messages, and one after the first message
-    whether it came alone. A full batch may have left some."""
+    """A socket that was read until it was empty is not queried again before the next signal.
+
+    A query takes 1.3 us. One query finds the first message, and one more finds the socket empty.
+    After a full batch, a third is needed.
+    """
     asked, real = list[Any](), sockets.has_message
     monkeypatch.setattr(sockets, "has_message", lambda one: asked.append(one) or real(one))
     for number in range(count):
         ranks.send(PEER, Fail(number, 2, "lost"))
-    time.sleep(0.2)  # until all have come
+    time.sleep(0.2)  # until all messages have arrived
     asked.clear()
     assert len(ranks.look(0)) == count
     assert ranks.look(0) == []
@@ -110,18 +116,18 @@ def test_a_socket_that_was_read_to_its_end_is_not_queried_again(
     assert len(asked) == queries
 
 
-def test_what_came_before_a_socket_was_registered_is_read() -> None:
+def test_messages_before_the_registration_are_read() -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         router = context.socket(zmq.ROUTER)
         dealer.connect(f"tcp://{HOST}:{router.bind_to_random_port(f'tcp://{HOST}')}")
         dealer.send(b"here")
         router.send_multipart([name := router.recv_multipart()[0], b"there"])
-        assert dealer.poll(SOON_MS)  # which makes its FD silent
+        assert dealer.poll(SOON_MS)  # resets the socket's FD
         poller = Poller()
         poller.register(dealer)
         assert poller.poll(SOON_MS) == [dealer]
         assert dealer.recv() == b"there"
-        assert not dealer.poll(0)  # so that the next message signals
+        assert not dealer.poll(0)  # so that the next message sets the FD
         router.send_multipart([name, b"there"])
         assert select.select([dealer.fileno()], [], [], SOON_MS / 1000)[0]
         poller.unregister(dealer)
@@ -133,13 +139,16 @@ def test_what_came_before_a_socket_was_registered_is_read() -> None:
     "address",
     ["tcp://prefill.example:9100", "ipc:///tmp/a:1", "inproc://a:1", "tcp://127.0.0.1", "", "a:b"],
 )
-def test_what_no_prefill_rank_binds_is_not_connected_to(ranks: Ranks, address: str) -> None:
-    """All sockets wait while libzmq's thread looks up a name."""
+def test_an_address_without_ip_and_port_is_rejected(ranks: Ranks, address: str) -> None:
+    """An address without an IP and a port is rejected.
+
+    libzmq's thread would block all sockets while it resolves a host name.
+    """
     with pytest.raises(ValueError, match="expected tcp://IP:PORT"):
         ranks.links.dial(SimpleNamespace(address=address), "")  # type: ignore[arg-type]
 
 
-def test_a_rank_that_does_not_answer_is_given_up(
+def test_dialing_a_rank_that_does_not_answer_times_out(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "CONNECT_S", 0.1)
@@ -147,9 +156,12 @@ def test_a_rank_that_does_not_answer_is_given_up(
         ranks.links.dial(SimpleNamespace(address=f"tcp://{address}", instance=PEER), "")
 
 
-def test_a_peer_takes_little_memory_and_few_descriptors() -> None:
-    """All links lead to one prefill rank, as if other servers named it, too. Each takes a socket
-    and an eventfd for its messages on decode, and a socket on prefill."""
+def test_a_peer_takes_little_memory_and_three_descriptors() -> None:
+    """A peer takes under 128 KiB of memory, two descriptors on decode and one on prefill.
+
+    All links of the test lead to one prefill rank, under different server names. A link takes a
+    socket and an eventfd on decode, and a socket on prefill.
+    """
     with Channel(PATIENT) as channel:
 
         def serve(servers: range) -> None:
@@ -168,7 +180,7 @@ def test_a_peer_takes_little_memory_and_few_descriptors() -> None:
         assert (after["rss_mib"] - before["rss_mib"]) * 1024 / MANY < 128
 
 
-def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_peers_are_not_polled(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     getsockopt = zmq.Socket.getsockopt
 
@@ -179,7 +191,7 @@ def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(zmq.Socket, "getsockopt", counted)
     ranks, messages = Ranks(MANY), 20
-    assert len(set(asked)) == MANY  # each once, when it is new
+    assert len(set(asked)) == MANY  # each new socket is queried
     asked.clear()
     for number in range(messages):
         sent = PEER, Fail(number, 2, "lost")
@@ -193,12 +205,15 @@ def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) 
     ranks.close()
 
 
-# ---------------------------------------------------------------- what is held of a peer
+# ---------------------------------------------------------------- resources of a peer
 
 
 class Plane:
-    """A data plane, as far as its peers go. `at`: before and after each of its calls, counted from
-    one, `then` is done once. `held`: peers that nobody has forgotten. `fails`: connecting does."""
+    """The calls of a data plane for peers.
+
+    `held`: the peers that are not forgotten. `fails`: whether `connect` raises. `then` is called at
+    step `at`; each call of the data plane has a step before it and one after it.
+    """
 
     def __init__(self) -> None:
         self.held, self.made, self.fails = set[int](), 0, False
@@ -229,7 +244,7 @@ Dialed = tuple[Links, Plane, Callable[[], Link], list[zmq.Socket[bytes]]]
 
 @pytest.fixture
 def dialed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dialed]:
-    """Links over such a plane, how to dial one, and the sockets that were made."""
+    """Yield links over a `Plane`, the plane, a function that dials, and the sockets made."""
     context, plane, made = new_context(), Plane(), list[zmq.Socket[bytes]]()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port(f"tcp://{HOST}")
@@ -254,8 +269,10 @@ STEPS = range(1, 9)
 
 @pytest.mark.parametrize("at", STEPS)
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_link_that_is_hung_up_while_it_reconnects(dialed: Dialed, fails: bool, at: int) -> None:
-    """Hanging up at any step of the reconnection leaves its peers with nobody."""
+def test_hanging_up_during_a_reconnection_leaves_no_peer(
+    dialed: Dialed, fails: bool, at: int
+) -> None:
+    """A link that is hung up at any step of its reconnection leaves no peer open."""
     these, plane, dial, made = dialed
     link = dial()
     link.reconnecting, plane.fails = True, fails
@@ -267,8 +284,8 @@ def test_a_link_that_is_hung_up_while_it_reconnects(dialed: Dialed, fails: bool,
 
 
 @pytest.mark.parametrize("at", STEPS)
-def test_a_link_that_reconnects_while_it_is_hung_up(dialed: Dialed, at: int) -> None:
-    """A whole reconnection happens at each step of hanging up."""
+def test_reconnecting_during_a_hang_up_leaves_no_peer(dialed: Dialed, at: int) -> None:
+    """A link that reconnects at any step of a hang-up leaves no peer open."""
     these, plane, dial, _ = dialed
     link = dial()
     plane.at, plane.then, plane._steps = at, lambda: these._connect_again(link), 0
@@ -276,11 +293,11 @@ def test_a_link_that_reconnects_while_it_is_hung_up(dialed: Dialed, at: int) -> 
     assert plane.held == set()
 
 
-def test_repairs_leave_nothing_behind(dialed: Dialed) -> None:
+def test_reconnections_leak_nothing(dialed: Dialed) -> None:
     these, plane, dial, made = dialed
     these.add(link := dial())
     for number in range(20):
-        plane.fails = number % 3 == 1  # it stays broken until the next try
+        plane.fails = number % 3 == 1  # then the link stays broken until the next attempt
         these._connect_again(link)
         assert len(plane.held) == (not plane.fails)
     assert (len(made), made[0].closed) == (1, False)
@@ -290,7 +307,7 @@ def test_repairs_leave_nothing_behind(dialed: Dialed) -> None:
     assert not these._poller._sockets
 
 
-def test_a_link_takes_the_place_of_an_earlier_one(dialed: Dialed) -> None:
+def test_a_new_link_replaces_an_earlier_one(dialed: Dialed) -> None:
     these, plane, dial, made = dialed
     for _ in range(5):
         these.add(dial())
@@ -299,7 +316,7 @@ def test_a_link_takes_the_place_of_an_earlier_one(dialed: Dialed) -> None:
 
 
 @pytest.mark.parametrize("fails", ["memory", "port"])
-def test_a_rank_that_cannot_be_reached_leaves_no_socket(
+def test_an_unreachable_rank_leaves_no_socket(
     dialed: Dialed, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     _, plane, dial, made = dialed
@@ -313,12 +330,12 @@ def test_a_rank_that_cannot_be_reached_leaves_no_socket(
 
 
 def broken_once(these: Links, plane: Plane, link: Link) -> Any:
-    """Fail a read of the link."""
+    """End a read of the link with an error."""
     plane.ended = lambda: [((1, link, link.memory), "broken")]  # type: ignore[attr-defined]
     return list(these.ended())
 
 
-def test_one_thread_mends_a_link_and_none_one_that_is_hung_up(dialed: Dialed) -> None:
+def test_one_thread_reconnects_a_link_unless_it_is_hung_up(dialed: Dialed) -> None:
     these, plane, dial, _ = dialed
     link, gate, before = dial(), threading.Event(), threading.active_count()
     old = link.memory
@@ -330,14 +347,14 @@ def test_one_thread_mends_a_link_and_none_one_that_is_hung_up(dialed: Dialed) ->
     assert wait_for(lambda: not link.reconnecting)
     assert link.memory != old
     plane.ended = lambda: [((1, link, old), "broken")]  # type: ignore[attr-defined]
-    list(these.ended())  # of the connection before: it says nothing of this one
+    list(these.ended())  # a read of the former connection does not matter any more
     assert (link.reconnecting, plane.made) == (False, 2)
     these.hang_up(link)
     broken_once(these, plane, link)
     assert (link.reconnecting, plane.held, plane.made) == (False, set(), 2)
 
 
-def test_where_no_thread_can_be_started_the_next_failure_mends(
+def test_a_failed_thread_start_is_retried_at_the_next_failure(
     dialed: Dialed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     these, plane, dial, _ = dialed
@@ -355,9 +372,11 @@ def test_where_no_thread_can_be_started_the_next_failure_mends(
     assert plane.held == {2}
 
 
-def test_a_read_is_one_of_the_memory_that_its_end_names(dialed: Dialed) -> None:
-    """This holds even if a reconnection replaces the memory meanwhile, whose later failure is
-    mended."""
+def test_a_reads_tag_names_the_memory_that_it_uses(dialed: Dialed) -> None:
+    """A read's tag names the memory that the read uses, even if a reconnection replaces it.
+
+    A failure of that read must not be taken for a failure of the new memory.
+    """
     these, plane, dial, _ = dialed
     started: list[tuple[Any, Any]] = []
 
@@ -376,11 +395,8 @@ def test_a_read_is_one_of_the_memory_that_its_end_names(dialed: Dialed) -> None:
     assert named == read
 
 
-def test_without_a_drafter_or_a_staging_buffer_nothing_is_read(
-    ranks: Ranks, dialed: Dialed
-) -> None:
-    """Either this rank or its peer may lack them; nothing is read from a peer that is gone,
-    either."""
+def test_nothing_is_read_without_staging_on_either_side(ranks: Ranks, dialed: Dialed) -> None:
+    """Nothing is read if either side has no drafter or no staging buffer, or the peer is gone."""
     without, (these, _, dial, _) = ranks.links, dialed
     these.add(link := dial())
     for one, peer, staging in (

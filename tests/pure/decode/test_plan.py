@@ -1,4 +1,4 @@
-"""A decode rank's plan of what to read from a prefill server, or why it reads nothing."""
+"""A decode rank's plan: the heads to read from each prefill rank, or the reason to read nothing."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def row(
 
 
 def prefill(tp: int, ranks: Any = None, **more: Any) -> list[Row]:
-    """Rows of all ranks, or of these."""
+    """Return the rows of all prefill ranks, or of those in `ranks`."""
     return [row(f"p{rank}", tp, rank, **more) for rank in ranks or range(tp)]
 
 
 def plan(own: Row, *rows: Row, cold: bool = False) -> Plan:
-    """Make a plan with these rows' ranks as the contacts, in order."""
+    """Make a plan that contacts the ranks of these rows, in this order."""
     infos = [info(n) for n, _ in enumerate(rows)]
     table = {("10.0.0.1", n): row for n, row in enumerate(rows)}
     why, _ = judge(rows, own, serve_mismatch=cold)
@@ -72,10 +72,13 @@ SMALL = SLOT_OVERHEAD + 512
         (row(facts=None), prefill(2), [[], []], 1, [0, 0]),
     ],
     ids=["equal", "more prefill ranks", "more decode ranks", "replicated heads",
-         "small slots there", "small slots here", "no drafter here"],
+         "small slots on prefill", "small slots on decode", "no drafter on decode"],
 )  # fmt: skip
-def test_each_head_is_read_in_segments_that_fit_both_sides(own, rows, read, readers, tokens):
-    """A rank from which nothing is read is still opened."""
+def test_segments_fit_the_slots_of_both_sides(own, rows, read, readers, tokens):
+    """Each head is read once, in segments that fit a slot of either side.
+
+    A source without heads to read is still part of the plan.
+    """
     made = plan(own, *rows)
     assert heads(made) == read
     assert (made.cold, made.version) == ("", PROTOCOL[1])
@@ -85,7 +88,7 @@ def test_each_head_is_read_in_segments_that_fit_both_sides(own, rows, read, read
 
 
 @pytest.mark.parametrize("first", [None, FACTS])
-def test_of_several_stages_the_last_with_a_drafter_is_read(first):
+def test_the_last_stage_with_a_drafter_is_read(first):
     stages = [row("first", pp_rank=0, facts=first), row("last", pp_rank=1)]
     for rows in (stages, stages[::-1]):
         made = plan(row(), *rows)
@@ -94,15 +97,18 @@ def test_of_several_stages_the_last_with_a_drafter_is_read(first):
         assert judge(rows, row(), serve_mismatch=False) == ("", ())
 
 
-def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
+def test_a_pair_uses_the_newest_common_version(monkeypatch):
     monkeypatch.setattr("sglang_mixkv.decode.plan.PROTOCOL", (2, 5))
     rows = [row("p0", 2, 0, protocol=(1, 4)), row("p1", 2, 1, protocol=(3, 9))]
     assert plan(row(), *rows).version == 4
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 6), (6, 4), (3, 2)])
-def test_a_server_of_unfit_size_is_refused_before_any_request(theirs, ours):
-    """Otherwise each request would fail alone, and prefill would hold it until its timeout."""
+def test_a_server_whose_size_does_not_fit_is_refused(theirs, ours):
+    """A server whose size does not fit is refused as a whole.
+
+    Otherwise each request would fail separately, after prefill had held it until its time-out.
+    """
     with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
         judge(prefill(theirs, facts=None), row(tp=ours, facts=None), serve_mismatch=True)
 
@@ -121,11 +127,14 @@ SHORTER = (8, 7)
         (row(), prefill(1, facts=None, aux_item_lens=SHORTER), "no_drafter", 2),
         (row(), prefill(1, facts=FP8, aux_item_lens=SHORTER), "mismatch", 2),
     ],
-    ids=["no drafter there", "no drafter at all", "fewer heads", "another dtype",
+    ids=["no drafter on prefill", "no drafter on either side", "fewer heads", "another dtype",
          "shorter metadata", "shorter metadata, no drafter", "shorter metadata, another dtype"],
 )  # fmt: skip
-def test_what_differs_is_cold_and_named_once(own, rows, cold, differences):
-    """Another drafter only where the operator asked for it."""
+def test_pairs_with_differences_are_served_cold(own, rows, cold, differences):
+    """A pair with differences is served cold, and each difference is named once.
+
+    A pair with different drafters is served cold only if the operator has asked for that.
+    """
     for asked in (True,) if cold == "mismatch" else (False, True):
         why, named = judge(rows, own, serve_mismatch=asked)
         assert (why, len(named)) == (cold, differences)
@@ -146,21 +155,21 @@ LONGER = (8, 9)
         ("04", "", row(), prefill(2, [0])),
         ("04", "", row("own", 2, 0, facts=ODD), prefill(3, [0], facts=ODD)),
     ],
-    ids=["longer metadata", "longer metadata, no drafter here",
+    ids=["longer metadata", "longer metadata, no drafter on decode",
          "longer metadata of an earlier stage", "two ranks of one instance",
-         "heads that no contact has", "sizes without a route"],
+         "heads that no contacted rank has", "sizes without a route"],
 )  # fmt: skip
-def test_what_would_do_harm_is_refused_always(code, words, own, rows):
+def test_harmful_differences_are_always_refused(code, words, own, rows):
     for cold in (False, True):
         with pytest.raises(MixKVError, match=f"(?s)MIXKV-PAIR-{code}.*{words}"):
             plan(own, *rows, cold=cold)
 
 
-def test_another_drafter_is_refused_with_the_way_to_serve_it():
+def test_the_refusal_of_another_drafter_names_the_flag():
     with pytest.raises(MixKVError, match=r"(?s)PAIR-03.*fp8_e4m3.*--mixkv-on-draft-mismatch cold"):
         plan(row(), row("p", facts=FP8))
 
 
-def test_a_contact_without_a_row_is_refused():
+def test_a_contacted_rank_without_a_row_is_refused():
     with pytest.raises(MixKVError, match=r"(?s)MIXKV-PAIR-01.*10\.0\.0\.1:77"):
         make_plan([info(0), info(77)], {("10.0.0.1", 0): row("p")}, row())

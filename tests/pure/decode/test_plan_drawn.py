@@ -1,4 +1,4 @@
-"""A decode rank's plan for drawn sizes, stages and slots, compared with what plain loops find."""
+"""A decode rank's plan for drawn sizes, stages and slots, compared with a plain reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)]
 
 
 def row(name: str, facts: DraftFacts | None, tp: int, rank: int, **changed: Any) -> Row:
-    """Make the row of a rank, whose address is its name."""
+    """Make the row of a rank. `name` is also the rank's address."""
     plain = Row(
         PROTOCOL, "0.4.0", "0.5.23", name.encode().ljust(8), HOST, 9000, f"tcp://{name}", tp,
         rank, 0, (8, 8), "mooncake", Target(0, 61, layer_ids=False, even=True), 1,
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     facts: DraftFacts
     own: Row
     rows: list[Row]  # of the contacted ranks of all stages, in SGLang's order
-    last: list[Row]  # of those that have the drafter
+    last: list[Row]  # of the contacted ranks of the last stage, which has the drafter
 
 
 @st.composite
@@ -76,7 +76,7 @@ def held(one: Row) -> set[int]:
 
 
 @given(cases())
-def test_each_head_is_read_once_from_its_last_stages_holder(case: Case) -> None:
+def test_each_head_is_read_once_from_the_last_stage(case: Case) -> None:
     in_order = [one for one in case.rows if one in case.last]
     if [held(one) for one in in_order] != [held(one) for one in case.last]:
         return  # SGLang contacts ranks in the order of their numbers
@@ -100,7 +100,7 @@ def test_each_head_is_read_once_from_its_last_stages_holder(case: Case) -> None:
 
 @settings(max_examples=30)
 @given(cases())
-def test_the_last_stage_is_opened_even_if_nothing_is_fetched(case: Case) -> None:
+def test_the_last_stage_is_opened_even_without_reads(case: Case) -> None:
     without = replace(case.own, draft=None, staging=None)
     for own, cold in ((case.own, "mismatch"), (without, ""), (without, "no_drafter")):
         made = plan(own, case.rows, cold)
@@ -118,7 +118,7 @@ OWN = row("own", FACTS, 1, 0)
 
 
 @pytest.mark.parametrize("there", [(2, 4), (4, 4), (4, 9)])
-def test_a_pair_uses_the_newest_version_of_all_its_ranks(
+def test_a_pair_uses_the_newest_version_of_all_ranks(
     there: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_mixkv.decode.plan.PROTOCOL", (2, 5))
@@ -138,8 +138,8 @@ def test_ranks_without_a_drafter_or_a_row() -> None:
         make_plan(infos_of(none), {}, OWN)
 
 
-def test_without_slots_on_one_side_nothing_is_read() -> None:
-    """A peer that was refused, or one that lies."""
+def test_nothing_is_read_without_slots_on_either_side() -> None:
+    """A source without slots, or for a rank without slots, has no heads to read."""
     rows, none = [row("p0", FACTS, 2, 0), row("p1", FACTS, 2, 1)], {"staging": None}
     for own, there in ((OWN, [replace(rows[0], **none), rows[1]]), (replace(OWN, **none), rows)):
         sources = plan(own, there).sources
@@ -170,7 +170,7 @@ EARLIER, LAST = row("p0", None, 1, 0), row("p1", FACTS, 1, 0, pp_rank=1)
         ([replace(P0, **SHORTER), replace(P1, **LONGER)], "refused", []),
     ],
 )  # fmt: skip
-def test_what_rows_of_a_server_come_to(rows: list[Row], cold: str, said: list[str]) -> None:
+def test_the_judgement_of_a_servers_rows(rows: list[Row], cold: str, said: list[str]) -> None:
     for asked in (True, False):
         if cold == "refused" or (cold == "mismatch" and not asked):
             with pytest.raises(MixKVError, match="MIXKV-PAIR-03") as refused:

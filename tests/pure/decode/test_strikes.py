@@ -1,4 +1,4 @@
-"""The strikes of a cold room: which peers get one, which breaker opens, and what closes it."""
+"""The strikes of a cold room: which peers get one, and which breakers open and close."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wait(rank: Decode) -> None:
 
 
 def half(rank: Decode) -> None:
-    """Deliver the other peer's half of the room."""
+    """Deliver the part of the room that the other peer sends."""
     rank.ready(1, 4, OTHER, last=True)
     wait(rank)
 
@@ -79,11 +79,11 @@ COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
         for code in (*FAILS, "other")
     ),
 ]  # fmt: skip
-AT_ONCE = ("no_drafter", "mismatch", "breaker", "repeated")  # nothing is asked for
+AT_ONCE = ("no_drafter", "mismatch", "breaker", "repeated")  # rooms that are cold from the start
 
 
-def test_the_table_has_every_reason() -> None:
-    """Only reasons that the machine does not decide are left out."""
+def test_the_table_has_all_reasons() -> None:
+    """COLDS and AT_ONCE cover all reasons except those that the machine does not decide."""
     assert {reason for reason, _, _ in COLDS} | {*AT_ONCE, "broken", "other"} == set(ColdReason)
 
 
@@ -91,7 +91,10 @@ def test_the_table_has_every_reason() -> None:
 def test_a_cold_room_strikes_the_peers_that_did_not_deliver(
     reason: str, act: Callable[[Decode], None], struck: set[bytes]
 ) -> None:
-    """No other peer is struck, and only a lost connection affects their other rooms."""
+    """A cold room is a strike against exactly the peers that did not deliver.
+
+    Of the other rooms, only a lost connection or a stall makes one cold.
+    """
     rank = Decode()
     rank.open(1, PREFILL, OTHER)
     rank.open(2, PREFILL)
@@ -104,12 +107,12 @@ def test_a_cold_room_strikes_the_peers_that_did_not_deliver(
     others = {"lost", "stalled"}
     assert rank.wants(2) == (reason not in others)
     assert rank.forgotten == [PREFILL] * (reason == "prefill_restarted")
-    told = {to for to, message in rank.sends if getattr(message, "generation", 0) == 1}
-    assert told == {PREFILL, OTHER}
+    notified = {to for to, message in rank.sends if getattr(message, "generation", 0) == 1}
+    assert notified == {PREFILL, OTHER}
 
 
 @pytest.mark.parametrize("reason", AT_ONCE)
-def test_a_room_that_is_cold_at_once_strikes_nobody(reason: str) -> None:
+def test_a_room_that_is_cold_at_once_is_no_strike(reason: str) -> None:
     for generation in range(2 * STRIKES):
         rank = Decode()
         rank.open(generation, cold=reason)
@@ -117,8 +120,8 @@ def test_a_room_that_is_cold_at_once_strikes_nobody(reason: str) -> None:
         assert rank.strikes() == 0
 
 
-def test_copies_that_this_rank_holds_up_strike_nobody() -> None:
-    """All draft KV has been read in time."""
+def test_slow_copies_of_this_rank_are_no_strike() -> None:
+    """A room that is late only because of this rank's copies is no strike against its peer."""
     rank = Decode()
     rank.held_copies = []
     rank.open(1)
@@ -129,8 +132,10 @@ def test_copies_that_this_rank_holds_up_strike_nobody() -> None:
 
 
 def delayed(by: str, slots: int = 4) -> Decode:
-    """Make a rank whose `slots` are all taken by the peer's first request, which goes on delaying
-    it. Four more requests of the peer can be announced only after that one."""
+    """Return a rank whose slots all belong to the peer's first request, which keeps them.
+
+    `by`: what keeps the slots, "copies" or "reads". Four more requests of the peer wait for slots.
+    """
     rank = Decode(slots)
     rank.held_copies = [] if by == "copies" else None
     rank.hung.update([PREFILL] * (by == "reads"))
@@ -146,8 +151,10 @@ def delayed(by: str, slots: int = 4) -> Decode:
 
 @pytest.mark.parametrize("by", ["copies", "reads"])
 def test_a_peer_that_waits_for_this_rank_gets_no_strike(by: str) -> None:
-    """A peer whose reads do not end gets one. The first request turns cold first, and its segments
-    with it."""
+    """A peer gets no strike while its segments wait for copies of this rank.
+
+    A peer whose own reads do not end does get strikes.
+    """
     rank = delayed(by)
     rank.wait(1.1)
     assert [rank.verdicts.get(n, ("cold", "deadline")) for n in range(2, 6)] == [
@@ -157,9 +164,11 @@ def test_a_peer_that_waits_for_this_rank_gets_no_strike(by: str) -> None:
     assert rank.strikes() == (0 if by != "reads" else STRIKES)
 
 
-def test_a_peer_that_this_rank_delayed_gets_time_to_send() -> None:
-    """Once copies end and free this rank's slots, the segments that waited for them are read while
-    other requests run out of time; a read that takes as long again is the peer's fault."""
+def test_a_peer_delayed_by_this_rank_gets_more_time() -> None:
+    """A peer whose segments had to wait for slots gets no strike while they are being read.
+
+    A read that takes longer than the shortest wait is the peer's fault.
+    """
     rank = delayed("copies")
     rank.wait(0.29)
     rank.hung.add(PREFILL)
@@ -178,7 +187,7 @@ def test_a_peer_that_this_rank_delayed_gets_time_to_send() -> None:
 
 
 @pytest.mark.parametrize("tenths", range(3, 12))
-def test_a_peers_time_runs_from_the_end_of_the_delay_on(
+def test_a_peers_time_starts_at_the_end_of_the_delay(
     tenths: int,
 ) -> None:
     rank = delayed("copies")
@@ -199,15 +208,18 @@ def test_a_peers_time_runs_from_the_end_of_the_delay_on(
     assert rank.strikes() == STRIKES
 
 
-def test_restarted_is_resolved_anew_whatever_became_of_the_room() -> None:
+def test_a_restarted_peer_is_forgotten_even_without_a_room() -> None:
     rank = Decode()
     rank.fail(77, "restarted")
     rank.fail(78, "aborted")
     assert rank.forgotten == [PREFILL]
 
 
-def test_a_lost_peer_ends_only_what_waits_for_it() -> None:
-    """This happens at once, although all segments of one room are announced and being read."""
+def test_a_lost_peer_ends_only_its_own_rooms() -> None:
+    """A lost peer ends its own rooms at once, and rooms of other peers go on.
+
+    That includes a room whose segments are all announced and being read.
+    """
     rank = Decode()
     rank.hung.add(PREFILL)
     for generation in range(2 * STRIKES):
@@ -248,7 +260,7 @@ def opened(strikes: int = STRIKES) -> Decode:
 
 
 def asked(rank: Decode, generation: int) -> bool:
-    """Return True if the room's rows are requested, False if it is cold at once."""
+    """Open a room. Return True if its rows are requested, or False if it goes cold at once."""
     rank.open(generation, segments=60)
     assert rank.verdicts.get(generation) in (None, ("cold", "breaker"))
     return generation not in rank.verdicts
@@ -262,7 +274,7 @@ def test_three_requests_in_a_row_open_a_breaker(strikes: int) -> None:
 
 
 @pytest.mark.parametrize("before", range(STRIKES))
-def test_a_warm_room_between_begins_the_count_again(before: int) -> None:
+def test_a_warm_room_resets_the_strikes(before: int) -> None:
     rank = opened(before)
     assert warm(rank, 20) == ("warm", "")
     for generation in range(30, 30 + STRIKES - 1):
@@ -270,15 +282,18 @@ def test_a_warm_room_between_begins_the_count_again(before: int) -> None:
     assert asked(rank, 50)
 
 
-def test_a_probes_first_segment_lets_others_in_until_a_strike() -> None:
-    """A warm room closes the breaker for good."""
+def test_a_probes_first_segment_lets_other_rooms_through() -> None:
+    """A probe's first segment lets other rooms through until the next strike.
+
+    A warm room closes the breaker and resets its strikes.
+    """
     rank = opened()
     for turn in range(3):
         first = 100 * (1 + turn)
         assert not asked(rank, first)
         rank.wait(2.0**turn)
         assert asked(rank, first + 1)
-        assert not asked(rank, first + 2), "while it has brought nothing"
+        assert not asked(rank, first + 2), "the probe has delivered nothing yet"
         rank.ready(first + 1)
         assert asked(rank, first + 3)
         rank.close(first + 1, first + 3)
@@ -289,7 +304,7 @@ def test_a_probes_first_segment_lets_others_in_until_a_strike() -> None:
     assert rank.strikes() == 0
 
 
-def test_a_probe_that_is_over_lets_nobody_in_beside_the_next_one() -> None:
+def test_a_closed_probe_admits_no_room_beside_the_next() -> None:
     rank = opened()
     rank.wait(1.0)
     assert asked(rank, 10)
@@ -301,8 +316,11 @@ def test_a_probe_that_is_over_lets_nobody_in_beside_the_next_one() -> None:
     assert asked(rank, 13)
 
 
-def test_a_probe_that_decides_nothing_lets_another_one_try() -> None:
-    """Each probe can decide, and the first that fails begins the next wait."""
+def test_a_probe_without_a_result_admits_another_probe() -> None:
+    """A probe without a result for two seconds lets another probe through.
+
+    The first of these probes that fails starts the next wait.
+    """
     rank = opened()
     rank.wait(1.0)
     assert asked(rank, 10)
@@ -318,14 +336,14 @@ def test_a_probe_that_decides_nothing_lets_another_one_try() -> None:
     rank.wait(0.31)
     assert rank.verdicts[12] == ("cold", "deadline")
     rank.wait(1.3)
-    assert not asked(rank, 14), "2 s behind the first"
+    assert not asked(rank, 14), "2 s after the first failure"
     rank.wait(0.4)
     assert asked(rank, 15)
 
 
 @pytest.mark.parametrize("how", ["closed", "aborted", "no rows"])
-def test_a_probe_without_a_verdict_lets_another_room_try(how: str) -> None:
-    """Such a probe proves nothing about reads."""
+def test_a_probe_without_a_read_admits_another_room(how: str) -> None:
+    """A probe that ends without a read lets another room through, since it proves nothing."""
     rank = opened()
     rank.wait(1.0)
     if how == "no rows":
@@ -340,8 +358,8 @@ def test_a_probe_without_a_verdict_lets_another_room_try(how: str) -> None:
     assert asked(rank, 12) == (how == "no rows")
 
 
-def test_one_segment_per_room_does_not_keep_a_breaker_closed() -> None:
-    """The breaker is open most of the time."""
+def test_one_segment_per_room_does_not_close_a_breaker() -> None:
+    """A peer that delivers only one segment per room has its breaker open most of the time."""
     rank, asks = Decode(), 0
     for generation in range(1, 101):
         rank.open(generation)

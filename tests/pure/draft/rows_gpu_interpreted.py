@@ -1,5 +1,8 @@
-"""Batches of rows_gpu.py byte by byte against DraftRows. test_rows_gpu.py runs this in a process of
-its own, in which Triton interprets its kernels on host memory."""
+"""Batches of rows_gpu.py, compared byte by byte with DraftRows.
+
+test_rows_gpu.py runs this file in a process of its own, in which Triton interprets the kernels on
+host memory.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def ended(ticket: Any) -> list[SlotCheck]:
 
 @dataclass
 class Side:
-    """A pool and its slots, beside a copy of both that DraftRows works on."""
+    """A pool and its slots, and a copy of both that DraftRows uses as a reference."""
 
     widths: list[int]
     held: range
@@ -78,14 +81,14 @@ class Side:
         )
 
     def zero(self, one: Segment) -> None:
-        """Zero the rows of a segment, as happens if its slot is wrong."""
+        """Zero the reference rows of a segment, as the kernels do for a wrong slot."""
         heads = slice(one.heads.start - self.held.start, one.heads.stop - self.held.start)
         for entry in self.wanted:
             entry[torch.from_numpy(one.rows(self)), heads] = 0
 
 
 class Segment(NamedTuple):
-    """Some heads of a room's tokens. `pages`: the room's."""
+    """Some heads of some tokens of a room. `pages`: all pages of the room."""
 
     pages: np.ndarray
     first: int
@@ -129,12 +132,12 @@ EXAMPLES = int(os.environ.get("EXAMPLES", 6))
 
 @settings(max_examples=EXAMPLES, suppress_health_check=HealthCheck)
 @given(batch=batches(), data=st.data())
-def test_a_batch_does_what_draft_rows_does(
-    batch: tuple[Side, list[Segment]], data: st.DataObject
-) -> None:
-    """Every byte of the pool and of the staging buffer, sums and stamps too. Of what is unpacked
-    some slots are of another use, or have a flipped bit anywhere, and their rows are zeros. What
-    was unpacked is cleared."""
+def test_batches_equal_draft_rows(batch: tuple[Side, list[Segment]], data: st.DataObject) -> None:
+    """Batches pack, unpack and clear exactly as DraftRows does.
+
+    The test compares every byte of the pool and the staging buffer. Some of the unpacked slots have
+    another stamp or a flipped bit, and their rows must be zeros.
+    """
     side, segments = batch
     ticket = side.rows.start("pack", [one.job(side) for one in segments])
     for one in segments:
@@ -170,11 +173,11 @@ def test_a_batch_does_what_draft_rows_does(
 
 
 def small(cuda: FakeCuda | None = None) -> Side:
-    """Pages 0 to 7 of 16 tokens; a token of one head is 48 bytes."""
+    """Make a pool of 8 pages of 16 tokens. A token has 48 bytes per head."""
     return Side([16, 32], range(4, 6), 16, 8, 5, 8, 4096, cuda or FakeCuda())
 
 
-# ---------------------------------------------------------------- started and asked
+# ---------------------------------------------------------------- starting and polling
 
 
 def eight(side: Side, page: int = 1) -> list[GpuJob]:
@@ -182,9 +185,12 @@ def eight(side: Side, page: int = 1) -> list[GpuJob]:
     return [side.rows.job(pages, 2 * n, 2, range(4, 6), n, 1 + n) for n in range(8)]
 
 
-def test_a_batch_is_six_calls_that_keep_the_gil() -> None:
-    """A batch compiles nothing, and calls neither torch nor numpy, which would give up the GIL;
-    ctypes.PyDLL does not."""
+def test_a_batch_makes_six_calls_that_keep_the_gil() -> None:
+    """A batch makes six driver calls, compiles nothing, and never releases the GIL.
+
+    It calls the driver through ctypes.PyDLL, which keeps the GIL. Calls of torch or numpy would
+    release it.
+    """
     side, tickets = small(FakeCuda(captures=0)), []  # a ticket's event is destroyed with it
     one = side.rows.job(side.rows.pages([3]), 5, 11, range(5, 6))
     called = set[str]()
@@ -212,8 +218,11 @@ def test_a_batch_is_six_calls_that_keep_the_gil() -> None:
     assert len(side.cuda.compiled) == 5
 
 
-def test_two_batches_are_in_flight_and_share_no_memory() -> None:
-    """Jobs, page numbers and results of the second are written while the first has not begun."""
+def test_two_batches_in_flight_share_no_memory() -> None:
+    """Two batches in flight do not share memory for jobs, page numbers or results.
+
+    The second batch is prepared before the first has run.
+    """
     side, tickets = small(FakeCuda(late=3)), []
     for number in range(2):
         one = Segment(np.array([number + 1]), 1, 9, range(4, 6), number, 7 + number)
@@ -229,8 +238,10 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
 
 @pytest.mark.parametrize(("page", "rows"), [(16, 64), (1, 4096)])
 def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
-    """The largest batches are slots full of one head's rows for many readers of the same pages, and
-    the clearing of a whole pool."""
+    """The page numbers of the largest batches fit their buffer.
+
+    These batches fill all slots with rows of one head from the same pages, or clear a whole pool.
+    """
     side = Side([16, 16], range(2), page, rows // page, 1, MAX_BATCH, 1024)
     pages, heads = side.rows.pages(np.arange(rows // page)), range(1)
     jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MAX_BATCH)]
@@ -243,28 +254,33 @@ def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
     assert side.same()
 
 
-def test_an_event_stands_for_its_batch_alone() -> None:
-    """A gate may hold a ticket that is done, while further batches start."""
+def test_an_event_belongs_to_one_batch_alone() -> None:
+    """A ticket's event tells only about its own batch, even if later batches are in flight.
+
+    A gate may still refer to a ticket that has ended.
+    """
     side = small()
     first = side.rows.start("pack", eight(side))
     ended(first)
     others = [side.rows.start("pack", eight(side)) for _ in range(2)]
     queued = len(side.cuda._queue)
     assert first.over()
-    assert len(side.cuda._queue) == queued > 0, "it waited for another batch"
+    assert len(side.cuda._queue) == queued > 0, "the ticket waited for another batch"
     assert not any(other.done() for other in others)
     del others, first
     gc.collect()
     assert side.cuda.events == {}
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("call", [*BATCH_OF_8, "cuFlushGPUDirectRDMAWrites"])
-def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
-    """No kernel of it runs when the error comes out, and its memory is free. A graph that is
-    captured meanwhile is waited for."""
+def test_a_batch_that_cannot_start_frees_its_memory(call: str) -> None:
+    """A batch that cannot start raises after its last kernel has ended, and frees its memory.
+
+    During a graph capture, the batch waits for the end of the capture first.
+    """
     side = small(FakeCuda(attributes={cuda.RDMA_ORDERING: 0}))
     jobs = eight(side)
     for _ in range(3):
@@ -277,28 +293,31 @@ def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
     assert ended(side.rows.start("pack", jobs)) == [OK] * 8
 
 
-def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
+def test_a_failed_device_ends_all_batches_with_an_error() -> None:
     side, gate = small(), Gate()
     ticket = launch_guarded([gate], lambda _: side.rows.start("clear", eight(side)[:1]))
-    side.cuda._run_to(None)  # the kernel has written that all is well
+    side.cuda._run_to(None)  # the kernel has stored the result OK
     side.cuda.broken = True
     gate.close()
     assert ended(ticket) == [ERROR]
     assert "CUDA_ERROR_LAUNCH_FAILED" in ticket.error
     with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
         side.rows.start("pack", eight(side))
-    assert side.rows.can_start, "the next one fails as well, and does not wait for ever"
+    assert side.rows.can_start, "the next batch must fail, not wait forever"
 
 
 @pytest.mark.parametrize("code", CAPTURES)
-def test_a_batch_has_not_ended_while_a_graph_is_captured(code: int) -> None:
-    """Whoever asks: the channel, or the scheduler that shuts a gate or waits."""
+def test_no_batch_ends_while_a_graph_is_captured(code: int) -> None:
+    """No query reports the end of a batch during a graph capture.
+
+    That is true for the channel thread and for SGLang's scheduler, which closes a gate or waits.
+    """
     side, gate = small(FakeCuda(late=0, captures=0)), Gate()
     ticket = launch_guarded([gate], lambda _: side.rows.start("pack", eight(side)))
     side.cuda.answers = [code] * 3
     assert not ticket.over()
     assert not ticket.done()
-    assert not gate.try_close(), "pages would be given back under the kernels"
+    assert not gate.try_close(), "pages would be released while kernels still use them"
     assert side.cuda._queue
     assert (len(side.rows._free), ticket.error, ticket.results) == (1, "", [])
     side.cuda.answers = [code] * 2
@@ -310,9 +329,11 @@ def test_a_batch_has_not_ended_while_a_graph_is_captured(code: int) -> None:
 
 @pytest.mark.parametrize("asked", ["over", "done"])
 @pytest.mark.parametrize("code", [1, 400, 999])
-def test_a_batch_ends_with_its_kernels_despite_a_passing_error(code: int, asked: str) -> None:
-    """Kernels that still run are waited for, also in a thread that has no device yet and while a
-    graph is captured. What they did is unknown."""
+def test_a_failed_query_waits_for_the_batchs_kernels(code: int, asked: str) -> None:
+    """A batch whose query fails ends only after its kernels, with the result ERROR.
+
+    The querying thread may have no current device, and a graph may be captured meanwhile.
+    """
     side = small(FakeCuda(late=9, captures=0))
     before = [side.rows.start("pack", eight(side)[:1]), side.rows.start("pack", eight(side)[1:])]
     side.cuda.answers = [code, 900, 907]
@@ -331,7 +352,10 @@ def test_a_batch_ends_with_its_kernels_despite_a_passing_error(code: int, asked:
 def test_a_batch_has_ended_for_all_threads_at_once(
     answers: list[int], found: SlotCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheduler that shuts a gate asks, and between any two lines of it the channel's thread."""
+    """SGLang's scheduler and the channel thread agree on the end of a batch.
+
+    The channel thread polls between any two lines of the scheduler's poll.
+    """
     side = small(FakeCuda(late=1, captures=0))
     ticket = side.rows.start("pack", eight(side))
     side.cuda.answers, looks = answers, list[bool]()
@@ -341,10 +365,10 @@ def test_a_batch_has_ended_for_all_threads_at_once(
             return None
         with monkeypatch.context() as other:
             other.setattr(side.cuda, "answers", [])
-            side.cuda.events[ticket._handle] = 0  # so that its own question is too early
+            side.cuda.events[ticket._handle] = 0  # so that this poll's own query comes too early
             looks.append(ticket.done())
         if looks[-1]:
-            assert ticket._handle not in side.cuda._queue, "its kernels may still run"
+            assert ticket._handle not in side.cuda._queue, "the batch's kernels may still run"
             assert ticket.results == [found] * 8
         return traced
 
@@ -362,7 +386,7 @@ def test_a_batch_has_ended_for_all_threads_at_once(
 
 
 def test_each_slot_has_a_result_of_its_own() -> None:
-    """One batch holds slots of another use, damaged slots and good ones."""
+    """Each slot of a batch has its own result: some are stale, some damaged and some correct."""
     side, jobs = small(), []
     ended(side.rows.start("pack", eight(side)))
     expected = [OK, STALE, DIFFERS, OK, OK, DIFFERS, STALE, STALE]
@@ -376,8 +400,8 @@ def test_each_slot_has_a_result_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("byte", "found"), [(0, STALE), (8, DIFFERS), (HEADER, OK)], ids=["stamp", "sum", "payload"]
 )
-def test_what_was_added_up_is_what_was_stored(byte: int, found: SlotCheck) -> None:
-    """A slot that changes between the two launches: its rows are what was added up, or zeros."""
+def test_stored_rows_match_the_checksum(byte: int, found: SlotCheck) -> None:
+    """If a slot changes between the two launches, its rows match the checksum or are zeros."""
     side = small(FakeCuda(captures=0))
     ended(side.rows.start("pack", eight(side)))
     rows = [entry[16:18] for entry in side.pool]
@@ -392,8 +416,11 @@ def test_what_was_added_up_is_what_was_stored(byte: int, found: SlotCheck) -> No
     assert all(map(torch.equal, rows, right))
 
 
-def test_a_slot_of_another_use_is_never_stored_in_the_pool() -> None:
-    """Another stamp is known before anything is stored, a wrong sum only afterwards."""
+def test_a_slot_with_another_stamp_is_never_stored() -> None:
+    """A slot with another stamp is rejected before its rows are stored.
+
+    A wrong checksum is noticed only afterwards.
+    """
     side = small(FakeCuda(captures=0))
     ended(side.rows.start("pack", eight(side)))
     rows = [entry[16:18] for entry in side.pool]
@@ -408,7 +435,10 @@ def test_a_slot_of_another_use_is_never_stored_in_the_pool() -> None:
 
 
 def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
-    """The rows have more tiles than there are programs to clear them."""
+    """All rows of a wrong slot are cleared, even if they have more tiles than the kernel programs.
+
+    Each program then clears several tiles.
+    """
     side = Side([272], range(6), 1, 140, 1, slots=1, slot_bytes=1 << 18)
     jobs = [side.rows.job(side.rows.pages(np.arange(140)), 5, 130, range(1, 6), 0, 7)]
     assert ended(side.rows.start("pack", jobs)) == [OK]
@@ -419,8 +449,8 @@ def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
     assert torch.equal(side.pool[0], side.wanted[0])
 
 
-def test_a_kernel_that_wrote_no_result_is_an_error() -> None:
-    """Kernels that do nothing are also found at start, which then fails."""
+def test_a_kernel_without_a_result_is_an_error() -> None:
+    """A kernel that stores no result is an error, and is also noticed at the start of GpuRows."""
     side = small()
     side.cuda.compiled = [(image, lambda *_: None) for image, _ in side.cuda.compiled]
     for what in ("pack", "unpack", "clear"):
@@ -442,14 +472,17 @@ OUTSIDE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("wrong", OUTSIDE, ids=str)
 def test_a_job_outside_the_pool_or_slots_is_rejected(wrong: dict[str, Any]) -> None:
-    """The pool has 8 pages of 16 tokens, with heads 4 and 5; 8 slots hold 42 tokens of both
-    heads."""
+    """A job outside the pool or the slots is rejected.
+
+    The pool has 8 pages of 16 tokens, with heads 4 and 5. Each of 8 slots holds 42 tokens of both
+    heads.
+    """
     side, job = small(), RIGHT | wrong
     with pytest.raises(ValueError, match=r"expected|pages|fit"):
         side.rows.job(side.rows.pages(job.pop("pages")), **job)
 
 
-def test_a_batch_has_one_job_at_least_and_64_at_most() -> None:
+def test_a_batch_has_1_to_64_jobs() -> None:
     side = small()
     for jobs in ([], eight(side) * 8 + eight(side)[:1]):
         with pytest.raises(ValueError, match="jobs"):
@@ -457,7 +490,7 @@ def test_a_batch_has_one_job_at_least_and_64_at_most() -> None:
     assert ended(side.rows.start("clear", eight(side) * 8)) == [OK] * MAX_BATCH
 
 
-# ---------------------------------------------------------------- a NIC's writes
+# ---------------------------------------------------------------- writes by a NIC
 
 
 UNORDERED, CANNOT = {cuda.RDMA_ORDERING: 0}, {cuda.RDMA_FLUSH_OPTIONS: 2}
@@ -477,8 +510,11 @@ UNORDERED, CANNOT = {cuda.RDMA_ORDERING: 0}, {cuda.RDMA_FLUSH_OPTIONS: 2}
 def test_nic_writes_are_flushed_if_the_gpu_does_not_order_them(
     attributes: dict[int, int], flushes: int | None
 ) -> None:
-    """The flush precedes the unpack of what was read. None: a GPU that can neither order nor flush
-    has no kernels."""
+    """A batch that unpacks flushes writes by a NIC if the GPU does not order them.
+
+    `flushes`: the number of flushes per batch. A GPU that can neither order nor flush is rejected
+    (None).
+    """
     device = FakeCuda(attributes=attributes)
     if flushes is None:
         with pytest.raises(CudaError, match="neither orders"):
@@ -502,9 +538,12 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("what", BATCHES)
-def test_calls_of_a_batch_come_in_their_order(what: str) -> None:
-    """The thread's device comes first, a NIC's writes before anything that reads them, jobs before
-    their kernels, and an event without times after all of it: on one stream, the driver's own."""
+def test_driver_calls_of_a_batch_come_in_order(what: str) -> None:
+    """The driver calls of a batch come in the right order, all on the driver's own stream.
+
+    First the thread's device is set, then writes by a NIC are flushed, then the jobs are uploaded
+    and the kernels launched. An event without timing comes last.
+    """
     side = small(FakeCuda(attributes=UNORDERED, captures=0))
     functions = {function: name for name, (function, _) in side.rows._kernels.items()}
     stream, expected = side.rows.driver.stream, BATCHES[what]
@@ -516,7 +555,7 @@ def test_calls_of_a_batch_come_in_their_order(what: str) -> None:
         match name:
             case "cuFlushGPUDirectRDMAWrites":
                 steps.append("flush")
-                assert with_what == [0, 100], "to the owner of the memory, by the current context"
+                assert with_what == [0, 100], "current context, and owner of the memory"
             case "cuMemcpyHtoDAsync_v2":
                 steps.append(UPLOAD)
                 size = 8 * (64 + 4)  # eight jobs, of one page each
@@ -524,9 +563,9 @@ def test_calls_of_a_batch_come_in_their_order(what: str) -> None:
             case "cuLaunchKernel":
                 steps.append(functions[with_what[0]])
                 assert with_what[8] == stream
-                assert steps[-1] != "seal" or sorted(with_what[1:4]) == [1, 1, 8], "a header a slot"
+                assert steps[-1] != "seal" or sorted(with_what[1:4]) == [1, 1, 8], "1 per slot"
     assert steps == expected
-    assert len(steps) == len(log) - 3, "no other call"
+    assert len(steps) == len(log) - 3, "unexpected calls"
     assert log[0] == ("cuCtxSetCurrent", side.rows.driver._context)
     assert (log[-2][0], log[-2][2]) == ("cuEventCreate", 2)
     assert log[-1] == ("cuEventRecord", ticket._handle, stream)
@@ -534,27 +573,30 @@ def test_calls_of_a_batch_come_in_their_order(what: str) -> None:
 
 
 def test_a_batchs_memory_is_reused_only_after_its_own_event() -> None:
-    """Another batch's event does not count, and neither does its own until somebody has seen it."""
+    """A batch's memory is reused only after a poll has seen the batch's own event."""
     side = small(FakeCuda(late=1, captures=0))
     first, second = (side.rows.start("pack", eight(side)) for _ in range(2))
     assert not second.done()
     assert not first.done()
     assert not side.rows.can_start
-    assert second.over(), "both have ended"
-    assert not side.rows.can_start, "nobody has read the results"
+    assert second.over(), "the second batch has not ended"
+    assert not side.rows.can_start, "the results have not been read yet"
     assert second.done()
     assert side.rows._free == [second._buffers]
     third = side.rows.start("pack", eight(side))
     assert third._buffers is second._buffers is not first._buffers
     assert not side.rows.can_start
     second.done()
-    assert not side.rows.can_start, "a batch gives its memory back once"
+    assert not side.rows.can_start, "a batch has freed its memory twice"
     assert ended(first) == ended(third) == [OK] * 8
 
 
-def test_all_is_there_before_the_first_batch() -> None:
-    """The device of this number, its own context and stream, the table of entries before a kernel
-    reads it, and every kernel loaded and run."""
+def test_everything_is_prepared_before_the_first_batch() -> None:
+    """GpuRows prepares everything when it is made.
+
+    It retains the context of its device, makes a stream, uploads the table of entries, and loads
+    and runs each kernel once.
+    """
     device = FakeCuda(captures=0)
     with device.compiling():
         pool = [torch.zeros(128, 2, n, dtype=torch.uint8) for n in (16, 32)]
@@ -585,8 +627,10 @@ def test_all_is_there_before_the_first_batch() -> None:
 
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make both sides of the draft channel, whose copies are kernels that end late. No tick
-    helps."""
+    """Make both sides of the channel, whose copies are kernels that end late.
+
+    The tick is so long that it never decides a request.
+    """
     monkeypatch.setattr(loop, "TICK", 60.0)
 
     def on_device(rows: DraftRows, staging: Staging) -> GpuRows:
@@ -599,7 +643,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield both
 
 
-def test_concurrent_rooms_are_right_with_kernels_or_cold(
+def test_concurrent_rooms_with_kernels_are_right_or_cold(
     channel: Any,
 ) -> None:
     channel.check_three_at_once()
@@ -608,16 +652,19 @@ def test_concurrent_rooms_are_right_with_kernels_or_cold(
     channel.decode.plane.damage = []
     assert channel.request(5) == ("warm", "")
     for side in channel.prefill, channel.decode:
-        side.channel._queue.wake()  # the end of a request waits for the next event
+        side.channel._queue.wake()  # otherwise the ends of requests would wait for the tick
     assert channel.at_rest()
 
 
 @pytest.mark.parametrize(("failing", "found"), [("settle", "cold"), ("settle clear", "failed")])
-def test_unchecked_rows_are_zeroed_before_the_request_begins(
+def test_unchecked_rows_are_zeroed_before_the_verdict(
     channel: Any, failing: str, found: str
 ) -> None:
-    """The first launch has stored rows that may be wrong if the second one fails. Rows that cannot
-    be zeroed either fail the request."""
+    """Rows whose check fails to run are zeroed before the request gets its verdict.
+
+    The first launch has stored the rows, and the second one, which checks them, fails. If zeroing
+    fails too, the request fails.
+    """
     device, decode, stored = channel.decode.store.device, channel.decode, list[bool]()
     fake, real = device.driver.library, device.driver.library._cuLaunchKernel
     fails = [device._kernels[name][0] for name in failing.split()]
@@ -638,7 +685,7 @@ def test_unchecked_rows_are_zeroed_before_the_request_begins(
     assert channel.request(2) == ("warm", "")
 
 
-def test_requests_that_end_while_kernels_run_lose_no_slot(channel: Any) -> None:
+def test_requests_that_end_during_kernels_lose_no_slot(channel: Any) -> None:
     decode, prefill = channel.decode, channel.prefill
     for number in range(1, 12):
         handle, sent, unpacked = (
@@ -652,7 +699,7 @@ def test_requests_that_end_while_kernels_run_lose_no_slot(channel: Any) -> None:
         decode.channel.close(handle, "aborted")
         rows = decode.rows_of(handle).copy()
         prefill.channel.end(sent, "aborted")
-        assert (decode.rows_of(handle) == rows).all(), "rows are written after the end"
+        assert (decode.rows_of(handle) == rows).all(), "rows were written after the request's end"
     assert threads.wait_for(lambda: not outstanding(decode.channel._machine))
     assert threads.wait_for(lambda: not outstanding(prefill.channel._machine).get("jobs"))
     assert not violations(prefill.channel._machine), outstanding(prefill.channel._machine)

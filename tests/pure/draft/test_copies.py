@@ -1,4 +1,4 @@
-"""Copies on a device, behind their requests' gates: what starts, what waits, what is skipped."""
+"""Copies on a device: which ones start, wait or are skipped, and how gates wait for them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ class Batch:
 
     @property
     def results(self) -> list[Any]:
-        """Return each job's result: stale if its name says so."""
+        """Return each job's result: STALE if its name contains "stale"."""
         return [SlotCheck.STALE if "stale" in job else SlotCheck.OK for job in self.jobs]
 
 
 class Device:
-    """The calls of a device that the copier makes. A job is its name; one with "!" cannot be
-    prepared."""
+    """The calls of a device that the copier makes.
+
+    A job is represented by its name. A job whose name ends with "!" cannot be prepared.
+    """
 
     max_batch = 3
 
@@ -64,7 +66,10 @@ class Device:
 
 
 class Copies:
-    """`start` takes names of jobs, which begin with that of their request."""
+    """A copier with its device and three gates.
+
+    `start` takes the names of jobs, which start with the name of their request's gate.
+    """
 
     def __init__(self) -> None:
         self.device, self.gates = Device(), {name: Gate() for name in "abc"}
@@ -86,8 +91,10 @@ class Copies:
         return Copy(kind, job, self.gates[job[0]], pages, 0, 1, range(1))
 
     def ended(self) -> dict[str, Any]:
-        """Return each job's result, None for one that did not run; check that no gate still holds a
-        batch that has ended."""
+        """Return each job's result, None for a job that did not run.
+
+        Also check that no gate still refers to a batch that has ended.
+        """
         found = self.copies.ended()
         flying = [batch for batch in self.device.batches if not batch.over()]
         assert all(batch in flying for gate in self.gates.values() for batch in gate._tickets)
@@ -98,7 +105,7 @@ class Copies:
         return [(batch.kind, batch.jobs) for batch in self.device.batches if not batch.over()]
 
 
-def test_jobs_of_several_requests_share_batches_of_which_two_fly() -> None:
+def test_requests_share_batches_and_two_are_in_flight() -> None:
     test = Copies()
     test.start("a1", "b1", "a2", "b2", "c1", "c2", "c3")
     assert test.flying == [("unpack", ["a1", "b1", "a2"]), ("unpack", ["b2", "c1", "c2"])]
@@ -108,7 +115,7 @@ def test_jobs_of_several_requests_share_batches_of_which_two_fly() -> None:
     assert test.copies.done
     assert test.ended() == dict.fromkeys(("a1", "b1", "a2"), SlotCheck.OK)
     assert test.flying[1] == ("unpack", ["c3"])
-    assert test.copies.polled, "nothing waits, but their ends wake nobody"
+    assert test.copies.polled, "the ends of batches in flight must be polled"
     for batch in test.device.batches:
         batch.end.set()
     assert set(test.ended()) == {"b2", "c1", "c2", "c3"}
@@ -117,7 +124,7 @@ def test_jobs_of_several_requests_share_batches_of_which_two_fly() -> None:
     assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])], "a batch is of one kind"
 
 
-def test_copies_end_together_and_count_unless_they_only_clear() -> None:
+def test_moved_bytes_are_counted_except_for_clears() -> None:
     test, began = Copies(), time.perf_counter()
     test.start("a1", "b1 stale", "c1")
     test.start("a clear")
@@ -129,7 +136,7 @@ def test_copies_end_together_and_count_unless_they_only_clear() -> None:
     assert 0 < test.took[0] < time.perf_counter() - began
 
 
-def test_a_failed_batch_ends_with_its_reason_logged_once(
+def test_the_error_of_a_failed_batch_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     test = Copies()
@@ -142,7 +149,7 @@ def test_a_failed_batch_ends_with_its_reason_logged_once(
     assert [record.message.count(batch.error) for record in caplog.records] == [0, 1]
 
 
-def test_jobs_behind_a_closed_gate_are_skipped_and_others_start() -> None:
+def test_jobs_with_a_closed_gate_are_skipped() -> None:
     test = Copies()
     test.gates["b"].close()
     test.start("a1", "b1", "c1")
@@ -155,8 +162,10 @@ def test_jobs_behind_a_closed_gate_are_skipped_and_others_start() -> None:
 
 
 def test_a_gate_cannot_close_between_its_check_and_the_launch() -> None:
-    """Check and launch are one step, so a close comes before both or after both. Recording the
-    batch at the gate belongs to that step, too: whoever waits for the lock sees it."""
+    """A gate's check, the launch of a batch and its registration at the gate are one step.
+
+    A close comes before all three or after all three, so that it waits for the batch.
+    """
 
     class Unlocked(threading.Condition):
         def __exit__(self, *args: Any) -> None:
@@ -174,7 +183,7 @@ def test_a_gate_cannot_close_between_its_check_and_the_launch() -> None:
     def start(kind: str, jobs: list[str]) -> Batch:
         closing.append(threading.Thread(target=close))
         closing[0].start()
-        assert not closed.wait(0.05), "it was closed before the device had the batch"
+        assert not closed.wait(0.05), "the gate was closed before the batch was launched"
         return real(kind, jobs)
 
     test.device.start = start  # type: ignore[method-assign]
@@ -186,7 +195,7 @@ def test_a_gate_cannot_close_between_its_check_and_the_launch() -> None:
 
 
 @pytest.mark.parametrize("fails", ["device", "job"])
-def test_what_cannot_be_started_fails_alone(fails: str) -> None:
+def test_a_job_that_cannot_start_fails_alone(fails: str) -> None:
     test = Copies()
     test.gates["b"].close()
     test.device.fails = fails == "device"
@@ -195,15 +204,14 @@ def test_what_cannot_be_started_fails_alone(fails: str) -> None:
     assert found.pop("b1") is None
     assert isinstance(found.pop("c!" if fails == "job" else "c1"), Exception)
     assert len(found) == (fails == "device")
-    assert test.gates["c"].try_close(), "no batch holds it"
+    assert test.gates["c"].try_close(), "no batch is in flight for this gate"
     test.device.fails = False
     test.start("a2")
     assert test.flying[-1] == ("unpack", ["a2"])
 
 
-def test_a_gate_is_asked_while_a_batch_ends() -> None:
-    """SGLang's scheduler polls the gate while the channel's thread forgets another of its
-    tickets."""
+def test_a_gate_may_be_polled_while_a_batch_ends() -> None:
+    """SGLang's scheduler may poll a gate while the channel thread removes a ticket from it."""
     gate, other, forgotten = Gate(), Batch("pack", []), []
 
     class Asked(Batch):
@@ -224,8 +232,10 @@ def test_a_gate_is_asked_while_a_batch_ends() -> None:
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_a_gate_waits_for_each_of_its_batches(owners: list[str], order: Any) -> None:
-    """Batches may end in any order, and the channel's thread may or may not have forgotten those
-    that ended. A gate does not wait for batches of other requests only."""
+    """A gate waits for exactly those of its batches that are still in flight.
+
+    Batches end in any order. The channel thread may or may not have removed those that ended.
+    """
     gates, left = {name: Gate() for name in "ab"}, list[tuple[str, Batch]]()
     for owner in owners:
         left.append((owner, batch := Batch("pack", [owner])))
@@ -245,7 +255,10 @@ def test_a_gate_waits_for_each_of_its_batches(owners: list[str], order: Any) -> 
 def test_a_closing_gate_polls_often_and_logs_a_long_wait(
     looks: int, is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang's scheduler waits meanwhile. On this clock each poll takes one second."""
+    """A closing gate polls at least once per millisecond, and logs a wait longer than SLOW_S.
+
+    SGLang's scheduler waits meanwhile. On the test's clock, each poll takes one second.
+    """
     gate, slept = Gate(), list[float]()
 
     class Ends(Batch):
@@ -263,7 +276,7 @@ def test_a_closing_gate_polls_often_and_logs_a_long_wait(
 
 
 class Asked:
-    """A CUDA event, and how often it was queried. `answer`: what a query returns, or raises."""
+    """A CUDA event that counts its queries. `answer`: the value that a query returns or raises."""
 
     def __init__(self, answer: Any) -> None:
         self.answer, self.asked = answer, 0
@@ -275,8 +288,8 @@ class Asked:
         return self.answer
 
 
-def test_copies_are_held_back_in_the_order_of_their_request() -> None:
-    """Those of another request, whose forward is over, wait for nobody."""
+def test_held_copies_keep_their_requests_order() -> None:
+    """Copies of a request start in order, and do not wait for those of other requests."""
     held, early, late = HeldBack[str](), Asked(True), Asked(False)
     first, second, third = Gate(), Gate(), Gate()
     pages = {name: Pages((), 1, events) for name, events in (("a", [early, late]), ("b", []))}
@@ -288,15 +301,13 @@ def test_copies_are_held_back_in_the_order_of_their_request() -> None:
     held.append((third, Pages((), 1, [late]), "d"))
     before = time.monotonic()
     assert held.release() == [("c", None)]
-    assert (early.asked, late.asked) == (2, 2), "a2 is behind a1, whatever its pages say"
+    assert (early.asked, late.asked) == (2, 2), "a2 waits for a1, although its pages have no event"
     late.answer = RuntimeError("unknown")
     first.close()
-    assert held.release() == [("a1", None), ("a2", None), ("d", late.answer)], (
-        "none asks for a gate"
-    )
+    assert held.release() == [("a1", None), ("a2", None), ("d", late.answer)]
     assert not held
     assert pages["a"].written > before
     late.answer = True
     assert pages["a"].are_written()
     assert pages["a"].are_written()
-    assert (early.asked, late.asked) == (2, 4), "an event that is over is not queried again"
+    assert (early.asked, late.asked) == (2, 4), "an event that has ended is queried again"

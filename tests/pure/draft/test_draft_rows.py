@@ -1,5 +1,8 @@
-"""Rows of the draft pool, byte by byte, against plain loops: numpy's copies, and on host memory
-the code that runs on a GPU. A GPU's streams are mocked; its memory is not tested here."""
+"""Packing, unpacking and clearing rows of the draft pool, compared with plain loops.
+
+The tests run numpy's copies, and torch's copies for a GPU on host memory. A GPU's streams are
+mocked, and its memory is not tested here.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,11 @@ by_numpy = pytest.mark.parametrize("by_numpy", [True, False], ids=["numpy", "tor
 
 
 def pool_of(widths: list[int], heads: int, num_rows: int, kind: str, seed: int) -> list:
-    """K of each layer, then V, as MHATokenToKVPool has them: typed [rows, heads, head size]. By an
-    odd seed each begins at an odd address. The first has a row more, which is nobody's."""
+    """Return the K entries of all layers, then V, each [rows, heads, head size].
+
+    This is the order of MHATokenToKVPool. With an odd seed, each entry starts at an odd address.
+    The first entry has one more row, which belongs to no request.
+    """
     dtype = {"bf16": torch.bfloat16, "fp8": torch.uint8}[kind]
     noise, entries = np.random.default_rng(seed), []
     for number, width in enumerate(np.repeat(widths, 2).tolist()):
@@ -47,8 +53,10 @@ def bytes_of(entries: list) -> list[np.ndarray]:
 
 
 def cells(entries: list, rows: np.ndarray, heads: range) -> Iterator[np.ndarray]:
-    """Yield the bytes of each head of these rows, in a payload's order. `heads`: positions on this
-    rank."""
+    """Yield the bytes of each head of these rows, in the order of a payload.
+
+    `heads`: the heads' positions on this rank.
+    """
     for entry in bytes_of(entries):
         for row in rows.tolist():
             for head in heads:
@@ -64,7 +72,7 @@ def all_bytes(entries: list) -> bytes:
 
 
 class Segment(NamedTuple):
-    """Some heads of one request, from a rank that holds `source` to one that holds `target`."""
+    """Some heads of one request, copied from a rank with heads `source` to one with `target`."""
 
     widths: list[int]
     kind: str
@@ -95,7 +103,7 @@ def segments(draw: st.DrawFn) -> Segment:
 
 
 def summed(payload: bytes, stamp: int) -> int:
-    """Return the sum as slot_format.py describes it, by plain loops over Python's integers."""
+    """Return the checksum that slot_format.py describes, computed with plain loops."""
 
     def weight(place: int) -> int:
         found = (place + 1) * 0x9E3779B97F4A7C15 & MASK
@@ -117,11 +125,14 @@ def canary_slot(size: int) -> torch.Tensor:
 @by_numpy
 @settings(max_examples=80)
 @given(case=segments(), bit=st.integers(0, 7), data=st.data())
-def test_a_segment_reaches_only_its_slot_and_its_rows(
+def test_a_segment_changes_only_its_slot_and_its_rows(
     by_numpy: bool, case: Segment, bit: int, data: st.DataObject
 ) -> None:
-    """Slots and rows equal what plain loops copy. A slot with another stamp or any bit changed is
-    not used; unused bytes there, and rows after the segment, may change. Cleared rows are zeros."""
+    """A segment changes only its own slot and rows, and both equal those of plain loops.
+
+    A slot with another stamp or any flipped bit is rejected without a write. Changes of unused
+    bytes in a slot do not matter. Cleared rows are zeros.
+    """
     source, target = case.pool(case.source, 0), case.pool(case.target, 1)
     there, here = DraftRows(source, case.source, by_numpy), DraftRows(target, case.target, by_numpy)
     payload, before = payload_of(source, case.rows(0), case.on(case.source)), all_bytes(source)
@@ -164,22 +175,22 @@ def draft_of(by_numpy: bool) -> DraftRows:
 
 # ---------------------------------------------------------------- bounds
 
-ROWS, HEADS = np.arange(3, dtype=np.int32), range(5, 7)  # a page table's own type
+ROWS, HEADS = np.arange(3, dtype=np.int32), range(5, 7)  # int32 is the type of a page table
 FITS = HEADER + 3 * 2 * 14 + 4  # bytes: 3 tokens of 2 heads, padded
 OUTSIDE = {
-    "a row below": (np.array([0, -1, 2], np.int32), HEADS, FITS),
-    "a row above": (np.array([0, 32, 2], np.int32), HEADS, FITS),
-    "heads below": (ROWS, range(3, 5), FITS),
-    "heads above": (ROWS, range(7, 9), FITS),
+    "a negative row": (np.array([0, -1, 2], np.int32), HEADS, FITS),
+    "a row after the last": (np.array([0, 32, 2], np.int32), HEADS, FITS),
+    "a head before the first": (ROWS, range(3, 5), FITS),
+    "a head after the last": (ROWS, range(7, 9), FITS),
     "no heads": (ROWS, range(5, 5), FITS),
     "every second head": (ROWS, range(4, 8, 2), FITS),
-    "a slot of one byte less": (ROWS, HEADS, FITS - 1),
+    "a slot that is one byte too small": (ROWS, HEADS, FITS - 1),
 }
 
 
 @by_numpy
 @pytest.mark.parametrize("case", OUTSIDE.values(), ids=OUTSIDE)
-def test_what_lies_outside_touches_no_byte(by_numpy: bool, case: tuple) -> None:
+def test_rows_heads_and_slots_outside_are_rejected(by_numpy: bool, case: tuple) -> None:
     rows, heads, size = case
     draft, slot = draft_of(by_numpy), canary_slot(512)[:size]
     pools = [np.array(pool) for pool in draft._pools]
@@ -189,7 +200,7 @@ def test_what_lies_outside_touches_no_byte(by_numpy: bool, case: tuple) -> None:
                 call(rows, heads, slot, STAMP)
     assert set(slot.tolist()) == {CANARY}
     assert all(map(np.array_equal, draft._pools, pools))
-    draft.pack(ROWS, HEADS, canary_slot(512)[:FITS], STAMP)  # which lies inside
+    draft.pack(ROWS, HEADS, canary_slot(512)[:FITS], STAMP)  # all inside, so this must not raise
 
 
 @pytest.mark.parametrize("wrong", ["heads", "strides"])
@@ -209,20 +220,22 @@ def test_entries_of_another_layout_are_refused(wrong: str) -> None:
         ([16], 2, torch.int16), ([16], 1, torch.uint8),
     ],
 )  # fmt: skip
-def test_a_gpu_copies_the_widest_words_that_all_heads_consist_of(
+def test_a_gpu_copies_the_widest_possible_words(
     widths: list[int], skipped: int, word: torch.dtype
 ) -> None:
-    """Every head must also begin at such a word. Copying single bytes would take several times as
-    long."""
+    """A GPU copies the widest words that divide all heads and to which all heads are aligned.
+
+    Copying single bytes would take several times as long.
+    """
     memory = [torch.zeros(4 * width + 8, dtype=torch.uint8) for width in widths]
     entries = [m[skipped:][: 4 * w].view(2, 2, w) for m, w in zip(memory, widths, strict=True)]
     assert DraftRows(entries, range(2), by_numpy=False)._word == word
 
 
-# ---------------------------------------------------------------- where the memory is
+# ---------------------------------------------------------------- memory
 
 
-def test_staging_is_equal_slots_side_by_side() -> None:
+def test_a_staging_buffer_has_adjacent_equal_slots() -> None:
     staging = Staging(3, 128, CPU)
     assert staging.size == 384
     for number in range(3):
@@ -237,7 +250,7 @@ def test_staging_is_equal_slots_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_work_on_a_gpu_is_waited_for_on_the_threads_own_stream(
+def test_gpu_work_runs_on_the_threads_own_stream(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, device = mock.MagicMock(), torch.device("cuda", 1)
@@ -259,7 +272,7 @@ def test_work_on_a_gpu_is_waited_for_on_the_threads_own_stream(
     cuda.stream.assert_called_with(cuda.Stream())
 
 
-def test_staging_lies_in_the_pool_that_the_kv_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_uses_the_memory_pool_of_the_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = mock.MagicMock()
     monkeypatch.setattr(torch.cuda, "use_mem_pool", seen.use)
     monkeypatch.setattr(torch, "zeros", seen.zeros)
@@ -269,8 +282,11 @@ def test_staging_lies_in_the_pool_that_the_kv_lies_in(monkeypatch: pytest.Monkey
     seen.use.assert_called_once_with("pool")
 
 
-def test_other_staging_on_a_gpu_is_none_of_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of torch may lie in segments that a transport cannot register. HIP has no other."""
+def test_staging_on_a_gpu_is_not_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CUDA GPU, the staging buffer is allocated by the driver, not by torch.
+
+    Torch's memory may lie in segments that a transport cannot register. HIP uses torch's memory.
+    """
     made = list[Any]()
 
     def memory(size: int, driver: int) -> Any:
@@ -291,9 +307,11 @@ def test_other_staging_on_a_gpu_is_none_of_torchs_memory(monkeypatch: pytest.Mon
     assert len(made) == zeros.call_count == 1
 
 
-def test_what_a_nic_wrote_is_flushed_before_it_is_unpacked() -> None:
-    """The GPU does not order the NIC's writes here, so the slot's bytes may arrive as late as the
-    flush."""
+def test_writes_by_a_nic_are_flushed_before_unpacking() -> None:
+    """Writes by a NIC are flushed before a slot is unpacked.
+
+    On a GPU that does not order these writes, the slot's bytes may arrive as late as the flush.
+    """
     rows = DraftRows([torch.zeros(4, 1, 8, dtype=torch.uint8)], range(1))
     source, slot = (
         DraftRows([torch.ones(4, 1, 8, dtype=torch.uint8)], range(1)),
@@ -306,15 +324,15 @@ def test_what_a_nic_wrote_is_flushed_before_it_is_unpacked() -> None:
     assert rows.entries[0].all()
 
 
-def test_a_thread_takes_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it works on device 0, which is another rank's."""
+def test_a_thread_uses_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`use_device` sets the device of the calling thread, which is device 0 by default."""
     taken = list[object]()
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(rows_module, "spare_captures", lambda: taken.append("spares captures"))
     rows = DraftRows([torch.zeros(1, 1, 8, dtype=torch.uint8)], range(1))
     rows.use_device()
     assert taken == []
-    assert isinstance(rows._pools[0], np.ndarray), "torch takes twice as long in host memory"
+    assert isinstance(rows._pools[0], np.ndarray), "numpy is twice as fast in host memory"
     rows.device = torch.device("cuda", 3)
     rows.use_device()
     assert taken == [rows.device, "spares captures"]

@@ -1,4 +1,4 @@
-"""Slots, pages and windows, beside what plain counting finds."""
+"""The arithmetic of slots, pages and windows, compared with plain counting."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from sglang_mixkv.draft.window import BLOCKS, LLAMA_EAGLE3, WINDOWED, pages_left
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 8), st.integers(0, 3000)
 )
-def test_as_many_tokens_are_in_a_slot_as_fit_with_their_header(
-    widths: list[int], heads: int, slot_bytes: int
-) -> None:
-    """A slot has 64 bytes of header, and up to 8 of padding."""
+def test_the_number_of_tokens_in_a_slot(widths: list[int], heads: int, slot_bytes: int) -> None:
+    """A slot holds as many tokens as fit after its header of 64 bytes, with 8 bytes for padding."""
     facts = DraftFacts("a", "b", 8, tuple(widths), "uint8")
     one = sum(heads * width for width in widths)
     tokens = 0
@@ -34,9 +32,11 @@ def test_as_many_tokens_are_in_a_slot_as_fit_with_their_header(
     assert facts.tokens_in(slot_bytes, heads) == tokens
 
 
-def test_weights_are_odd_and_those_of_the_page() -> None:
-    """The formula of docs/protocol.md, in Python's integers, gives the same weights, which both
-    sides need."""
+def test_checksum_weights_equal_the_documented_formula() -> None:
+    """The weights of the checksum equal the formula of docs/protocol.md.
+
+    Both sides of a pair need the same weights.
+    """
     mask = (1 << 64) - 1
 
     def weight(place: int) -> int:
@@ -48,11 +48,11 @@ def test_weights_are_odd_and_those_of_the_page() -> None:
     assert weights(0).tolist() == []
 
 
-def test_both_sides_have_one_slot_and_one_sum() -> None:
-    """Those of other releases have them too."""
+def test_the_format_of_slots_is_unchanged() -> None:
+    """The format of a slot and its checksum do not change, since other releases use them too."""
     assert (slot_format.HEADER, slot_format.PROBE_OFFSET, slot_format.SLOT_OVERHEAD) == (64, 16, 72)
     assert (slot_format.SEED, slot_format.MASK) == (0x2545F4914F6CDD1D, 2**64 - 1)
-    assert list(slot_format.SlotCheck) == [0, 1, 2, 3]  # as a GPU's kernels give them
+    assert list(slot_format.SlotCheck) == [0, 1, 2, 3]  # the values that the kernels return
     assert (layout.MAX_ENTRIES, list(layout.NO_HEADS), layout.NO_HEADS.stop) == (1024, [], 0)
 
 
@@ -61,8 +61,11 @@ def test_both_sides_have_one_slot_and_one_sum() -> None:
     st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9, unique=True),
     st.data(),
 )
-def test_rows_are_those_of_the_pages_in_order(size: int, pages: list[int], data: Any) -> None:
-    """SGLang's numbers of pages have 32 bits, those of rows may have more."""
+def test_rows_are_listed_in_the_order_of_pages(size: int, pages: list[int], data: Any) -> None:
+    """Rows are listed in the order of their pages, as 64-bit numbers.
+
+    SGLang's page numbers have 32 bits, and row numbers may need more.
+    """
     rows = [page * size + token for page in pages for token in range(size)]
     offset = data.draw(st.integers(0, len(rows)))
     count = data.draw(st.integers(0, len(rows) - offset))
@@ -71,7 +74,7 @@ def test_rows_are_those_of_the_pages_in_order(size: int, pages: list[int], data:
     assert found.dtype == np.int64
 
 
-def test_pages_get_onto_a_device_once() -> None:
+def test_pages_are_uploaded_once() -> None:
     taken = list[object]()
 
     def put(numbers: object) -> object:
@@ -85,7 +88,7 @@ def test_pages_get_onto_a_device_once() -> None:
     assert Pages([], 1).events == ()
 
 
-def test_a_layout_has_the_heads_of_its_own_rank() -> None:
+def test_a_layout_has_the_heads_of_its_rank() -> None:
     facts = DraftFacts("a", "b", 8, (2,), "uint8")
     assert [list(DraftLayout(facts, 4, rank).heads) for rank in range(4)] == [
         [0, 1], [2, 3], [4, 5], [6, 7],
@@ -98,8 +101,11 @@ def test_a_layout_has_the_heads_of_its_own_rank() -> None:
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 200))
 @example(2, 4, 4)
 @example(2, 4, 5)
-def test_pages_in_front_of_the_window_are_left_out(pages: int, size: int, window: int) -> None:
-    """The last page may hold one token: those before it have to hold the window."""
+def test_pages_before_the_window_are_left_out(pages: int, size: int, window: int) -> None:
+    """Pages before the window are left out.
+
+    The last page may hold a single token, so the pages before it must hold the whole window.
+    """
     kept = 0
     while kept * size < window:
         kept += 1
@@ -118,7 +124,7 @@ BLOCK = {"architecture": "DSparkDraftModel", "layer_types": ["sliding_attention"
          "sliding_window": 2048}  # fmt: skip
 DFLASH = {"speculative_algorithm": "DFLASH"}
 DSPARK = {"speculative_algorithm": "DSPARK"}
-PER_LAYER = [(512, {}, BY_ITSELF), (2047, DSPARK, BLOCK)]  # what the attention backend keeps to
+PER_LAYER = [(512, {}, BY_ITSELF), (2047, DSPARK, BLOCK)]  # windows that the backend implements
 
 
 def reach(flags: dict[str, Any], config: dict[str, Any]) -> int | None:
@@ -128,7 +134,7 @@ def reach(flags: dict[str, Any], config: dict[str, Any]) -> int | None:
     return window_of(SimpleNamespace(**FLAGS | flags), drafter)
 
 
-# prefill's, decode's, both sides', the drafter's own; whether all that is used has windows
+# backends of prefill, of decode, of both, of the drafter; whether all used ones implement windows
 BACKENDS = [
     (None, None, "fa3", None, True), (None, None, "flashinfer", None, False),
     ("fa4", "trtllm_mha", "flashinfer", None, True), ("fa3", None, "flashinfer", None, False),
@@ -139,7 +145,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize(("prefill", "decode", "both", "own", "windowed"), BACKENDS)
-def test_a_layer_has_a_window_if_every_backend_in_use_keeps_it(
+def test_a_window_needs_all_backends_to_implement_it(
     prefill: str | None, decode: str | None, both: str, own: str | None, windowed: bool
 ) -> None:
     named = {
@@ -148,18 +154,18 @@ def test_a_layer_has_a_window_if_every_backend_in_use_keeps_it(
     }  # fmt: skip
     for window, flags, config in PER_LAYER:
         assert reach(flags | named, config) == (window if windowed else None)
-    assert reach(DFLASH | named, BLOCK) == 512  # it reads through a table of its own
+    assert reach(DFLASH | named, BLOCK) == 512  # DFLASH limits its page table instead
 
 
 @pytest.mark.parametrize("window", sorted(WINDOWED))
-def test_each_backend_that_is_named_keeps_to_windows(window: str) -> None:
+def test_each_windowed_backend_gives_a_window(window: str) -> None:
     assert reach({"attention_backend": window}, BY_ITSELF) == 512
 
 
 ALL = [*PER_LAYER, (512, DFLASH, BLOCK), (512, DFLASH, BY_ITSELF)]
 
 
-def test_with_a_radix_cache_or_sinks_all_may_be_read() -> None:
+def test_there_is_no_window_with_a_radix_cache_or_sinks() -> None:
     for window, flags, config in ALL:
         assert reach(flags, config) == window
         for change in (
@@ -168,7 +174,7 @@ def test_with_a_radix_cache_or_sinks_all_may_be_read() -> None:
             assert reach(flags | change, config) is None
 
 
-def test_with_a_top_k_above_1_layers_see_more() -> None:
+def test_layers_have_no_window_with_a_top_k_above_1() -> None:
     for window, flags, config in PER_LAYER:
         for topk in (0, 2, 8):
             assert reach(flags | {"speculative_eagle_topk": topk}, config) is None

@@ -1,4 +1,4 @@
-"""The heads that a decode rank reads from each prefill rank, compared with a brute force."""
+"""The heads that a decode rank reads from each prefill rank, compared with a brute-force search."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PAIRS = [(p, d) for p in SIZES for d in SIZES if not (p % d and d % p)]
 
 
 def heads_by_brute_force(total: int, tp: int, rank: int) -> set[int]:
-    """Return a rank's heads: each head has tp/total ranks, or each rank total/tp heads."""
+    """Return a rank's heads. A head is on tp/total ranks, or a rank has total/tp heads."""
     return {h for h in range(total) if h * tp // total <= rank < -(-(h + 1) * tp // total)}
 
 
 @pytest.mark.parametrize("total", HEADS)
-def test_a_head_comes_once_from_the_first_contact_that_holds_it(total):
+def test_each_head_is_read_from_the_first_rank_with_it(total):
     cases = [pair for pair in PAIRS if not any(total % tp and tp % total for tp in pair)]
     assert len(cases) > 5
     for p, d in cases:
@@ -38,7 +38,7 @@ def test_a_head_comes_once_from_the_first_contact_that_holds_it(total):
 
 
 @pytest.mark.parametrize(("p", "d"), PAIRS)
-def test_readers_of_is_the_inverse_of_the_contacted(p, d):
+def test_readers_of_is_the_inverse_of_contacted(p, d):
     for rank in range(p):
         assert readers_of(p, d) == sum(rank in contacted(p, d, reader) for reader in range(d))
 
@@ -55,6 +55,6 @@ ONE, TWO, THREE = range(1), range(1, 2), range(2, 3)
         *((heads_on_rank, (*sizes, 0)) for sizes in ((0, 1), (-1, 1), (3, 2), (4, 3), (6, 4))),
     ],
 )  # fmt: skip
-def test_what_has_no_route_is_refused(call, args):
+def test_sizes_without_a_route_are_refused(call, args):
     with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
         call(*args)

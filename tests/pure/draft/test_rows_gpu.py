@@ -1,5 +1,7 @@
-"""Kernels and driver of rows_gpu.py without a GPU: what they do, in Triton's interpreter, and what
-Triton compiles them to."""
+"""The kernels and the driver of rows_gpu.py without a GPU.
+
+The kernels run in Triton's interpreter, and the tests check the code that Triton compiles.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("examples", [6, pytest.param(200, marks=pytest.mark.full)])
-def test_batches_are_right_in_tritons_interpreter(examples: int) -> None:
-    """Triton reads TRITON_INTERPRET when it is imported, so this needs a process of its own."""
+def test_interpreted_batches_are_right(examples: int) -> None:
+    """All cases of rows_gpu_interpreted.py pass in Triton's interpreter.
+
+    Triton reads TRITON_INTERPRET when it is imported, so the cases need a process of their own.
+    """
     cases = Path(__file__).with_name("rows_gpu_interpreted.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"],
@@ -43,7 +48,7 @@ def test_batches_are_right_in_tritons_interpreter(examples: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_kernels_copy_16_bytes_at_a_time_and_spill_nothing(capability: int, page_size: int) -> None:
+def test_kernels_copy_16_bytes_per_access_without_spills(capability: int, page_size: int) -> None:
     wide = r"%s\.global[a-z.]*\.(?:v2\.b64|v4\.b32)"
     expected = {
         "pack": (4, 4), "unpack": (4, 4), "settle": (0, 4), "clear": (0, 4), "seal": (0, 0),
@@ -58,7 +63,10 @@ def test_kernels_copy_16_bytes_at_a_time_and_spill_nothing(capability: int, page
 
 
 def test_kernels_compile_without_a_c_compiler(tmp_path: Path) -> None:
-    """Triton's launcher needs a C compiler, which a server may lack."""
+    """The kernels compile without a C compiler, which a server may lack.
+
+    Triton's own launcher would need one.
+    """
     code = "from sglang_mixkv.draft.kernels import compiled; print(*compiled(90, 1))"
     path = os.pathsep.join(sys.path)
     env = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "CC": "false"}
@@ -67,8 +75,8 @@ def test_kernels_compile_without_a_c_compiler(tmp_path: Path) -> None:
     assert done.stdout.split() == names, done.stderr[-2000:]
 
 
-def test_prototypes_are_those_of_cuda_h() -> None:
-    """Triton brings the header."""
+def test_prototypes_equal_those_of_cuda_h() -> None:
+    """The prototypes of the driver's functions equal those of the cuda.h that Triton ships."""
     header = Path(triton.__file__).parent / "backends" / "nvidia" / "include" / "cuda.h"
     declared = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.S)
     integers = ("int", "CUresult", "CUdevice", "CUdevice_attribute")
@@ -103,8 +111,11 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def test_numbers_are_those_of_cuda_h() -> None:
-    """A wrong number would query something else, and still get an answer."""
+def test_numbers_equal_those_of_cuda_h() -> None:
+    """The numbers of CUDA's attributes and flags equal those of cuda.h.
+
+    A wrong number would query another attribute without an error.
+    """
     header = (Path(triton.__file__).parent / "backends/nvidia/include/cuda.h").read_text()
     number = dict(re.findall(r"\b(CU\w+)\s*=?\s+(0x\d+|\d+(?:<<\d+)?)", header))
     number = {name: eval(text) for name, text in number.items()}  # 12, 0x01 or 1<<3
@@ -118,8 +129,8 @@ def test_numbers_are_those_of_cuda_h() -> None:
     assert set(cuda.PENDING) == {number["CUDA_ERROR_NOT_READY"], *captured}
 
 
-def test_no_call_gives_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call also checks its arguments."""
+def test_no_driver_call_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls of the driver keep the GIL, and check the types of their arguments."""
     keeps = mock.MagicMock()
     monkeypatch.setattr(ctypes, "PyDLL", lambda _: keeps)
     library = cuda.libcuda()
@@ -142,13 +153,13 @@ def pool(width: int = 16, start: int = 0) -> torch.Tensor:
         ([pool(start=8)], "begin at a multiple of 16"),
     ],
 )
-def test_what_the_kernels_do_not_serve_is_said(entries: list, words: str) -> None:
+def test_pools_that_kernels_do_not_support_are_rejected(entries: list, words: str) -> None:
     rows, staging = DraftRows(entries, range(2)), Staging(1, 4096, CPU)
     with pytest.raises(ValueError, match=words):
         rows_gpu.GpuRows(rows, 1, staging, FakeCuda().driver())
 
 
-def test_a_pool_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_a_pool_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = Staging(1, 4096, CPU)
     rows = DraftRows([pool()], range(2))
     assert rows_gpu.gpu_rows(rows, 1, staging) == "the pool is on cpu, which is not a CUDA device"
@@ -173,8 +184,14 @@ def test_a_pool_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("asked", ["auto", "torch", "kernels"])
-def test_what_is_wrong_either_way_comes_out(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
-    """A GPU that needs a flush, which torch's way makes too, and one that cannot."""
+def test_a_gpu_that_needs_a_flush_is_flushed_or_rejected(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Writes by a NIC are safe in every mode, or the pool is rejected.
+
+    A GPU that needs a flush gets one even if torch copies. A GPU that needs a flush but does not
+    support it is rejected.
+    """
     rows = DraftRows([pool()], range(2))
     rows.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -192,7 +209,7 @@ def test_what_is_wrong_either_way_comes_out(monkeypatch: pytest.MonkeyPatch, ask
                 rows_gpu.gpu_rows(rows, 1, Staging(1, 4096, CPU), asked)
 
 
-def test_memory_of_the_device_is_given_back_with_its_last_holder() -> None:
+def test_device_memory_is_freed_with_its_last_reference() -> None:
     device = FakeCuda()
     driver = device.driver()
     one = cuda.DeviceMemory(4096, driver)
@@ -206,7 +223,7 @@ def test_memory_of_the_device_is_given_back_with_its_last_holder() -> None:
         cuda.DeviceMemory(4096, driver)
 
 
-def test_a_thread_that_asks_ends_no_capture_of_another() -> None:
+def test_a_query_does_not_end_another_threads_capture() -> None:
     device = FakeCuda()
     cuda.spare_captures(device)
     assert device.calls == {"cuThreadExchangeStreamCaptureMode": 1}
@@ -219,10 +236,13 @@ CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize("in_body", [False, True])
-def test_torchs_copies_are_waited_for_during_a_capture(
+def test_own_stream_waits_for_copies_during_a_capture(
     monkeypatch: pytest.MonkeyPatch, in_body: bool
 ) -> None:
-    """The request's gate opens only after them, and an error that persists is raised."""
+    """`own_stream` waits for torch's copies during a graph capture, and raises a persistent error.
+
+    The request's gate opens only after these copies.
+    """
     answers: list[Any] = [RuntimeError(CAPTURING), False, RuntimeError(CAPTURING), True]
     stream = SimpleNamespace(query=mock.Mock(side_effect=answers))
     monkeypatch.setattr(rows_module._own, "stream", stream, raising=False)

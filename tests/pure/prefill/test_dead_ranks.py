@@ -1,4 +1,4 @@
-"""Ranks that are gone, or hang, by the dozen: what others get of a rank's slots."""
+"""Dozens of peers that died or hang leave slots of a rank to other peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_mixkv.decode.breaker import STRIKES
 RANKS = (8, 19, 64, 128)
 LIVING = tuple(b"living%02d" % n for n in range(12))
 EVERYTHING = 7 * SLOTS // 8
-LONG = 60  # segments of a request that fills what it may
+LONG = 60  # segments of a request that uses all slots it may have
 
 
 def names(kind: bytes, ranks: int) -> list[bytes]:
@@ -21,7 +21,7 @@ def names(kind: bytes, ranks: int) -> list[bytes]:
 
 
 def serve(rank: Prefill, readers: tuple[bytes, ...], first: int) -> list[int]:
-    """Serve a request of each reader, and return those that did not get all of their draft KV."""
+    """Serve one request per reader. Return the rooms that did not get all of their draft KV."""
     rooms = range(first, first + len(readers))
     for room, reader in zip(rooms, readers, strict=True):
         rank.open(room, reader)
@@ -35,9 +35,12 @@ def serve(rank: Prefill, readers: tuple[bytes, ...], first: int) -> list[int]:
 
 @pytest.mark.parametrize("fails", [True, False], ids=["unreachable", "vanished"])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_readers_that_are_gone_leave_slots_to_those_that_live(ranks: int, fails: bool) -> None:
-    """`busy` ones were in service, and hold slots; requests of the others are computed later.
-    `known` readers have acknowledged something before."""
+def test_dead_readers_leave_slots_to_other_readers(ranks: int, fails: bool) -> None:
+    """Dead readers leave enough slots for new requests of readers that are alive.
+
+    `busy`: the number of readers that hold slots when they die; requests of the others are computed
+    later. `known`: whether the readers that are alive have acknowledged a slot before.
+    """
     for busy, known, readers in product((0, 2, ranks), (False, True), (1, 4)):
         rank, dead, case = Prefill(), names(b"dead", ranks), f"{busy} {known} {readers}"
         if known:
@@ -54,15 +57,15 @@ def test_readers_that_are_gone_leave_slots_to_those_that_live(ranks: int, fails:
             rank.now += 1e-4
             rank.request(1 + number, LONG * TOKENS)
         assert SLOTS - rank.slots.free_slots <= EVERYTHING + (SLOTS // 32 if busy else 0), case
-        assert not fails or busy or rank.slots.free_slots == SLOTS, "nobody can read them"
+        assert not fails or busy or rank.slots.free_slots == SLOTS, "unsent slots are not freed"
         rank.wait(rank.times.unsure * 1.1)
         for turn in range(2):
             assert serve(rank, LIVING[:readers], 100_000 + 100 * turn) == [], (case, turn)
         assert rank.violations == []
 
 
-def test_a_request_goes_on_whose_reader_reads_while_others_die() -> None:
-    """The reader's OPEN came long before, and it acknowledges what it has read."""
+def test_a_reading_request_goes_on_while_others_die() -> None:
+    """A request goes on while its reader acknowledges slots, although many other readers die."""
     rank = Prefill()
     rank.slow.update(LIVING)
     for room, reader in enumerate(LIVING, 1):
@@ -83,9 +86,11 @@ def test_a_request_goes_on_whose_reader_reads_while_others_die() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))
-def test_open_requests_are_served_when_a_few_readers_die(ranks: int) -> None:
-    """Their readers have shown no sign of life since, so nothing distinguishes them from the dead
-    ones."""
+def test_open_requests_are_served_after_a_few_readers_die(ranks: int) -> None:
+    """Requests opened before a few readers died are still served.
+
+    Their readers have sent nothing since, so nothing distinguishes them from the dead readers.
+    """
     rank, dead = Prefill(), names(b"dead", ranks)
     for number, reader in enumerate([*dead, *LIVING], 1):
         rank.open(number, reader)
@@ -97,7 +102,10 @@ def test_open_requests_are_served_when_a_few_readers_die(ranks: int) -> None:
 
 
 def test_a_second_crash_leaves_slots_too() -> None:
-    """The ranks of the second crash had outlived the first, and acknowledged slots since then."""
+    """Slots are left even after a second crash.
+
+    Ranks that die in the second crash had acknowledged slots after the first crash.
+    """
     rank = Prefill()
     for crash in range(2):
         dead = names(b"dead%d" % crash, 128)
@@ -117,7 +125,7 @@ def test_a_second_crash_leaves_slots_too() -> None:
 
 
 def ask(rank: Decode, peer: bytes, generation: int, segments: int = 4) -> tuple[str, str]:
-    """Return the verdict on a request whose target has arrived with the first READY."""
+    """Open a request with one READY and its target. Return the request's verdict."""
     rank.open(generation, peer, segments=segments)
     rank.ready(generation, segments, peer, last=True)
     rank.arrive(generation)
@@ -154,7 +162,7 @@ def test_prefill_ranks_with_hung_reads_leave_slots_to_others(ranks: int, known: 
     assert (rank.slots.free_slots, outstanding(rank.machine), rank.violations) == (SLOTS, {}, [])
 
 
-def test_ranks_that_hang_one_by_one_leave_slots_to_the_others() -> None:
+def test_ranks_that_hang_one_by_one_leave_slots_to_others() -> None:
     rank = Decode()
     for turn, peer in enumerate(names(b"hung", 128)):
         rank.hung.add(peer)
@@ -164,7 +172,7 @@ def test_ranks_that_hang_one_by_one_leave_slots_to_the_others() -> None:
         assert ask(rank, b"healthy0", 1000 + turn) == ("warm", ""), turn
         assert rank.slots.free_slots >= SLOTS // 16
     assert rank.slots.free_slots == SLOTS // 16
-    assert ask(rank, b"healthy1", 3000)[0] == "cold", "it is not known whether it delivers"
+    assert ask(rank, b"healthy1", 3000)[0] == "cold", "a peer without a completed read gets no slot"
     assert rank.strikes(b"healthy1") == 0
 
 
@@ -186,16 +194,19 @@ def test_a_peer_gets_no_slot_until_its_overdue_read_has_ended(patience: float) -
     assert not given(3)
     first, second = rank.reading
     rank.do(rank.machine.read_ended, second, "late")
-    assert not given(4), "the other one is overdue"
+    assert not given(4), "the first read is still overdue"
     rank.reading = [first]
     rank.end_reads("late")
-    assert len(rank.reading) == 2, "those that waited"
+    assert len(rank.reading) == 2, "the waiting segments are not read"
     assert given(5)
     assert rank.violations == []
 
 
-def test_a_peer_whose_segments_wait_for_our_slots_gets_no_strike() -> None:
-    """One whose own reads take them up does."""
+def test_a_peer_that_waits_for_local_slots_gets_no_strike() -> None:
+    """A peer whose segments wait for slots that other peers hold gets no strike.
+
+    A peer whose own reads hold slots does get one.
+    """
     rank = Decode(8)
     hung = hang(rank, 8, 0.2, segments=8)
     assert rank.slots.free_slots == 0
@@ -212,7 +223,7 @@ def test_a_peer_whose_segments_wait_for_our_slots_gets_no_strike() -> None:
 
 
 @pytest.mark.parametrize("error", ["", "broken"])
-def test_a_read_that_fails_is_no_sign_of_life(error: str) -> None:
+def test_a_failed_read_is_no_sign_of_life(error: str) -> None:
     rank = Decode()
     rank.hung.update((b"first", b"second"))
     for generation, peer in enumerate((b"first", b"second")):
