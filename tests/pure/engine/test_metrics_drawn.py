@@ -1,4 +1,4 @@
-"""The metrics and logs of a rank, at the bounds of its tables and with drawn histograms."""
+"""The metrics and logs of a rank, at the limits of its tables and with drawn histograms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from sglang_mixkv.series import DECODE, NOTES, PREFILL, SERIES
 
 
 class Rank(metrics.MetricsReporter):
-    """A rank's reporter. `of`: values of a series that are not 0, by those of its own labels."""
+    """A rank's reporter.
+
+    `of` returns the values of a series that are not 0, by the values of the series' own labels.
+    """
 
     def __init__(self, side: str = DECODE) -> None:
         self.registry = CollectorRegistry()
@@ -42,8 +45,10 @@ class Rank(metrics.MetricsReporter):
         return found
 
     def buckets(self, name: str) -> dict[tuple[str, ...], dict[float, float]]:
-        """Return a histogram's counts by bucket, keyed by the values of its own labels and by upper
-        bound; empty buckets are left out."""
+        """Return a histogram's counts, by the values of its own labels and by upper bound.
+
+        Empty buckets are left out.
+        """
         found: dict[tuple[str, ...], dict[float, float]] = {}
         below: dict[tuple[str, ...], float] = {}
         for line in generate_latest(self.registry).decode().splitlines():
@@ -78,8 +83,11 @@ class Req:
 @given(st.lists(st.lists(st.integers(0, 9), max_size=40), min_size=1, max_size=3))
 @example([[1] * 40])
 @example([[1] * 33])
-def test_rounds_and_tokens_are_counted(histograms: list[Any]) -> None:
-    """A round has as many right drafts as its place says, and one token more."""
+def test_verify_rounds_and_tokens_are_counted(histograms: list[Any]) -> None:
+    """Verify rounds and accepted tokens are counted from a request's histogram.
+
+    A round at index n of the histogram has n accepted drafts and yields n + 1 tokens.
+    """
     one = Rank()
     for number, histogram in enumerate(histograms):
         one.end(Req(str(number), histogram))
@@ -96,25 +104,25 @@ def test_rounds_and_tokens_are_counted(histograms: list[Any]) -> None:
     [
         (act.State.WARM, "", "", 5.0, 5.0004, {("warm", ""): {0.001: 1}}),
         (act.State.WARM, "", "", 5.0, 5.003, {("warm", ""): {0.005: 1}}),
-        (act.State.WARM, "", "", 5.0, 4.0, {("warm", ""): {0.001: 1}}),  # its rows came first
+        (act.State.WARM, "", "", 5.0, 4.0, {("warm", ""): {0.001: 1}}),  # rows before the target
         (act.State.COLD, "deadline", "", 5.0, 5.31, {("cold", "deadline"): {0.5: 1}}),
         (act.State.COLD, "of a later release", "", 5.0, 6.5, {("cold", "other"): {2.0: 1}}),
         (act.State.FAILED, "why", "", 5.0, 14.9, {("failed", ""): {10.0: 1}}),
         (act.State.WARM, "", series.ABORTED, 5.0, 17.0,
          {("closed", "prefill_aborted"): {float("inf"): 1}}),
-        (None, "", "failed on decode", 5.0, None, {}),  # it ended before a verdict
-        (act.State.COLD, "lost", "failed on decode", None, 5.0, {}),  # the target never came
+        (None, "", "failed on decode", 5.0, None, {}),  # no verdict
+        (act.State.COLD, "lost", "failed on decode", None, 5.0, {}),  # no target
     ],
 )  # fmt: skip
-def test_a_request_waits_from_the_targets_arrival_to_the_verdict(
+def test_the_waiting_time_ends_with_the_verdict(
     state: act.State | None, reason: str, closed: str, arrived: float | None,
     decided: float | None, expected: dict[tuple[str, ...], dict[float, float]],
 ) -> None:  # fmt: skip
-    """Once, under the outcome that rooms_total counts."""
+    """A request's waiting time is counted once, with the same outcome as in rooms_total."""
     one, handle = Rank(), ReceiveHandle([], 1, None, "a:1")
     handle.state, handle.reason, handle.arrived, handle.decided = state, reason, arrived, decided
     one.ended(handle, closed)
-    assert one.buckets("wait_seconds") == {}, "the scheduler's thread counts nothing"
+    assert one.buckets("wait_seconds") == {}, "the scheduler's thread must not count"
     for _ in range(2):
         one.count()
     assert one.buckets("wait_seconds") == expected
@@ -125,7 +133,7 @@ def test_a_request_waits_from_the_targets_arrival_to_the_verdict(
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(0, 30), min_size=1, max_size=20))
 @example([0.001, 0.0010001, 10.0, 10.1])
-def test_chunks_are_observed_in_the_bucket_of_their_time(seconds: list[float]) -> None:
+def test_chunk_times_are_counted_in_their_bucket(seconds: list[float]) -> None:
     one, expected = Rank(PREFILL), dict[float, float]()
     for each in seconds:
         one.announced(each)
@@ -152,13 +160,16 @@ def test_rooms_are_counted_at_each_tick_and_drafts_once_a_second(
     assert counted == 5
 
 
-def test_series_and_lines_are_as_many_as_operators_were_told() -> None:
-    """docs/metrics.md has the first."""
+def test_limits_on_series_and_log_lines_are_unchanged() -> None:
+    """The limits on series, log lines and watched requests are unchanged.
+
+    docs/metrics.md documents the first one.
+    """
     bounds = metrics.MAX_PREFILLS, metrics.MAX_LOGGED, metrics.MAX_WATCHED
     assert (*bounds, metrics.SAMPLE_S) == (64, 1024, 65536, 1.0)
 
 
-def test_what_is_watched_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watched_and_waiting_requests_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_WATCHED", 3)
     one = Rank()
     requests = [Req(str(number), [1], done=False) for number in range(5)]
@@ -171,7 +182,7 @@ def test_what_is_watched_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPat
     assert len(one._ended) == 3
 
 
-def test_a_note_is_logged_once_per_peer_and_not_without_end(
+def test_a_note_is_logged_once_per_peer_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics, "MAX_LOGGED", 3)
@@ -187,7 +198,7 @@ def test_a_note_is_logged_once_per_peer_and_not_without_end(
         assert "(why)" in line
 
 
-def test_a_line_names_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_line_names_the_peer(caplog: pytest.LogCaptureFixture) -> None:
     what = next(w for w, spec in NOTES.items() if spec.message and spec.logged)
     note, reader = act.Note(what, b"peer"), act.Note(what, b"12345678")
     decode, prefill = Rank(DECODE), Rank(PREFILL)
@@ -196,15 +207,15 @@ def test_a_line_names_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
         decode(note)
         prefill(reader)
         Rank()(act.Note(what))
-    said = [re.search(r"channel, (.*?): .*\((.*?)\)", line).groups() for line in caplog.messages]
-    assert said == [
+    found = [re.search(r"channel, (.*?): .*\((.*?)\)", line).groups() for line in caplog.messages]
+    assert found == [
         ("prefill a:1", "no detail"), ("decode rank 31323334", "no detail"),
         ("prefill rank", "no detail"),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("side", [PREFILL, DECODE])
-def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
+def test_a_rank_has_the_series_of_its_side(side: str) -> None:
     one = Rank(side)
     assert set(one._made) == {s.name for s in SERIES if side in s.sides}
     one.moved(7, 0.25)
@@ -214,7 +225,7 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
     page = generate_latest(one.registry).decode()
     for known in (s for s in SERIES if side in s.sides for _ in s.initial_labels):
         name = series.PREFIX + known.name + "_bucket" * known.name.endswith("_seconds")
-        assert f"{name}{{" in page, "a series is there before anything is counted"
+        assert f"{name}{{" in page, "each series must exist before its first count"
 
 
 @pytest.mark.parametrize(
@@ -224,10 +235,13 @@ def test_a_rank_has_the_series_of_its_side_with_its_labels(side: str) -> None:
         (5, {"pod": "a", "tp_rank": 9}, {"dp_rank": "5", "pod": "a", "tp_rank": "9"}),
     ],
 )  # fmt: skip
-def test_the_labels_are_those_of_sglangs_own_series(
+def test_labels_are_those_of_sglangs_series(
     dp_rank: int | None, extra: Any, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Labels are strings, since SGLang's are. There are none if its metrics are off."""
+    """The plugin's series have the labels of SGLang's, as strings.
+
+    If SGLang's metrics are disabled, there are no labels.
+    """
     args = SimpleNamespace(enable_metrics=True, served_model_name="m", extra_metric_labels=extra)
     ranks = SimpleNamespace(tp_rank=1, pp_rank=2, moe_ep_rank=3, dp_rank=dp_rank)
     context = SimpleNamespace(get_parallel=lambda: ranks, get_server_args=lambda: "of the process")
@@ -241,7 +255,7 @@ def test_the_labels_are_those_of_sglangs_own_series(
     assert metrics._labels("decode") is None
 
 
-def test_a_rank_without_metrics_counts_nothing_and_keeps_nothing() -> None:
+def test_a_rank_without_metrics_retains_nothing() -> None:
     one = metrics.MetricsReporter(DECODE, None)
     handle = ReceiveHandle([], 1, None, "a:1")
     handle.state, handle.reason = act.State.COLD, "broken"
@@ -253,7 +267,7 @@ def test_a_rank_without_metrics_counts_nothing_and_keeps_nothing() -> None:
     assert not one._watched
 
 
-def test_series_that_cannot_be_made_cost_nobody_a_rank(
+def test_an_error_in_making_series_does_not_stop_a_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics, "_labels", lambda side: 1 // 0)
@@ -264,7 +278,7 @@ def test_series_that_cannot_be_made_cost_nobody_a_rank(
     assert metrics.reporter(PREFILL)._side == PREFILL
 
 
-def test_a_series_that_fails_is_nothing_to_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_a_series_does_not_reach_the_caller(caplog: pytest.LogCaptureFixture) -> None:
     one = Rank()
     one._made = dict.fromkeys(one._made)
     for _ in range(2):
@@ -273,7 +287,7 @@ def test_a_series_that_fails_is_nothing_to_its_caller(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("prefill", ["", "a:1"])
-def test_a_breaker_is_counted_for_the_server_of_its_rank(prefill: str) -> None:
+def test_a_breaker_is_counted_for_its_prefill_server(prefill: str) -> None:
     one = Rank()
     one.name_of = {b"peer": prefill}.__getitem__
     one(act.Note("breaker_opened", b"peer"))
@@ -304,9 +318,12 @@ print(generate_latest(registry).decode())
 """
 
 
-def test_processes_of_a_server_have_one_page(tmp_path: Path) -> None:
-    """SGLang names its folder after the plugin's modules were imported. What a rank counted before
-    it was restarted counts; its slots are those of the one that is there."""
+def test_processes_of_a_server_share_a_metrics_page(tmp_path: Path) -> None:
+    """All processes of a server share one metrics page.
+
+    SGLang sets the folder for multiprocess metrics after the plugin's modules are imported.
+    Counters include those of a rank's former process; gauges are those of the current one.
+    """
     done = subprocess.run(
         [sys.executable, "-c", ON_A_SERVER, str(tmp_path)], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

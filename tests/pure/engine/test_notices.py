@@ -1,4 +1,4 @@
-"""SGLang's own messages that end the other side's half of a request: who is sent one, and when."""
+"""The aborts that a rank sends to the other side in SGLang's own messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stock:
 
 
 class Sender(DraftSender, Stock):
-    """A sender on a manager with two decode ranks, one of which takes no message."""
+    """A sender on a manager with two decode ranks. Messages to the first one block."""
 
     def __init__(self) -> None:
         self.bootstrap_room, self.hung, self.sent = 7, Event(), SimpleQueue[str]()
@@ -46,9 +46,11 @@ class Sender(DraftSender, Stock):
         self.sent.put(name)
 
 
-def test_an_abort_waits_for_no_decode_rank() -> None:
-    """SGLang's send blocks for 30 s where one is gone. Its messages take one thread, however many
-    there are."""
+def test_an_abort_does_not_wait_for_decode_ranks() -> None:
+    """An abort does not wait for a decode rank that is gone, where SGLang's send blocks for 30 s.
+
+    All messages to such a rank together block only one thread.
+    """
     sender, before = Sender(), threading.active_count()
     for count in range(1, 9):
         sender.abort()
@@ -60,7 +62,7 @@ def test_an_abort_waits_for_no_decode_rank() -> None:
 
 
 class Use:
-    """A sender of one room number, which SGLang has aborted, or which uses the number next."""
+    """A sender of a room number, either the aborted one or the next one with the same number."""
 
     def __init__(self) -> None:
         self.bootstrap_room, self.cleared = 7, False
@@ -89,12 +91,15 @@ NOTED = {"prefixes": {7: 0}, "status": {7: KVPoll.Failed}, "infos": HERE}
         ("another", NOTED | {"prefixes": {}}, (), True, False),
     ],
 )
-def test_an_abort_before_metadata_spares_the_numbers_next_use(
+def test_an_abort_before_metadata_spares_the_next_request(
     newest: str, tables: Any, targets: Any, is_left: bool, is_cleared: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Metadata that arrive later belong to the next use. SGLang's thread records the prefix, then
-    the status."""
+    """An abort removes late metadata only if no other request has taken its room number.
+
+    Otherwise the metadata belong to the next request. SGLang's thread records the prefix before it
+    sets the status.
+    """
     infos, prefixes, status = (dict(tables[name]) for name in ("infos", "prefixes", "status"))
     sender, another = Use(), Use()
     uses = {"own": {7: sender}, "none": {}, "another": {7: another}}[newest]
@@ -109,7 +114,7 @@ def test_an_abort_before_metadata_spares_the_numbers_next_use(
     assert (infos, prefixes) == (before[:2] if is_left else ({}, {}))
 
 
-def test_an_abort_ends_where_its_number_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_ends_when_its_room_number_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aborts, "POLL_S", 0.01)
     sender = Sender()
     tables = sender.kv_mgr
@@ -126,11 +131,10 @@ def test_an_abort_ends_where_its_number_is_used_again(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("waits", ["a", "b", ""])
-def test_an_abort_after_metadata_waits_for_no_more(
+def test_an_abort_after_metadata_is_sent_at_once(
     waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode ranks that get nothing from this rank are not notified, and if there is no other,
-    nobody is."""
+    """An abort after the metadata is sent at once, and only to decode ranks that read this rank."""
     monkeypatch.setattr(aborts, "POLL_S", 600.0)
     sender = Sender()
     sender.hung.set()
@@ -144,7 +148,7 @@ def test_an_abort_after_metadata_waits_for_no_more(
 
 
 @pytest.mark.parametrize(("under_way", "is_sent"), [(-1, True), (0, False), (1, False)])
-def test_aborts_beyond_those_that_are_under_way_are_not_sent(under_way: int, is_sent: bool) -> None:
+def test_aborts_beyond_the_limit_are_not_sent(under_way: int, is_sent: bool) -> None:
     sender = Sender()
     sender.hung.set()
     running = {Future[Any]() for _ in range(notices.MAX_NOTICES + under_way)}
@@ -162,8 +166,10 @@ def test_aborts_beyond_those_that_are_under_way_are_not_sent(under_way: int, is_
 def test_no_abort_is_sent_if_decode_would_free_pages_in_use(
     status: Any,
 ) -> None:
-    """Decode frees pages at once if it does not defer their release, while prefill may still write
-    to them. Nothing is sent for a room that has ended, either."""
+    """No abort is sent if decode does not defer the release of pages, or if the room has ended.
+
+    Decode would free the pages at once, while prefill may still write to them.
+    """
     sender = Sender()
     sender.hung.set()
     sender.kv_mgr.request_status[7] = status
@@ -171,7 +177,7 @@ def test_no_abort_is_sent_if_decode_would_free_pages_in_use(
     sender.abort()
     sender.kv_mgr.request_status[7] = KVPoll.Transferring
     sender.kv_mgr.enable_deferred_decode_kv_release = True
-    sender.abort()  # which is sent, and first
+    sender.abort()  # this abort is sent, as the first one
     assert sender.kv_mgr.did == ["abort"] * 2
     assert {sender.sent.get(timeout=10) for _ in range(2)} == {"a", "b"}
     assert sender.sent.empty()
@@ -181,7 +187,8 @@ class Receiver:
     """The part of a refused request that notifies prefill, once, as SGLang's receiver does."""
 
     def __init__(self) -> None:
-        self.told, self.abort_notified = list[str](), True  # by `_fail`, before its ranks are known
+        # `_fail` has set `abort_notified` before the ranks are known
+        self.told, self.abort_notified = list[str](), True
 
     def ensure_abort_notified(self) -> None:
         if not self.abort_notified:
@@ -190,7 +197,7 @@ class Receiver:
 
 
 @pytest.mark.parametrize(("under_way", "is_sent"), [(-1, True), (0, False), (1, False)])
-def test_refused_requests_beyond_the_bound_are_not_aborted(
+def test_refused_requests_beyond_the_limit_are_not_aborted(
     under_way: int, is_sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "PAUSES_S", (0.0, 0.0))
@@ -202,9 +209,12 @@ def test_refused_requests_beyond_the_bound_are_not_aborted(
     assert (len(receiver.told), refused._under_way) == (2 * is_sent, before)
 
 
-def test_notices_are_bounded_and_last_as_long_as_sglang_waits() -> None:
-    """The first ABORT of a refused request follows decode's own answer; later ones reach a prefill
-    rank that accepts the request late."""
+def test_limits_and_pauses_of_aborts() -> None:
+    """The limits and the pauses of aborts are as intended.
+
+    The first abort of a refused request comes after decode's own answer. Later ones reach a prefill
+    rank that accepts the request late.
+    """
     assert (notices.MAX_NOTICES, aborts.BLOCKED_AT_ONCE) == (4096, 256)
     assert (aborts.POLL_S, aborts.LATE_S, notices.LINGER_MS) == (1.0, 300.0, 1000)
     assert notices.PAUSES_S == (0.2, 0.5, 1.3, 6.0)

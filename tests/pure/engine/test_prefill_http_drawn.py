@@ -1,5 +1,7 @@
-"""Questions to prefill servers and what a bootstrap server answers, without SGLang: each status,
-each size at its bound, and drawn numbers of ranks."""
+"""Requests to prefill servers, and the answers of a bootstrap server, without SGLang.
+
+The tests cover each status, each size at its limit, and drawn numbers of ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def body_of(*rows: Row) -> bytes:
 
 
 def asked(status: int, body: bytes) -> Any:
-    """Return what `fetch` makes of this answer, or the error that it raises."""
+    """Return the result of `fetch` for this answer, or the error that it raises."""
     paths = list[str]()
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -67,7 +69,7 @@ def asked(status: int, body: bytes) -> Any:
 # ---------------------------------------------------------------- rows
 
 
-def test_rows_come_by_sglangs_key_of_their_rank() -> None:
+def test_rows_are_keyed_by_the_ranks_ip_and_port() -> None:
     rows = [msgspec.structs.replace(ROW, rank_port=9000 + n) for n in range(3)]
     assert asked(200, body_of(*rows)) == {("10.0.0.1", 9000 + n): rows[n] for n in range(3)}
     assert read_rows(body_of()) == {}
@@ -82,14 +84,14 @@ def test_rows_come_by_sglangs_key_of_their_rank() -> None:
         (302, ConnectionError, "302"), (201, ConnectionError, "201"),
     ],
 )  # fmt: skip
-def test_each_status_is_told_apart(status: int, kind: type[Exception], words: str) -> None:
+def test_each_http_status_has_its_error(status: int, kind: type[Exception], words: str) -> None:
     found = asked(status, b"of the server")
     assert type(found) is kind
     with pytest.raises(kind, match=words):
         raise found
 
 
-def test_of_what_a_server_says_512_bytes_are_shown() -> None:
+def test_512_bytes_of_an_error_answer_are_shown() -> None:
     assert str(asked(503, b"x" * 511 + b"yz")) == f"503 {'x' * 511}y"
     assert str(asked(503, b"\xff")) == "503 �"
 
@@ -97,12 +99,12 @@ def test_of_what_a_server_says_512_bytes_are_shown() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b'{"rows":[{}]}', b'{"rows":[1]}', b"[" * 100_000],
 )  # fmt: skip
-def test_what_are_no_rows_is_refused(body: bytes) -> None:
+def test_an_answer_without_valid_rows_is_refused(body: bytes) -> None:
     with pytest.raises(MixKVError, match="MIXKV-PAIR-02"):
         read_rows(body)
 
 
-def test_an_answer_at_and_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_at_and_beyond_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefill_http.MAX_BODY == 4 << 20
     monkeypatch.setattr(prefill_http, "MAX_BODY", 1 << 20)
     whole = body_of(ROW)
@@ -110,7 +112,7 @@ def test_an_answer_at_and_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> N
     assert "1 MiB" in str(asked(200, whole.ljust((1 << 20) + 1)))
 
 
-def test_a_question_ends_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_a_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_http, "ASK_S", 0.1)
     with silent() as address:
         with pytest.raises(TimeoutError):
@@ -118,8 +120,8 @@ def test_a_question_ends_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asyncio.run(ranks_of(address, Names())) == []
 
 
-def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
-    """A compressed answer is not requested, either."""
+def test_a_redirect_is_not_followed() -> None:
+    """A redirect is not followed, and no compressed answer is requested."""
 
     async def run() -> None:
         seen = list[Any]()
@@ -150,7 +152,7 @@ SIZES = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")
 
 
 def a_server_of(*counts: int, **sizes: Any) -> Callable[[str], tuple[int, bytes]]:
-    """SGLang's answers at /route."""
+    """Return a function that answers at /route as SGLang does."""
 
     def answer(path: str) -> tuple[int, bytes]:
         url = urlsplit(path)
@@ -170,7 +172,7 @@ def a_server_of(*counts: int, **sizes: Any) -> Callable[[str], tuple[int, bytes]
 
 @settings(max_examples=8)
 @given(st.lists(st.integers(1, 3), min_size=4, max_size=4))
-def test_every_rank_is_asked_for(counts: list[int]) -> None:
+def test_every_rank_is_looked_up(counts: list[int]) -> None:
     with serving(a_server_of(*counts)) as address:
         found = asyncio.run(ranks_of(address, Names()))
     dp, cp, tp, pp = map(range, counts)
@@ -185,18 +187,21 @@ def test_every_rank_is_asked_for(counts: list[int]) -> None:
     [((1, 1, 1, 1), {"dp_size": "many"}),
      *[((1, 1, 1, 1), {name: value}) for name in SIZES for value in (0, -1, None, 2, 4097)]],
 )  # fmt: skip
-def test_where_a_server_does_not_say_them_no_rank_is_known(
+def test_no_rank_is_known_after_an_invalid_answer(
     counts: tuple[int, ...], sizes: dict[str, Any]
 ) -> None:
-    """One missing answer is enough: the list is empty."""
+    """No rank is known if a server does not answer for one of its ranks or has invalid sizes."""
     with serving(a_server_of(*counts, **sizes)) as address:
         assert asyncio.run(ranks_of(address, Names())) == []
 
 
-def test_all_ranks_are_asked_for_in_the_time_of_one_question(
+def test_all_ranks_are_looked_up_within_one_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server answers each question a little before that time is over."""
+    """The time-out of one request applies to the requests for all ranks together.
+
+    The test's server answers each request shortly before the time-out.
+    """
     monkeypatch.setattr(prefill_http, "ASK_S", 0.4)
     paths, answer = list[str](), a_server_of(4, 1, 4, 1)
 
@@ -210,7 +215,7 @@ def test_all_ranks_are_asked_for_in_the_time_of_one_question(
     assert len(paths) <= 3
 
 
-def test_a_server_of_as_many_ranks_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_looked_up_up_to_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefill_http.MAX_RANKS == 1024
     assert (prefill_http.ASK_S, prefill_http.MAX_BODY) == (5.0, 4 << 20)
     monkeypatch.setattr(prefill_http, "MAX_RANKS", 6)
@@ -219,11 +224,11 @@ def test_a_server_of_as_many_ranks_as_are_asked_for(monkeypatch: pytest.MonkeyPa
             assert len(asyncio.run(ranks_of(address, Names()))) == known
 
 
-# ---------------------------------------------------------------- what a bootstrap server keeps
+# ---------------------------------------------------------------- the bootstrap server
 
 
 class Plain:
-    """SGLang's server, as far as it is needed."""
+    """The part of SGLang's bootstrap server that the plugin extends."""
 
     dp_size, attn_cp_size, attn_tp_size, pp_size = 1, 1, 1, 1
     status = 200
@@ -259,14 +264,14 @@ RANK = {
 }  # fmt: skip
 
 
-def test_the_rows_of_all_ranks_are_passed_on() -> None:
+def test_a_bootstrap_server_returns_the_rows_of_all_ranks() -> None:
     server = Server()
     assert {route.resource.canonical for route in server.app.router.routes()} == {"/route", PATH}
     for name in ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_rank"):
         for number in (1, 2):
             assert server.put(**{name: number, KEY: {"of": [name, number]}}) == 200
     assert server.put(**{KEY: {"of": "former"}}) == 200
-    assert server.put(**{KEY: {"of": "later"}}) == 200  # which takes its place
+    assert server.put(**{KEY: {"of": "later"}}) == 200  # replaces the former row
     status, body = server.get()
     assert (status, body["protocol"], len(body["rows"])) == (200, PROTOCOL[1], 11)
     assert body["rows"][-1] == {"of": "later"}
@@ -275,7 +280,7 @@ def test_the_rows_of_all_ranks_are_passed_on() -> None:
     assert len(server.mixkv_rows) == 11
 
 
-def test_an_unready_server_names_its_ranks_without_a_row() -> None:
+def test_an_unready_server_lists_ranks_without_a_row() -> None:
     server = Server()
     for number in range(10):
         server.put(pp_rank=number, rank_port=number)
@@ -290,7 +295,7 @@ def test_an_unready_server_names_its_ranks_without_a_row() -> None:
             assert server.get()[0] == found
 
 
-def test_what_is_no_row_or_too_long_is_not_kept() -> None:
+def test_invalid_or_too_long_rows_are_not_stored() -> None:
     frame = len(b'{"a":""}')
     longest = {"a": "x" * (MAX_ROW_BYTES - frame)}
     assert len(_kept(longest) or b"") == MAX_ROW_BYTES

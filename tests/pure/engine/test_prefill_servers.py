@@ -1,4 +1,7 @@
-"""The cost of hung, hostile and dead prefill servers to a decode rank, and who is notified."""
+"""Hung, hostile and dead prefill servers do not affect a decode rank's other servers.
+
+The last part tests which prefill ranks are notified of a refused request.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,11 @@ def prefill() -> Iterator[Prefill]:
     one.close()
 
 
-def test_servers_are_asked_as_often_and_as_many_as_was_meant() -> None:
-    """SGLang looks once a second, and gives a request up after 15 s."""
+def test_limits_and_intervals_are_as_intended() -> None:
+    """The limits and intervals are as intended.
+
+    SGLang polls once a second, and fails a request after 15 s.
+    """
     assert (prefill_servers.ASKED_AT_ONCE, prefill_servers.CONNECTED_AT_ONCE) == (1024, 1024)
     assert (prefill_servers.CHECK_S, prefill_servers.SOON_S) == (1.0, 0.05)
     assert (prefill_servers.AGAIN_S, prefill_servers.KNOWN_S) == (5.0, 60.0)
@@ -75,7 +81,7 @@ def hung(
             yield many(address, HUNG)
 
 
-def test_a_server_does_not_wait_for_those_that_are_hung(
+def test_hung_servers_do_not_delay_another_server(
     site: Site, hung: list[str], prefill: Prefill
 ) -> None:
     for _ in range(3):
@@ -84,7 +90,7 @@ def test_a_server_does_not_wait_for_those_that_are_hung(
     with publishing(row_of(prefill)) as address:
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
-    assert not any(map(site.servers.ensure, hung)), "they are hung no longer"
+    assert not any(map(site.servers.ensure, hung)), "the servers do not hang any more"
 
 
 # ---------------------------------------------------------------- names
@@ -93,8 +99,10 @@ KNOWN, NEW, MANY = "known.example", "new.example", 6
 
 
 class NameServer:
-    """Answers for KNOWN and NEW, and is silent about others until `speaks` is set. `asked`: for
-    each name how often; `at_once`: how many look-ups are under way."""
+    """A name server that answers for KNOWN and NEW; other look-ups hang until `speaks` is set.
+
+    `asked`: the number of look-ups by name. `at_once`: the number of look-ups in flight.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.speaks, self.is_known_answered = threading.Event(), True
@@ -137,11 +145,13 @@ def seconds_until_ready(site: Site, address: str) -> float:
 
 
 @pytest.mark.parametrize("hung", [MANY - 2, MANY - 1, 10 * MANY])
-def test_names_that_hang_cost_new_names_alone(
+def test_hanging_look_ups_delay_only_new_names(
     name_server: NameServer, prefill: Prefill, hung: int
 ) -> None:
-    """A server by its address, and one by a name that was answered before, is ready within a
-    second; a new name as long as there is a thread for it."""
+    """Hanging look-ups delay new names only, and those only if no thread is left.
+
+    A server with an IP address or with a name that was looked up before is ready within a second.
+    """
     with Site() as site, publishing(row_of(prefill)) as address:
         port = address.rpartition(":")[2]
         by_name = f"{KNOWN}:{port}"
@@ -149,17 +159,17 @@ def test_names_that_hang_cost_new_names_alone(
         site.servers.forget(by_name)
         name_server.is_known_answered = False
         hang = [f"hang-{number % hung}.example:{number}" for number in range(2 * hung)]
-        for _ in range(3):  # asked again while the first look-up is under way
+        for _ in range(3):  # requested again while the first look-up is in flight
             assert not any(map(site.servers.ensure, hang))
             time.sleep(0.8)
         assert wait_for(lambda: name_server.at_once == min(hung, MANY))
         assert seconds_until_ready(site, address) < 1
         assert site.request(address, prefill) == "warm"
         assert seconds_until_ready(site, by_name) < 1
-        full = hung + 1 >= MANY  # with the known one, which is looked up again
+        full = hung + 1 >= MANY  # one more: the known name is looked up again
         assert wait_for(lambda: site.servers.ensure(f"{NEW}:{port}"), 0.5) != full
         often = {name for name, count in name_server.asked.items() if count > 1}
-        assert not [name for name in often if name.startswith("hang")], "two at a time"
+        assert not [name for name in often if name.startswith("hang")], "two look-ups of one name"
         assert name_server.most <= MANY
         for one in hang:
             site.servers.forget(one)
@@ -167,10 +177,10 @@ def test_names_that_hang_cost_new_names_alone(
         assert site.is_ready(f"{NEW}:{port}")
 
 
-def test_a_name_that_moves_is_followed(
+def test_a_changed_address_of_a_name_is_used(
     name_server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The former address is used only if the look-up hangs or fails."""
+    """A new look-up replaces a name's address; the former one is used if the look-up fails."""
     answers: dict[str, Any] = {"a": "127.0.0.1"}
 
     def look_up(host: str, *args: Any, **hints: Any) -> Any:
@@ -198,7 +208,7 @@ def test_a_name_that_moves_is_followed(
             answers[f"{number}"] = "127.0.0.3"
             await found(f"{number}")
             if number == 5:
-                await found("a")  # which is renewed by its use
+                await found("a")  # the use keeps the entry from being dropped
         assert len(by._answered) == prefill_http.REMEMBERED
         assert "0" not in by._answered
         assert "a" in by._answered
@@ -207,11 +217,13 @@ def test_a_name_that_moves_is_followed(
     asyncio.run(check())
 
 
-def test_a_name_that_moves_is_followed_if_each_look_up_is_late(
+def test_a_changed_address_is_used_after_late_look_ups(
     name_server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for a late answer, and the next request for the name uses it. A late failure
-    changes nothing."""
+    """A late answer is used by the next request for its name, and no request waits for it.
+
+    A late failure has no effect.
+    """
     late, over = ["127.0.0.1", "127.0.0.2", "", "127.0.0.3"], list[str]()
 
     def look_up(host: str, *args: Any, **hints: Any) -> Any:
@@ -237,10 +249,10 @@ def test_a_name_that_moves_is_followed_if_each_look_up_is_late(
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_servers_whose_routes_hang_hold_a_thread_each(
+def test_servers_whose_routes_hang_hold_one_thread_each(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """With as many as there are threads, others wait."""
+    """A server whose look-up of routes hangs holds one thread; others wait only if none is left."""
     monkeypatch.setattr(prefill_servers, "CONNECTED_AT_ONCE", MANY)
     go, resolving = threading.Event(), Counter[str]()
     with Site() as site, publishing(row_of(prefill), host="") as address:
@@ -278,10 +290,13 @@ PACKED = OK[:-2] + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
         (PACKED, b"", FOR_EVER_S, "PAIR-02.*cannot be read"),
     ],
 )
-def test_a_question_ends_whatever_comes(
+def test_a_request_ends_whatever_the_server_answers(
     begin: bytes, drip: bytes, seconds: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compressed answer is refused, since it could be of any size once it is decompressed."""
+    """A request to a server ends with an error for a slow, long or compressed answer.
+
+    A compressed answer could have any size once it is decompressed.
+    """
     monkeypatch.setattr(prefill_http, "ASK_S", seconds)
     monkeypatch.setattr(prefill_http, "MAX_BODY", 1 << 20)
     with silent(begin, drip) as address, pytest.raises((TimeoutError, MixKVError), match=words):
@@ -305,14 +320,17 @@ def test_a_server_that_was_silent_is_ready_once_it_answers(
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
         over.set()
-    assert len(asked) >= 3  # more where this machine is slow
+    assert len(asked) >= 3  # more on a slow machine
 
 
-def test_a_refused_server_is_asked_again_but_not_per_request(
+def test_a_refused_server_is_contacted_again_later(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that SGLang refuses by raising, for other page sizes, does not end the scheduler,
-    either."""
+    """A refused server is contacted again after AGAIN_S, not with each request.
+
+    A server that SGLang refuses with an exception, as for another page size, does not end the
+    scheduler.
+    """
     asked: list[str] = []
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -329,7 +347,7 @@ def test_a_refused_server_is_asked_again_but_not_per_request(
 
     with serving(answer) as address:
         for number in range(3):
-            assert number == 0 or site.servers.ensure(address), "SGLang asks a second later"
+            assert number == 0 or site.servers.ensure(address), "not ready for the next request"
             refuse_one()
         assert len(asked) == 1
         site.servers.forget(address)
@@ -344,24 +362,27 @@ def test_a_refused_server_is_asked_again_but_not_per_request(
         assert "Page size mismatch" in str(site.servers.refuse(address, None))
 
 
-# ---------------------------------------------------------------- what another server publishes
+# ---------------------------------------------------------------- false rows
 
 
 @pytest.mark.parametrize("claim", ["address", "instance", "all"])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_server_ends_nothing_of_another(
+def test_false_rows_do_not_affect_another_server(
     site: Site, prefill: Prefill, claim: str, first: bool
 ) -> None:
-    """One server publishes another one's rank, in part or in full, before or after the other
-    does."""
+    """A server that publishes another server's rank as its own does not affect that server.
+
+    The false row copies the other rank's address, its instance or all fields. It is published
+    before or after the other server's row.
+    """
     other, own = Prefill(Times()), row_of(prefill)
     stolen = own if claim == "all" else row_of(other, **{claim: getattr(own, claim)})
     with publishing(own) as real, publishing(stolen) as thief:
         for address in (thief, real) if first else (real, thief):
             assert site.is_ready(address)
-        for room in range(4):  # more than open a breaker
+        for room in range(4):  # one more than the strikes that open a breaker
             assert site.request(real, prefill) == "warm"
-            assert site.is_ready(thief)  # it may have been found to be another instance
+            assert site.is_ready(thief)  # it may have been dropped as another instance
             site.ended(site.decode.open(100 + room, TOKENS, site.peer(thief)))
         assert site.request(real, prefill) == "warm"
         assert site.is_ready(thief)
@@ -375,8 +396,10 @@ def test_a_server_ends_nothing_of_another(
 def test_a_server_with_another_drafter_is_refused_unless_allowed(
     site: Site, prefill: Prefill, asked: Any
 ) -> None:
-    """An operator may allow it: then its requests are cold, and it is connected to like any other
-    server."""
+    """A server with another drafter is refused, or served cold if the operator allows that.
+
+    In the second case, the rank connects to it as to any other server.
+    """
     site.manager.local.config = Config(on_draft_mismatch=asked)
     own = row_of(prefill)
     facts = msgspec.structs.replace(own.draft.facts, architecture="Another")
@@ -392,12 +415,14 @@ def test_a_server_with_another_drafter_is_refused_unless_allowed(
             assert wait_for(lambda: site.held()["sockets"] == 1)  # the channel thread adds it
 
 
-# ---------------------------------------------------------------- what one server may cost
+# ---------------------------------------------------------------- limits per server
 
 
 def rows_at(prefill: Prefill, *places: tuple[int, int]) -> list[Row]:
-    """Return rows of ranks that differ in all that is a rank's own, at these places: attention-TP
-    rank and stage. None of their addresses answers."""
+    """Return one row for each pair of attention-TP rank and stage in `places`.
+
+    The rows differ in instance, port and address. Nothing listens at these addresses.
+    """
     return [
         row_of(
             prefill, instance=draw_instance(), rank_port=PORT + number, attn_tp=2, attn_tp_rank=tp,
@@ -416,8 +441,8 @@ FOUR = {"attn_tp_size": 2, "dp_size": 2}
         ([(0, 0), (1, 0)] * 2, FOUR, "MSG-02", {1, 3}),
         ([(0, 0), (0, 1)], {"pp_size": 2}, "MSG-02", {2}),
         ([(0, 0), (0, 0), (1, 0)], FOUR, "MSG-02", {1, 2}),
-        ([(0, 0), (1, 0)] * 2 + [(1, 0)], FOUR, "PAIR-04", set()),  # more than its sizes say
-        ([(0, 0)] * 3 + [(1, 0)], FOUR, "PAIR-04", set()),  # more for this rank than these say
+        ([(0, 0), (1, 0)] * 2 + [(1, 0)], FOUR, "PAIR-04", set()),  # more ranks than its sizes
+        ([(0, 0)] * 3 + [(1, 0)], FOUR, "PAIR-04", set()),  # too many ranks for this decode rank
         ([(0, 0)] * 2, {"attn_cp_size": 2}, "MSG-02", {1, 2}),
         ([(0, 0)] * 3, {"attn_cp_size": 2}, "PAIR-04", set()),
         ([(0, 0)], {"dp_size": 0}, "PAIR-04", set()),
@@ -432,8 +457,10 @@ def test_decode_connects_only_to_ranks_that_requests_can_contact(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]],
     said: dict[str, int], code: str, dialled: set[int],
 ) -> None:  # fmt: skip
-    """This holds for anything that a server may publish: its own size and one maximum bound the
-    connections."""
+    """Decode connects to a server's ranks only if their number fits the server's sizes.
+
+    Of these ranks, it connects only to those that its requests can contact.
+    """
     links = list[Any]()
 
     def dial(row: Row, server: str) -> Any:
@@ -451,8 +478,11 @@ def test_decode_connects_only_to_ranks_that_requests_can_contact(
     assert sorted(links) == sorted(dialled)
 
 
-def test_an_address_is_connected_to_once(site: Site, prefill: Prefill) -> None:
-    """Two ranks that name one are refused. Those without a channel name none."""
+def test_two_ranks_with_one_address_are_refused(site: Site, prefill: Prefill) -> None:
+    """A server is refused if two of its ranks publish the same address.
+
+    Ranks without a channel publish an empty address.
+    """
     same = [msgspec.structs.replace(one, address="tcp://127.0.0.1:1") for one in
             rows_at(prefill, (0, 0), (0, 0))]  # fmt: skip
     with publishing(*same) as address:
@@ -465,11 +495,14 @@ def test_an_address_is_connected_to_once(site: Site, prefill: Prefill) -> None:
 
 
 @pytest.mark.parametrize("by", ["ranks", "files"])
-def test_all_servers_together_have_so_many_ranks(
+def test_the_number_of_ranks_of_all_servers_is_limited(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    """The next one is refused in words, and costs those that are connected nothing. What is given
-    up makes room."""
+    """The number of connected ranks is limited over all servers.
+
+    A server beyond the limit is refused with a remedy, and connected servers are not affected. A
+    forgotten server makes room for others.
+    """
     assert prefill_servers.MAX_LINKS == 8192
     if by == "ranks":
         monkeypatch.setattr(prefill_servers, "MAX_LINKS", 2)
@@ -492,8 +525,8 @@ def test_all_servers_together_have_so_many_ranks(
         side.close()
 
 
-def test_aborts_for_refused_servers_have_so_many_sockets(site: Site) -> None:
-    """They are open as long as any is to be sent."""
+def test_the_number_of_sockets_for_aborts_is_limited(site: Site) -> None:
+    """The number of sockets for aborts is limited. They stay open while an abort is pending."""
     aborts, most, ran = site.servers._aborts, notices.MAX_NOTICES, list[Any]()
     for count, runs in ((most, 0), (most - 1, 1)):
         aborts._class = SimpleNamespace(_socket_cache=dict.fromkeys(range(count)))
@@ -502,11 +535,11 @@ def test_aborts_for_refused_servers_have_so_many_sockets(site: Site) -> None:
         assert len(ran) == runs
 
 
-# ---------------------------------------------------------------- what stays behind
+# ---------------------------------------------------------------- cleanup
 
 
-def test_nothing_is_left_of_servers_that_are_gone(site: Site) -> None:
-    with publishing(row_of(one := Prefill(Times()))) as address:  # what is made once
+def test_servers_that_are_gone_leave_nothing(site: Site) -> None:
+    with publishing(row_of(one := Prefill(Times()))) as address:  # makes one-time resources
         assert site.is_ready(address)
         site.servers.forget(address)
     one.close()
@@ -524,18 +557,21 @@ def test_nothing_is_left_of_servers_that_are_gone(site: Site) -> None:
         entry = site.decode.open(100 + number, TOKENS, peer)
         site.servers.forget(address)
         site.ended(entry)
-        late = site.decode.open(200 + number, TOKENS, peer)  # planned before
+        late = site.decode.open(200 + number, TOKENS, peer)  # uses a plan made before `forget`
         assert site.ended(late) == "lost"
     assert wait_for(lambda: not any(site.held().values())), site.held()
-    gc.collect()  # channels refer to themselves, and those of this test end
+    gc.collect()  # frees channels, which are in reference cycles
     assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert not site.table
 
 
-def test_giving_a_server_up_while_connecting_leaves_nothing(
+def test_forgetting_a_server_during_connects_leaves_nothing(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server's remaining ranks are not connected to any more."""
+    """A server that is forgotten while a rank connects leaves nothing.
+
+    Its remaining ranks are not connected.
+    """
     dialling, go, dial, dialled = (
         threading.Event(), threading.Event(), site.decode.channel.dial, list[Any]()
     )  # fmt: skip
@@ -572,10 +608,10 @@ def test_a_server_with_an_unreachable_rank_leaves_nothing(
         assert wait_for(lambda: not site.held()["sockets"] + site.held()["of the data plane"])
 
 
-def test_servers_that_nobody_asks_for_are_forgotten(
+def test_servers_without_requests_are_forgotten(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that is ready stays, however long SGLang's table has had it."""
+    """Servers without requests are forgotten after KNOWN_S, except those that are ready."""
     monkeypatch.setattr(prefill_http, "ASK_S", 0.1)
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     with silent() as address, publishing(row_of(prefill)) as real:
@@ -591,7 +627,7 @@ def test_servers_that_nobody_asks_for_are_forgotten(
 
 
 class Late:
-    """A lock that a thread gets only once something has happened, the first time."""
+    """A lock that the creating thread acquires only once a condition is true, the first time."""
 
     def __init__(self, lock: Any, happened: Any) -> None:
         self._lock, self._happened, self._asker = lock, happened, threading.current_thread()
@@ -606,10 +642,10 @@ class Late:
         self._lock.release()
 
 
-def test_a_server_that_becomes_ready_while_a_request_looks_stays(
+def test_a_server_that_becomes_ready_is_connected_once(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's table has it, and nothing is connected to a second time."""
+    """A server that becomes ready during a request's check is not connected a second time."""
     looks, real = threading.Event(), prefill_servers.fetch
 
     async def fetch(*args: Any) -> Any:
@@ -633,11 +669,13 @@ def test_a_server_that_becomes_ready_while_a_request_looks_stays(
 
 
 @pytest.mark.parametrize("late", ["other rows", "a refusal"])
-def test_a_former_servers_late_answer_ends_nothing_of_the_next(
+def test_a_former_servers_late_answer_has_no_effect(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """Both have the same address; the former one was given up while it was asked whether it is the
-    same."""
+    """A late answer to a check of a former server does not affect the next one at its address.
+
+    The former server was forgotten while the check was in flight.
+    """
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     held, asked, real = threading.Event(), list[str](), prefill_servers.fetch
 
@@ -665,19 +703,20 @@ def test_a_former_servers_late_answer_ends_nothing_of_the_next(
         assert site.request(address, prefill) == "warm"
 
 
-def test_losing_a_bootstrap_server_costs_what_sglang_gives_up(site: Site, prefill: Prefill) -> None:
-    """The server's ranks live, and requests go on until SGLang's heartbeats remove it from the
-    table. Requests that wait for it then are cold. It is connected to again if it returns at the
-    same address."""
+def test_a_lost_bootstrap_server_is_served_until_removed(site: Site, prefill: Prefill) -> None:
+    """A server whose bootstrap server is gone is served until SGLang's heartbeats remove it.
+
+    Then its pending requests go cold. It is connected again if it returns at the same address.
+    """
     with publishing(row_of(prefill)) as address:
         assert site.is_ready(address)
-    entry = site.decode.open(100, TOKENS, site.peer(address))  # no target: no deadline
+    entry = site.decode.open(100, TOKENS, site.peer(address))  # without a target, no deadline
     site.servers.check(address)
     assert site.request(address, prefill) == "warm"
     assert site.is_ready(address)
     del site.table[address]
     site.servers.ensure(NOBODY)
-    assert wait_for(lambda: entry.state is not None)  # without a target no deadline ends it
+    assert wait_for(lambda: entry.state is not None)
     assert site.ended(entry) == "lost"
     with pytest.raises(MixKVError, match="MIXKV-PAIR-03"):
         site.peer(address)
@@ -687,11 +726,11 @@ def test_losing_a_bootstrap_server_costs_what_sglang_gives_up(site: Site, prefil
         assert site.request(address, prefill) == "warm"
 
 
-def test_a_server_asked_for_again_at_once_is_checked_by_one_task(
-    site: Site, prefill: Prefill
-) -> None:
-    """The task of the new connection checks it; the former connection's task has not run in
-    between."""
+def test_a_server_requested_again_is_checked_by_one_task(site: Site, prefill: Prefill) -> None:
+    """A server that is removed and requested again at once is checked by one task only.
+
+    The former connection's task has not run in between.
+    """
     with publishing(row_of(prefill)) as address:
         for _ in range(3):
             assert site.is_ready(address)
@@ -702,10 +741,13 @@ def test_a_server_asked_for_again_at_once_is_checked_by_one_task(
         assert site.request(address, prefill) == "warm"
 
 
-def test_a_rank_that_was_restarted_at_another_port_is_found(
+def test_a_rank_restarted_at_another_port_is_found(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank's server has answered all the time, so SGLang does not notice."""
+    """A rank that restarts at another port is found, although SGLang does not notice.
+
+    The rank's bootstrap server has answered all the time.
+    """
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.1)
     other, rows = Prefill(Times()), [row_of(prefill)]
 
@@ -724,7 +766,7 @@ def test_a_rank_that_was_restarted_at_another_port_is_found(
             site.decode.channel.close(entry)
             return address not in site.table
 
-        assert not wait_for(is_noticed, 1), "its facts are what they were"
+        assert not wait_for(is_noticed, 1), "the published rows have not changed"
         rows[:] = [row_of(other)]
         assert wait_for(is_noticed)
         assert site.is_ready(address)
@@ -741,12 +783,14 @@ def test_a_rank_that_was_restarted_at_another_port_is_found(
         (0, None, False),
     ],
 )  # fmt: skip
-def test_a_doubted_server_is_given_up_only_for_what_it_answers(
+def test_only_an_answer_drops_a_server_in_doubt(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch,
     status: int, body: bytes | None, is_another: bool,
 ) -> None:  # fmt: skip
-    """Other facts mean another server. No answer, a late one, "not ready yet" and a proxy's error
-    say nothing, so its connections stay."""
+    """A server in doubt is dropped only if it answers with other rows, or without the plugin.
+
+    Its connections stay after no answer, a late answer, "not ready yet" or a proxy's error.
+    """
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     monkeypatch.setattr(prefill_http, "ASK_S", 0.3)
     facts, doubts, go = answer_of(row_of(prefill)), list[str](), threading.Event()
@@ -760,7 +804,7 @@ def test_a_doubted_server_is_given_up_only_for_what_it_answers(
         return status or 200, facts if body is None else body
 
     def is_heard() -> bool:
-        """Wait until the answer to a doubt has been handled and the next question has arrived."""
+        """Return True once the answer to a check was handled, or the entry was replaced."""
         if entry is site.table.get(address):
             site.servers.check(address)
         return len(doubts) > 2 or entry is not site.table.get(address)
@@ -779,9 +823,12 @@ def test_a_doubted_server_is_given_up_only_for_what_it_answers(
 def test_a_rank_that_registers_late_is_found(
     site: Site, prefill: Prefill, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server of an earlier build says too early that all are there. What decode has of it is
-    asked for again when a request needs a rank that is in no row, and not before. That request is
-    counted as refused, and prefill is notified of it."""
+    """A rank that registers late is found by the first request that contacts it.
+
+    A server of an earlier release may report too early that all ranks are registered. Its rows are
+    fetched again only when a request contacts a rank without a row. That request is refused, and
+    prefill is notified.
+    """
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     asked, rows = list[str](), [row_of(prefill)]
     late = row_of(prefill, rank_port=PORT + 1, instance=draw_instance(), address="")
@@ -808,20 +855,23 @@ def test_a_rank_that_registers_late_is_found(
         assert [error.reason for error in site.reasons] == ["no_plugin"]
         assert wait_for(lambda: receiver.told == [[PORT, PORT + 1]] * 3)
         assert wait_for(lambda: len(asked) == 2)
-        assert is_planned(infos[:1]), "its facts are what they were"
+        assert is_planned(infos[:1]), "the known rank must stay usable"
         rows.append(late)
         assert wait_for(lambda: is_planned(infos), 3)
         assert site.request(address, prefill) == "warm"
 
 
-# ---------------------------------------------------------------- what comes too late
+# ---------------------------------------------------------------- races
 
 
 @contextmanager
 def at(site: Site, point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Return a list for a function to call once, at the beginning or the end of what a server's
-    task or thread waits for. It runs in a thread of its own, since it may need a lock that is held,
-    and stays in the list until it has returned."""
+    """Yield a list. A function that is put there is called once at the given point.
+
+    A point is the beginning or the end of a call that a server's task or thread makes. The function
+    runs in a thread of its own, since it may need a lock that is held, and stays in the list until
+    it has returned.
+    """
     name, when = point.split()
     todo: list[Any] = []
     others: list[threading.Thread] = []
@@ -855,7 +905,7 @@ def at(site: Site, point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 
     monkeypatch.setattr(owner, name, awaited if owner is prefill_servers else called)
     yield todo
-    assert not todo, "it did not come to that"
+    assert not todo, "the point was not reached"
 
 
 POINTS = [f"{name} {when}" for name in ("fetch", "resolve", "dial", "add", "_connect", "ranks_of")
@@ -864,11 +914,14 @@ POINTS = [f"{name} {when}" for name in ("fetch", "resolve", "dial", "add", "_con
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_server_is_forgotten_at_any_time(
+def test_a_server_may_be_forgotten_at_any_point(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, point: str, is_asked_for: bool
 ) -> None:
-    """Nothing that its task does later is seen; a request asks it again, which may already be the
-    case then."""
+    """A server may be forgotten at any point of its connection.
+
+    Nothing that its task does later has an effect, and the next request connects it again.
+    `is_asked_for`: whether that request comes before the task ends.
+    """
     refuses = [point.startswith("ranks_of")]
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -903,7 +956,7 @@ def test_a_server_is_forgotten_at_any_time(
 
 
 @pytest.mark.parametrize("then", ["refused again", "ready", "forgotten"])
-def test_the_end_of_a_refusals_minute_ends_nothing_later(
+def test_the_expiry_of_a_refusal_has_no_later_effect(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     real, minutes, refuses = asyncio.sleep, list[threading.Event](), [True]
@@ -943,9 +996,11 @@ def test_the_end_of_a_refusals_minute_ends_nothing_later(
         assert (site.table, site.servers._refusals) == ({}, {})
 
 
-def test_plans_are_those_of_the_ranks_that_a_request_has(site: Site, prefill: Prefill) -> None:
-    """They are made once. SGLang frees its entries when its pool is cleared, and new ones have
-    their identities."""
+def test_plans_are_cached_by_a_requests_ranks(site: Site, prefill: Prefill) -> None:
+    """A plan is cached by the ranks that a request contacts, not by the identity of SGLang's list.
+
+    SGLang frees these lists when its pool is cleared, and new ones may have the same identity.
+    """
     site.manager.resolve = lambda _: sizes(dp_size=8)
     rows = [row_of(prefill)] + [
         row_of(prefill, rank_port=PORT + rank, instance=draw_instance(), address="")
@@ -966,8 +1021,10 @@ def test_plans_are_those_of_the_ranks_that_a_request_has(site: Site, prefill: Pr
 
 
 class Receiver:
-    """The part of SGLang's receiver that tells prefill of an abort, once. Its sockets are in a dict
-    of its class, as SGLang's are."""
+    """The part of SGLang's receiver that notifies prefill of an abort, once.
+
+    As in SGLang, the sockets are in a dict of the class.
+    """
 
     abort_notified = True
     bootstrap_infos: Any = ()
@@ -977,7 +1034,7 @@ class Receiver:
     def __init__(self) -> None:
         self.told: list[list[int]] = []
         self.closed: list[int] = []
-        self.fresh: list[bool] = []  # there was no socket yet
+        self.fresh: list[bool] = []  # by notification, whether there was no socket yet
 
     def ensure_abort_notified(self) -> None:
         if self.abort_notified:
@@ -993,7 +1050,7 @@ class Receiver:
 
 
 def ranks(path: str) -> tuple[int, bytes]:
-    """GET /route of a server of TP 2 and two stages that has no plugin."""
+    """Answer GET requests as a server with TP 2, two stages and no plugin."""
     if path.endswith("/mixkv"):
         return NO_ROUTE
     query = {name: int(value) for name, (value,) in parse_qs(urlsplit(path).query).items()}
@@ -1007,7 +1064,7 @@ def ranks(path: str) -> tuple[int, bytes]:
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    """Make a receiver whose copy notifies prefill soon after it is asked to."""
+    """Yield a receiver, with short pauses between the notifications of prefill."""
     monkeypatch.setattr(notices, "PAUSES_S", (0.0, 0.05, 0.05))
     monkeypatch.setattr(Receiver, "_socket_cache", {"another": "server's"})
     yield Receiver()
@@ -1017,10 +1074,13 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 def test_each_rank_of_a_refused_server_is_notified_repeatedly(
     site: Site, receiver: Receiver
 ) -> None:
-    """An abort that arrives before its request is ignored. The ranks are looked up once, and a
-    receiver that raises ends nothing."""
+    """Each rank of a refused server is notified several times.
+
+    Prefill ignores an abort that arrives before its request. The ranks are looked up once, and a
+    receiver that raises does not stop the notifications of others.
+    """
     asked, broken = list[str](), Receiver()
-    del broken.told  # so it raises
+    del broken.told  # so that it raises
 
     def answer(path: str) -> tuple[int, bytes]:
         asked.append(path)
@@ -1033,12 +1093,12 @@ def test_each_rank_of_a_refused_server_is_notified_repeatedly(
         assert wait_for(lambda: len(receiver.told) == 3)
     assert len([path for path in asked if path != "/mixkv"]) == 5
     assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
-    assert receiver.abort_notified, "a copy of it is what notifies"
-    assert wait_for(lambda: len(receiver.closed) == 4), "sockets stay behind"
+    assert receiver.abort_notified, "only a copy of the receiver may notify"
+    assert wait_for(lambda: len(receiver.closed) == 4), "sockets are left open"
 
 
-def test_a_second_burst_of_aborts_has_sockets_of_its_own(site: Site, receiver: Receiver) -> None:
-    """Those of the first are closed once nothing is left to send."""
+def test_a_second_burst_of_aborts_opens_new_sockets(site: Site, receiver: Receiver) -> None:
+    """A second burst of aborts opens new sockets, since those of the first were closed."""
     with serving(ranks) as address:
         for burst in (1, 2):
             assert wait_for(lambda: site.servers.ensure(address))
@@ -1048,7 +1108,7 @@ def test_a_second_burst_of_aborts_has_sockets_of_its_own(site: Site, receiver: R
             assert receiver.fresh == [True, False, False] * burst
 
 
-def test_a_server_of_unknown_ranks_is_sent_nothing(site: Site, receiver: Receiver) -> None:
+def test_a_server_with_unknown_ranks_gets_no_abort(site: Site, receiver: Receiver) -> None:
     other = Receiver()
     with serving(ranks) as address:
         for one, its in ((f"{address}/huge", receiver), (address, other)):
@@ -1062,10 +1122,13 @@ def test_a_server_of_unknown_ranks_is_sent_nothing(site: Site, receiver: Receive
     ("most", "host", "found"),
     [(4, "127.0.0.1", 4), (3, "127.0.0.1", 0), (4, "::1", 4), (4, "rank.example", 0), (4, 7.5, 0)],
 )
-def test_ranks_are_taken_up_to_a_number_and_by_their_addresses(
+def test_ranks_need_ip_addresses_and_are_limited(
     monkeypatch: pytest.MonkeyPatch, most: int, host: Any, found: int
 ) -> None:
-    """A name would be looked up by the I/O thread that all of SGLang's sockets wait for."""
+    """A server's ranks are known only up to MAX_RANKS, and only if they have IP addresses.
+
+    libzmq's I/O thread, which all of SGLang's sockets share, would block to resolve a name.
+    """
     monkeypatch.setattr(prefill_http, "MAX_RANKS", most)
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -1078,7 +1141,7 @@ def test_ranks_are_taken_up_to_a_number_and_by_their_addresses(
 
 
 @pytest.mark.parametrize(("beyond", "is_read"), [(0, True), (1, False)])
-def test_an_answer_is_read_up_to_its_length(
+def test_an_answer_is_read_up_to_its_maximum_size(
     monkeypatch: pytest.MonkeyPatch, prefill: Prefill, beyond: int, is_read: bool
 ) -> None:
     monkeypatch.setattr(prefill_http, "MAX_BODY", 5000)

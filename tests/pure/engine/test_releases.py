@@ -1,5 +1,8 @@
-"""The tables by release, against what each supported release of SGLang has (seams.json, which
-scripts/seams.py reads from its wheels): no other test sees a release that is not installed."""
+"""The tables by release, compared with the names in each supported release of SGLang.
+
+scripts/seams.py reads these names from SGLang's wheels into seams.json. Only these tests cover
+releases that are not installed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ ASKED = SEAMS | ATTRIBUTES
 
 
 def value(name: str, version: str) -> Any:
-    """Return the value that a release has, also if it is the same in all releases."""
+    """Return the value in a release. The table has a plain value if all releases agree."""
     found = TABLE.get(name)
     if not isinstance(found, dict):
         return found
@@ -35,18 +38,18 @@ def value(name: str, version: str) -> Any:
 def names(path: str, version: str) -> list[str]:
     found = value(path, version)
     if found is None:
-        raise LookupError("run scripts/seams.py, or no such release is served")
+        raise LookupError("not in the table: run scripts/seams.py, or support another release")
     return str(found).split()
 
 
-def test_the_table_has_the_releases_that_are_served() -> None:
+def test_the_table_has_all_supported_releases() -> None:
     assert tuple(TABLE["releases"].split()) == SUPPORTED_SGLANG
     assert {one for mixes in MIXES.values() for mix in mixes for one in mix} == {*SUPPORTED_SGLANG}
     assert {*LATER} < {*SUPPORTED_SGLANG}
 
 
 @pytest.mark.parametrize("version", SUPPORTED_SGLANG)
-def test_each_release_has_what_is_used_except_what_came_later(version: str) -> None:
+def test_each_release_has_all_names_but_later_ones(version: str) -> None:
     def find(path: str, _: Iterable[str]) -> list[str]:
         return names(path, version)
 
@@ -56,10 +59,14 @@ def test_each_release_has_what_is_used_except_what_came_later(version: str) -> N
 
 
 @pytest.mark.parametrize("version", SUPPORTED_SGLANG)
-def test_no_rule_of_a_release_minds_its_defaults(
+def test_the_rules_of_a_release_accept_its_defaults(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rule that differs by release rejects each other value."""
+    """The rules of a release accept SGLang's defaults in that release.
+
+    The rule for the host receive threshold differs by release, and rejects all values but the
+    default.
+    """
     monkeypatch.setattr(releases, "sglang_version", lambda: version)
     threshold = "disaggregation_decode_host_receive_threshold"
     defaults = {
@@ -78,10 +85,13 @@ def test_no_rule_of_a_release_minds_its_defaults(
 @pytest.mark.parametrize(
     "given", [{"dcp_size": 2}, {"disaggregation_decode_enable_radix_cache": True}]
 )
-def test_some_flags_need_the_newest_release_beside_a_drafter(
+def test_some_flags_with_a_drafter_need_the_newest_release(
     version: str, given: dict[str, Any]
 ) -> None:
-    """docs/compatibility.md says the same."""
+    """With a drafter, DCP and decode's radix cache need the newest release.
+
+    docs/compatibility.md states the same.
+    """
     for algorithm in (None, "EAGLE3"):
         args = SimpleNamespace(**{"speculative_algorithm": algorithm, **given})
         is_refused = version != SUPPORTED_SGLANG[-1] and algorithm is not None
@@ -89,7 +99,7 @@ def test_some_flags_need_the_newest_release_beside_a_drafter(
         assert len(broken(tuple(rules), args, {})) == is_refused
 
 
-# ---------------------------------------------------------------- how a wheel is read
+# ---------------------------------------------------------------- reading a wheel
 
 SOURCES = {
     "sglang/a.py": """
@@ -142,7 +152,7 @@ def test_a_wheel_is_read_through_bases_and_imports(wheel: Wheel) -> None:
             wheel.names(path)
 
 
-def test_a_wheel_that_lacks_what_is_used_says_so(wheel: Wheel) -> None:
+def test_missing_names_of_a_wheel_are_listed(wheel: Wheel) -> None:
     found = lacking(wheel.version, lambda path, _: wheel.names(path))
     assert len(found) == len(ASKED)
     assert all("found none (" in line or "found (" in line for line in found)
@@ -151,8 +161,14 @@ def test_a_wheel_that_lacks_what_is_used_says_so(wheel: Wheel) -> None:
 # ---------------------------------------------------------------- another wheel
 
 
-def test_what_another_wheel_lacks(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seam's parameter, an attribute, a class; and what `plan` imports or uses of an import."""
+def test_changes_lists_the_names_that_a_wheel_lacks(
+    wheel: Wheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`changes` lists the names that a wheel lacks.
+
+    These are parameters, attributes and classes of the seams, and names that `plan` imports or
+    uses.
+    """
     asked = {"sglang.a:Class.method": ("first", "gone"), "sglang.c:Class": ("any",)}
     monkeypatch.setattr(releases, "SEAMS", asked)
     monkeypatch.setattr(releases, "ATTRIBUTES", {"sglang.a:Class": ("held", "declared", "away")})
@@ -175,13 +191,15 @@ def test_what_another_wheel_lacks(wheel: Wheel, monkeypatch: pytest.MonkeyPatch)
     ]  # fmt: skip
 
 
-def test_doctor_reads_another_wheel_alone(wheel: Wheel, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing of this host is looked at; a file that is no wheel is an unusable argument."""
+def test_doctor_against_a_wheel_checks_only_the_wheel(
+    wheel: Wheel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`doctor --against` checks a wheel but not this host, and rejects a file that is no wheel."""
     assert doctor.main(["--against", str(wheel._zip.filename)]) == 1
-    said = capsys.readouterr().out
-    assert "sglang 0.5.20" in said
-    assert "sglang.srt.disaggregation.utils:get_kv_class  differs" in said
-    assert " python " not in said
+    output = capsys.readouterr().out
+    assert "sglang 0.5.20" in output
+    assert "sglang.srt.disaggregation.utils:get_kv_class  differs" in output
+    assert " python " not in output
     assert doctor.main(["--against", str(wheel._zip.filename), "--json"]) == 1
     assert not json.loads(capsys.readouterr().out)["ok"]
     with pytest.raises(SystemExit, match="2"):
@@ -189,7 +207,7 @@ def test_doctor_reads_another_wheel_alone(wheel: Wheel, capsys: pytest.CaptureFi
 
 
 def test_arguments_are_checked_until_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was refused stays refused, and other arguments are checked anew."""
+    """`check_once` checks arguments again until they have passed, and checks other ones anew."""
     asked, passing = list[object](), set[object]()
 
     def check(given: object) -> None:
