@@ -105,8 +105,8 @@ def test_plan_accepts_the_readmes_launch_lines(
 
 
 def test_the_readme_is_short() -> None:
-    """The README has limits on its words before "Do you need it?", before the installation, and in
-    total."""
+    """The number of words in the README is limited: before "Do you need it?", before the
+    installation, and in total."""
     readme = PAGES[0].read_text()
     for end, limit in (("## Do you need it?", 250), ("pip install", 350)):
         assert len(readme[: readme.index(end)].split()) < limit, end

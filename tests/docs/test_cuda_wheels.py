@@ -41,7 +41,7 @@ DRIVER = {"libcuda.so.1", "libnvidia-ml.so.1"}
 OPTIONAL = (
     # the same module for CUDA 13 is also there, and is the one that is loaded
     r"torch_memory_saver_hook_mode_\w+?(_cu12)?\.abi3", "nixl_ep_cu12/",
-    "numba/np/ufunc/(tbb|omp)pool",  # numba uses the one that loads
+    "numba/np/ufunc/(tbb|omp)pool",  # numba tries both, and uses the one that loads
 )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Example files for programs that no test can run are valid by the schemas of Kubernetes, compose
-and GitHub, and the commands in them make one pair of servers."""
+"""The files for Kubernetes, compose and GitHub, which no test can run, are valid according to those
+programs' schemas, and the commands in the examples start one pair of servers."""
 
 from __future__ import annotations
 

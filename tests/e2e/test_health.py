@@ -70,7 +70,7 @@ def counted(prometheus: Prometheus) -> Counter[tuple[str, ...]]:
 @START_TIMEOUT
 @pytest.mark.full
 def test_cold_and_corrupting_prefill_servers_are_reported() -> None:
-    """Metrics have the server and the reason, `status` reports them, and the alerts fire. The
+    """The metrics name the server and the reason, `status` reports them, and the alerts fire. The
     rules' times are shortened."""
     Case("one cold", TP2, TP1).skip_unserved()
     with Fleet() as fleet:

@@ -81,7 +81,8 @@ class Watched:
                 time.sleep(1)
 
     def held(self) -> list[str]:
-        """Return leaks on the idle ranks, or that a server has ended."""
+        """Wait until the ranks are idle and hold nothing. Return their leaks after the time limit,
+        or the error of a server that has ended."""
         deadline, now = time.monotonic() + SETTLED_S, time.time()
         while True:
             try:

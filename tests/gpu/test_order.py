@@ -133,7 +133,7 @@ def test_the_channel_waits(device: torch.device, claim: str, figures: Callable[.
 
 @contextmanager
 def unwaited(_: Any) -> Iterator[None]:
-    """Replace own_stream, without its wait."""
+    """A replacement for own_stream that does not wait."""
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(priority=-1)):
         yield
 
@@ -183,7 +183,7 @@ def test_a_copy_is_complete_when_reported_so(
                 if not waits:
                     patch.setattr(product, "own_stream", unwaited)
                 getattr(copies, copy)(request)
-        with torch.cuda.stream(reader):  # a stream that does not wait for the copy's
+        with torch.cuda.stream(reader):  # a stream that does not wait for the copy's stream
             for entry, data in zip(seen, written, strict=True):
                 entry.copy_(data)
         torch.cuda.synchronize()

@@ -57,7 +57,7 @@ def dripping(kind: int, real: dict[str, Any]) -> Any:
 
 
 def silent_where_it_is_read(kind: int, real: dict[str, Any]) -> Any:
-    """Answer with a data port that accepts connections but never answers."""
+    """Name a data port that accepts connections but never answers."""
     if kind == PROBE:
         return frame(b"{}", PROBE)
     mine = int(real["name"].rpartition(":")[2])

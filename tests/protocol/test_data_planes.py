@@ -35,7 +35,7 @@ from rig.channel.planes import (
 
 from sglang_mixkv.channel.data_plane import DataPlane, Memory, decode
 
-LISTEN = "0A"  # in /proc/net/tcp
+LISTEN = "0A"  # the state LISTEN in /proc/net/tcp
 ALL, WAITING = ("mooncake", "nixl", "nixl-tcp"), ("mooncake", "nixl-tcp")
 
 
@@ -49,8 +49,8 @@ def test_bytes_are_right(reader: Reader) -> None:
 
 @over(*ALL)
 def test_a_list_with_a_bad_part_fails_once_all_parts_ended(reader: Reader) -> None:
-    """The reader assumes more memory than the peer has, so the peer rejects one part of the
-    list."""
+    """One part exceeds the peer's memory, so the peer rejects it. The list fails only after all its
+    other parts have ended."""
     peer = reader.connect()
     peer.endpoint = msgspec.structs.replace(
         peer.endpoint, memory=Memory(reader.peers[0].address, 2 * SIZE)
@@ -206,8 +206,8 @@ def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
 
 @over(*WAITING)
 def test_a_broken_connection_is_replaced(reader: Reader) -> None:
-    """Mooncake reuses its four connections to a peer and notices broken ones one by one. NIXL has
-    one connection per rank, which `peer` and the idle `idle` share."""
+    """Mooncake reuses its four connections to a peer, and detects broken ones one by one. NIXL has
+    one connection per rank, which `peer` and `idle` share."""
     peer, idle = reader.connect(), reader.connect()
     for _ in range(2):
         assert reader.wait(reader.start(peer, *LIST)) == [""]

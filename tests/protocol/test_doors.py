@@ -66,9 +66,9 @@ BEHIND = {
 }  # fmt: skip
 """The plugin wraps each of these, so the room is checked before they use it."""
 READERS = {
-    # after _normalize_bootstrap_params and _init_req_state
+    # run after _normalize_bootstrap_params and _init_req_state
     "GenerateReqInput.__getitem__", "TokenizerManager._create_tokenized_object",
-    # after handle_generate_request
+    # run after handle_generate_request
     "Scheduler._handle_generate_request", "Session.create_req", "Req.build_rebootstrap_payload",
     "Req.log_time_stats",
     # pass it unchanged to generate_request

@@ -145,7 +145,7 @@ BLOCK = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 12
 def test_the_window_of_a_drafter(
     tmp_path: Path, algorithm: str, flags: Any, config: Any, window: int | None
 ) -> None:
-    """None is the whole prompt, also if the window is unknown."""
+    """A window of None means the whole prompt, which is also the result for unknown windows."""
     if algorithm in BLOCK_DRAFTERS:
         config = BLOCK | {"architectures": [BLOCK_DRAFTERS[algorithm]], **config}
     cache = Cache("mha", heads=4)
@@ -333,7 +333,9 @@ def test_a_pool_with_sliding_window_layers_is_refused(
     ):
         pool_hooks.around_init(Queue.init, queue)
     assert queue.draft_token_to_kv_pool is pool
-    assert (queue.seen is None) == (inner is of_heads), "SGLang's function was called"
+    assert (queue.seen is None) == (inner is of_heads), (
+        "SGLang's function must not run for a refused pool"
+    )
 
 
 def test_the_pool_is_restored_if_sglang_raises() -> None:

@@ -76,8 +76,8 @@ def test_over_nixl_an_early_chunk_waits_and_others_do_not(tp: tuple[int, int]) -
 
 
 def test_stocks_early_send_over_nixl_does_not_wait() -> None:
-    """The KV of target and drafter is wrong, without an error. If this test fails, SGLang waits,
-    and the guard can be removed."""
+    """The KV of target and drafter is wrong, without an error. If this test fails, SGLang has fixed
+    the fault, and the guard can be removed."""
     special = Special(send=first_held_back)
     case = Case(1, 1, backend="nixl", requests=REQUESTS, special=special)
     outcome = run(replace(case, prefill_mixkv=False, decode_mixkv=False))
@@ -106,7 +106,7 @@ NEVER = 10**9
 
 
 def queue_of(*chunks: tuple[int, int, Event | None]) -> Any:
-    """NIXL's queue with these chunks (room, number, event), as SGLang puts them."""
+    """Make NIXL's queue with these chunks (room, number, event), added in SGLang's way."""
     manager = EarlySends()
     manager.transfer_queues = [object()]
     (queue,) = manager.transfer_queues

@@ -120,7 +120,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return lambda args: monkeypatch.setattr(plugin, "_published", lambda: args)
 
 
-def test_a_class_is_handed_out_after_a_check_of_its_arguments(
+def test_a_class_is_returned_after_a_check_of_its_arguments(
     steps: MagicMock, published: Callable[[Any], None]
 ) -> None:
     """Arguments are checked once, not per request; another server's are checked again."""
@@ -138,7 +138,7 @@ def test_a_class_is_handed_out_after_a_check_of_its_arguments(
                 assert steps.mock_calls == [], "a repeated lookup must not check again"
 
 
-def test_no_class_is_handed_out_for_an_unserved_backend(
+def test_no_class_is_returned_for_an_unsupported_backend(
     steps: MagicMock, published: Callable[[Any], None]
 ) -> None:
     published(args := given())

@@ -1,4 +1,4 @@
-"""The ring assigns heads to ranks as SGLang does, which QKVParallelLinear's weights show."""
+"""The ring splits heads over ranks by the same rule as SGLang's QKVParallelLinear."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The construction of a rank's context and manager, and a decode rank's state about prefill
-servers."""
+"""A rank's context and manager are built from SGLang's arguments, and a decode rank's manager keeps
+track of prefill servers."""
 
 from __future__ import annotations
 

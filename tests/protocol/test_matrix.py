@@ -269,8 +269,8 @@ def test_dcp_from_a_server_without_it(
 @pytest.mark.transports(2)
 @pytest.mark.parametrize(("stages", "tp"), [(4, 4), (2, 8)])
 def test_dcp_from_stages_of_one_rank(stages: int, tp: int) -> None:
-    """This is a small model of Kimi-K3's shape, with 16 draft heads. Stock SGLang hangs over NIXL
-    (test_stock.py)."""
+    """The pair has Kimi-K3's topology at a small size, with 16 draft heads. Stock SGLang hangs with
+    it over NIXL (test_stock.py)."""
     right(
         Case(
             1, tp, prefill_pp=stages, dcp=tp, hybrid=True, requests=DCP_REQUESTS,
@@ -332,9 +332,9 @@ def test_other_buffers_are_refused(what: str, decode_tp: int) -> None:
 
 
 def refusal_of(fits: Case, misfit: Case) -> str:
-    """Return why the decode server `misfit` refuses its request. A fitting decode server that
-    starts later is served, so the first must not have registered with prefill: that would end
-    SGLang's threads there."""
+    """Return why the decode server `misfit` refuses its request, and check that a fitting decode
+    server is served afterwards. If the first one had registered with prefill, SGLang's threads
+    there would have ended."""
     requests, ports = (Request(8), Request(23)), [free_port()]
     with ExitStack() as ends:
 

@@ -30,7 +30,7 @@ def _rank(rank: int, port: int, pipe: Any) -> None:
     group = state.init_model_parallel_group([[0, 1]], rank, BACKEND, group_name="tp", **NO_OTHERS)
     mine = torch.arange(8, dtype=torch.bfloat16).view(4, 2) + 100 * rank
     half = torch.empty(2, 2, dtype=torch.bfloat16)
-    dist.reduce_scatter_tensor(half, mine, group=group.device_group)  # SGLang's needs CUDA
+    dist.reduce_scatter_tensor(half, mine, group=group.device_group)  # SGLang's function needs CUDA
     swapped = torch.empty(4, 2, dtype=torch.float8_e4m3fn)
     dist.all_to_all_single(swapped, mine.to(swapped.dtype), group=group.device_group)
     held = group.broadcast_tensor_dict({"held": mine} if rank == 0 else None, src=0)

@@ -29,7 +29,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_silent(rank: Rank) -> None:
-    """Replace SGLang's sending on this decode rank: record each message as an error."""
+    """Make this decode rank record each message that SGLang would send as an error."""
 
     def send(_: Any, *, bootstrap_info: Any, message: Any, operation: str) -> bool:
         rank.report.wrong.append(f"decode sent {operation}")
@@ -72,7 +72,7 @@ def test_a_prefill_with_one_stock_rank_is_refused() -> None:
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
 def test_a_stock_decode_gets_its_target_and_is_counted(prefill_tp: int, decode_tp: int) -> None:
-    """Prefill cannot refuse a stock decode server, since that sends it no facts."""
+    """Prefill cannot detect a stock decode server, and so cannot refuse it."""
     before = {("prefill", rank): keep_lines("did not open") for rank in range(prefill_tp)}
     special = Special(draft_stays=True, before=before)
     case = Case(prefill_tp, decode_tp, requests=REQUESTS, decode_mixkv=False, special=special)

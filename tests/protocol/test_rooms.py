@@ -288,8 +288,8 @@ def test_a_number_is_free_once_its_use_has_succeeded() -> None:
 
 @pytest.mark.parametrize("come", [(), ("transfer_infos",), ("transfer_infos", "prefix")])
 def test_the_next_use_begins_once_all_its_metadata_arrived(come: tuple[str, ...]) -> None:
-    """True retraction can reuse a number before the end of its previous use was seen. The new use
-    may send only after all decode ranks' metadata have arrived."""
+    """With true retraction, a number may be reused before prefill has seen the end of its previous
+    use. The new use may send only after all decode ranks' metadata have arrived."""
     tables = SimpleNamespace(
         request_status={7: KVPoll.Success},
         failure_records={},

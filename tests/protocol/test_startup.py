@@ -125,7 +125,7 @@ def test_a_load_failure_stops_a_server_that_has_opted_in(
 def test_a_hook_that_was_not_applied_stops_the_server(
     monkeypatch: pytest.MonkeyPatch, process: Callable[[], None], path: str
 ) -> None:
-    """Without one of its hooks, SGLang would move the drafter's KV."""
+    """If one of the plugin's hooks is missing, SGLang would move the drafter's KV."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {path})

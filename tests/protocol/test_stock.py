@@ -76,8 +76,8 @@ def test_dcp_with_a_hybrid_target_is_silently_wrong() -> None:
 def test_dcp_at_unequal_tp_ends_a_thread_of_prefill(
     monkeypatch: pytest.MonkeyPatch, hybrid: bool, backend: str
 ) -> None:
-    """After that, this prefill rank serves no request. test_matrix.py has this case with the
-    plugin."""
+    """Without that thread, the prefill rank serves no more requests. test_matrix.py has this case
+    with the plugin."""
     monkeypatch.setattr("rig.ring.rank.LIMIT_S", 20)
     outcome = run(stock(1, 2, dcp=2, hybrid=hybrid, requests=(Request(8),)))
     assert "success" not in outcome.statuses

@@ -252,8 +252,8 @@ def test_a_fault_at_each_stage_of_a_room(
     end: str, rank: Key, backend: str, request: pytest.FixtureRequest
 ) -> None:
     """At each stage of a room, a link is cut for a second, or a rank is stopped or killed. If a
-    prefill rank is killed, its server ends too. All requests wait while the test pauses decode's
-    channel at a stage, which `held` measures."""
+    prefill rank is killed, its server ends too. While the test pauses decode's channel at a stage,
+    all requests wait; `held` is the longest such pause."""
     network = request.getfixturevalue("network") if end == "cut" else None
     others, held = [one for one in ALL_OF_A if one != rank] if rank in ALL_OF_A else [], [0.0]
 

@@ -1,4 +1,4 @@
-"""A stand-in for GpuRows, with the methods that the channel calls, that needs no GPU."""
+"""A stand-in for GpuRows on the CPU, with the methods that the channel calls."""
 
 from __future__ import annotations
 

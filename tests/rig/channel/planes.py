@@ -239,7 +239,7 @@ def go(way: str) -> Way:
 
 
 def enter(way: Way) -> Way:
-    """Set the environment of the way in this process."""
+    """Set this way's environment variables in this process."""
     for name in (
         "MC_TCP_ENABLE_CONNECTION_POOL",
         "MC_FORCE_TCP",

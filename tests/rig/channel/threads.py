@@ -34,7 +34,10 @@ from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 HOST, HEADS, PAGE, PAGES = "127.0.0.1", range(4), 4, 32
 TOKEN_BYTES = 2 * len(HEADS) * 16  # K and V of one layer
-SLOTS, SLOT_BYTES = 8, 1024  # prefill's slots, and the bytes of decode's, which are smaller
+SLOTS, SLOT_BYTES = (
+    8,
+    1024,
+)  # the number of prefill's slots; the size of decode's, which are smaller
 SEGMENT = (SLOT_BYTES - SLOT_OVERHEAD) // TOKEN_BYTES  # tokens
 CANARY = 0xA5
 SOON_S = 20.0  # limit of operations that take milliseconds on an idle machine

@@ -145,7 +145,7 @@ class Rank(Memory):
         )  # fmt: skip
 
     def start_manager(self) -> None:
-        """Make the manager by SGLang's queue, with the plugin's hook around it. The drafter's
+        """Let SGLang's queue make the manager, within the plugin's hook. The drafter's
         configuration and window come from the case."""
         from sglang.srt.disaggregation.decode import DecodePreallocQueue
         from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
