@@ -1,4 +1,4 @@
-"""The acceptance harness against stub servers: prompts, the gate, the exit status."""
+"""The `accept` command against stub servers: prompts, the gate, and the exit status."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ Capture = pytest.CaptureFixture[str]
 
 @dataclass
 class Stub:
-    """Tokenizes words by their length, 9 behind a chat; answers with its histogram,
-    in three events. `asked`: which prompts."""
+    """A server that answers each prompt with its histogram, in three events.
+
+    It tokenizes words by their length, and adds a 9 at the end of a chat. `asked`: the prompts that
+    it has answered.
+    """
 
     url: str = ""
     asked: list = field(default_factory=list)
@@ -62,7 +65,7 @@ class Stub:
 
     def tokens(self, body: dict) -> list[int]:
         if "messages" in body:
-            assert "add_generation_prompt" not in body  # some chat formats refuse it
+            assert "add_generation_prompt" not in body  # some chat formats reject it
             words = [len(m["content"]) for m in body["messages"]]
             return [BOS, *words, *[9] * (1 + len(body.get("tools", ())))]
         return [BOS, *(10 + len(word) for word in body["prompt"].split())]
@@ -88,7 +91,7 @@ class Stub:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stub, Stub]]:
-    """Return the addresses of the single server and of the pair."""
+    """Yield stubs in place of the single server and of the pair."""
     monkeypatch.setattr(accept, "PAUSE_S", 0.01)
     made = Stub(), Stub()
     with serving(made[0].answer) as single, serving(made[1].answer) as pair:
@@ -97,7 +100,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stub, Stub]]:
 
 
 def run(servers: tuple, tmp_path: Path, *flags: str, prompts: int = 2 * FEWEST) -> tuple[int, dict]:
-    """Return the exit status, and the figures if there are any."""
+    """Run `accept`. Return its exit status, and its figures if there are any."""
     single, pair = servers
     rows = [{"input_ids": [5, n]} for n in range(prompts)]
     path, out = tmp_path / "prompts", tmp_path / "out.json"
@@ -111,8 +114,11 @@ def run(servers: tuple, tmp_path: Path, *flags: str, prompts: int = 2 * FEWEST) 
 # ---------------------------------------------------------------- prompts
 
 
-def test_each_kind_of_prompt(servers: tuple, tmp_path: Path) -> None:
-    """SPEED-Bench's rows have turns of a user, without the answers between them."""
+def test_each_format_of_a_prompt(servers: tuple, tmp_path: Path) -> None:
+    """Each format of a prompt is tokenized.
+
+    A row of SPEED-Bench has a user's turns, without the answers in between.
+    """
     rows = [
         {"input_ids": [5, 6]}, {"text": "ccc"},
         {"messages": [{"role": "system", "content": "dd"}, {"role": "user", "content": "eee"}],
@@ -121,12 +127,12 @@ def test_each_kind_of_prompt(servers: tuple, tmp_path: Path) -> None:
     ]  # fmt: skip
     path = tmp_path / "prompts.jsonl"
     lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    path.write_text("a bb\n\n" + lines, encoding="utf-8-sig")  # as Windows' editors write it
+    path.write_text("a bb\n\n" + lines, encoding="utf-8-sig")  # as editors on Windows write it
     ids = [[*token_ids(servers[0].url, prompt)] for prompt in read_prompts(path)]
     assert ids == [[BOS, 11, 12], [5, 6], [BOS, 13], [BOS, 2, 3, 9, 9], [BOS, 8, 9]]
 
 
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
+def test_an_invalid_prompt_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     for text, why in (
         (b"{no json", "line 1"), (b'a\n{"prompt": "b"}', "line 2: expected input_ids"),
@@ -149,15 +155,15 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
         ({"histogram": [0, 0, 1, 9], "new_only": True}, ("--at-once=4",), "within",
          "pair to single: 97.5%"),
         ({"histogram": [0, 0, 1, 9]}, ("--gate=0.02",), "below", "OUTSIDE the gate of 2%"),
-        # One DP rank is broken; over all ranks it is within a wide gate.
+        # One DP rank is broken, but all ranks together are within a wide gate.
         ({"broken_rank": 1}, ("--gate=0.7",), "below",
          "decode's DP rank 1: 25.0%, between 25.0% and 25.0% by 8 prompts, OUTSIDE"),
-        # A target whose KV is wrong repeats itself, which drafts well.
+        # A target with wrong KV repeats itself, which is easy to draft.
         ({"other_from": EARLY - 1}, (), "other output", "OTHER OUTPUT"),
         ({"other_from": EARLY}, (), "within", "within the gate"),
-        # A loss stays one where prompts failed.
+        # A loss is reported even if some prompts failed.
         ({"histogram": [9, 1, 0, 0], "refused": [[5, 3]]}, (), "below", "OUTSIDE the gate of 5%"),
-        # One that a router has no server for is sent again, once.
+        # A prompt for which a router has no server is sent again once.
         ({"away": {3: 502, 4: 503}}, (), "within", "outputs equal: 16 of 16"),
     ],
 )  # fmt: skip
@@ -189,7 +195,7 @@ def test_the_verdict_on_a_pair(
         ({}, {"refused": [[5, 3]]}, "1 of 16 prompts failed, the first: HTTP 503"),
     ],
 )
-def test_what_is_not_judged(
+def test_runs_without_a_verdict(
     servers: tuple, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch,
     single: dict, pair: dict, why: str,
 ) -> None:  # fmt: skip
@@ -220,7 +226,7 @@ EVENT = {"output_ids": [5, 6], "meta_info": {
         ("/generate", b"<html>login</html>"),
     ],
 )  # fmt: skip
-def test_an_odd_answer_is_a_sentence_with_its_url(
+def test_an_invalid_answer_is_an_error_with_its_url(
     tmp_path: Path, capsys: Capture, path: str, body: bytes
 ) -> None:
     def answer(where: str, *_: object) -> tuple[int, bytes]:
@@ -236,8 +242,11 @@ def test_an_odd_answer_is_a_sentence_with_its_url(
     assert len(text.splitlines()) == 1
 
 
-def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
-    """It ends at once, although two prompts are in flight and others wait."""
+def test_ctrl_c_ends_the_run_with_the_figures_so_far(tmp_path: Path) -> None:
+    """Ctrl-C ends `accept` at once with the figures so far.
+
+    Two prompts are in flight at that time, and others wait.
+    """
     asked, held = [], threading.Event()
 
     def answer(path: str, body: dict, _: str) -> tuple[int, bytes]:
@@ -270,8 +279,8 @@ def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_a_terminal_shows_how_far_it_is(servers: tuple, tmp_path: Path) -> None:
-    """The line is updated after each prompt, and gone at the end."""
+def test_a_terminal_shows_the_progress(servers: tuple, tmp_path: Path) -> None:
+    """On a terminal, a line of progress is updated after each prompt and removed at the end."""
     single, pair = servers
     pair.histogram, pair.refused = [0, 0, 5, 5], [[5, 3]]
     (tmp_path / "prompts").write_text("".join(f'{{"input_ids": [5, {n}]}}\n' for n in range(5)))
@@ -290,8 +299,7 @@ def test_a_terminal_shows_how_far_it_is(servers: tuple, tmp_path: Path) -> None:
 
 
 def answer(right: int, rounds: int, dp_rank: int | None = None, first: int = 0) -> Answer:
-    """Return an answer with `right` correct drafts in its verify rounds. `first`: its first
-    token."""
+    """Return an answer with `right` correct drafts in its rounds. `first`: its first token."""
     tokens = (first, *range(1, right + rounds))
     return Answer(tokens, rounds, (rounds - right, right), dp_rank=dp_rank)
 
@@ -300,17 +308,23 @@ def compared(pairs: list[Answer], gate: float = 0.05) -> Comparison:
     return compare([Asked((9,), answer(10, 20), pair) for pair in pairs], gate)
 
 
-def test_a_loss_that_could_be_chance_is_not_judged() -> None:
-    """Half of the prompts lose a tenth, half win one."""
+def test_a_loss_that_could_be_chance_is_undecided() -> None:
+    """A loss that could be chance is undecided with few prompts, and within the gate with many.
+
+    Half of the prompts lose a tenth, and the other half gain a tenth.
+    """
     lost = [answer(7, 20), answer(13, 20)]
     few, many = compared(lost * 4, 0.02), compared(lost * 400, 0.02)
     assert (few.verdict, many.verdict) == (Decision.UNDECIDED, Decision.WITHIN)
     assert compared(lost[:1] * (FEWEST - 1)).words().endswith(f"send {2 * FEWEST - 2} or more")
 
 
-def test_a_right_pair_is_decided_by_prompts_that_differ() -> None:
-    """Accept lengths from 1.5 to 4 by prompt, alike on both sides but for chance: prompts that
-    draft well are compared with themselves, or the interval would be eight times as wide."""
+def test_a_correct_pair_passes_with_different_prompts() -> None:
+    """A correct pair is within the gate although accept lengths differ widely between prompts.
+
+    Each prompt is compared with itself. Otherwise the confidence interval would be eight times as
+    wide.
+    """
     draw, asked = np.random.default_rng(7), []
     for length in np.linspace(1.5, 4, 64):
         sides = []
@@ -329,16 +343,19 @@ def test_a_right_pair_is_decided_by_prompts_that_differ() -> None:
     assert found.verdict is Decision.WITHIN
 
 
-def test_garbage_on_one_dp_rank_is_seen() -> None:
-    """It repeats itself, which drafts well; over all ranks few outputs differ."""
+def test_wrong_output_of_one_dp_rank_is_noticed() -> None:
+    """Wrong output of a single DP rank is noticed, although few outputs of all ranks differ.
+
+    Wrong output repeats itself, which is easy to draft.
+    """
     answers = [answer(12, 20, dp_rank=n % 8, first=n % 8 == 7) for n in range(64)]
     assert not compared(answers).differs
     assert compared(answers).verdict is Decision.OTHER_OUTPUT
     assert compared([a for a in answers if a.dp_rank != 7]).verdict is Decision.WITHIN
 
 
-def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
-    """A rank whose answers had no verify round leaves it open, too."""
+def test_a_dp_rank_with_few_prompts_is_undecided() -> None:
+    """A DP rank with few prompts, or without a verify round, makes the comparison undecided."""
     ranks = [0] * 99 + [1] * (FEWEST - 1)
     found = compared([*(answer(10, 20, dp_rank=r) for r in ranks), answer(0, 0, dp_rank=2)])
     assert found.interval == (1, 1)
@@ -346,8 +363,8 @@ def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
     assert [*found.table()][-2] == "decode's DP rank 2: nothing to compare, of 1 prompts"
 
 
-def test_chance_differs_now_and_then() -> None:
-    """One in ten within eight tokens is what ties may do."""
+def test_a_few_different_outputs_are_accepted() -> None:
+    """Up to one output in ten may differ in its first tokens, because of ties in sampling."""
     for differ, number, other in ((3, 32, 0), (11, 32, 1), (200, 3000, 0), (400, 3000, 1)):
         found = compared([answer(10, 20, first=n < differ) for n in range(number)])
         assert found.verdict is (Decision.OTHER_OUTPUT if other else Decision.WITHIN)
@@ -356,9 +373,12 @@ def test_chance_differs_now_and_then() -> None:
 # ---------------------------------------------------------------- a recorded baseline
 
 
-def test_a_baseline_stands_for_the_single_server(servers: tuple, tmp_path: Path) -> None:
-    """The same prompts and figures, and the single server is not asked. A run against a baseline
-    has its answers, and is one itself."""
+def test_a_baseline_replaces_the_single_server(servers: tuple, tmp_path: Path) -> None:
+    """A baseline replaces the single server, with the same prompts and figures.
+
+    The output of a run against a baseline contains the baseline's answers, and is a baseline
+    itself.
+    """
     single, pair = servers
     base, again = tmp_path / "out.json", tmp_path / "again.json"
     _, first = run(servers, tmp_path, "--max-new-tokens=64")
@@ -374,7 +394,7 @@ def test_a_baseline_stands_for_the_single_server(servers: tuple, tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", ["no json", '{"max_new_tokens": 8, "each": []}'])
-def test_a_file_that_is_no_baseline(tmp_path: Path, capsys: Capture, text: str) -> None:
+def test_an_invalid_baseline_is_an_error(tmp_path: Path, capsys: Capture, text: str) -> None:
     (tmp_path / "base.json").write_text(text)
     assert accept.main([f"--baseline={tmp_path / 'base.json'}", f"--pair={DEAD}"]) == 2
     assert "Record it again" in capsys.readouterr().err
@@ -392,7 +412,7 @@ def test_a_file_that_is_no_baseline(tmp_path: Path, capsys: Capture, text: str) 
         ("--baseline b --at-once 0", "of 1 or more"),
     ],
 )
-def test_flags_that_do_not_go_together(capsys: Capture, flags: str, why: str) -> None:
+def test_incompatible_flags_are_rejected(capsys: Capture, flags: str, why: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         accept.main(["--pair", "http://b", *flags.split()])
     assert stopped.value.code == 2
@@ -400,7 +420,7 @@ def test_flags_that_do_not_go_together(capsys: Capture, flags: str, why: str) ->
 
 
 def event(completed: int, reason: str = "", number: int = 0) -> bytes:
-    """Return an event of a stream with so many completed tokens, of which it carries `number`."""
+    """Return an event of a stream after `completed` tokens, with `number` tokens of its own."""
     info = {"completion_tokens": completed, "finish_reason": {"type": reason} if reason else None}
     about = {"output_ids": [*range(number or completed)], "meta_info": info}
     return b"data: " + json.dumps(about).encode()
@@ -409,13 +429,13 @@ def event(completed: int, reason: str = "", number: int = 0) -> bytes:
 @pytest.mark.parametrize(
     ("lines", "why"),
     [([b"data: [DONE]"], "it sent no event"), ([b'data: {"error": "no room"}'], "no room"),
-     ([b'{"error": "no key"}'], "no key"),  # as SGLang's small router passes it on
+     ([b'{"error": "no key"}'], "no key"),  # as SGLang's small router forwards it
      ([b"data: <html>"], "http://server sent b' <html>'"), ([b"data: [1]"], "Expected `object`"),
      ([event(2), b'data: {"error": "no room"}'], "no room"),
      ([event(1), event(2)], "broke off after 2 tokens"),
      ([event(1), event(4, "stop", number=2)], "broke off after 3 tokens"),
      ([event(1), event(2, "abort")], "the request was aborted: .*abort")],
 )  # fmt: skip
-def test_a_stream_without_an_answer(lines: list[bytes], why: str) -> None:
+def test_a_stream_without_an_answer_is_an_error(lines: list[bytes], why: str) -> None:
     with pytest.raises(RequestFailed, match=why):
         read_stream("http://server", lines)

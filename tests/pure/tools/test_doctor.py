@@ -1,4 +1,4 @@
-"""The doctor's checks, its command line and its report."""
+"""The checks of the `doctor` command, its command line and its report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PARAMS = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
         ("SGLANG_URL", "http://u:p@h/?token=hush", "http://***@h/?***", ""),
     ],
 )
-def test_a_variable_is_shown_with_what_is_wrong(
+def test_a_variable_is_shown_with_its_problem(
     name: str, value: str, shown: str, words: str
 ) -> None:
     (found,) = doctor.environment({name: value, "HOME": "/home/somebody"})
@@ -54,10 +54,13 @@ def test_a_variable_is_shown_with_what_is_wrong(
     assert (words in found.problem, bool(found.problem)) == (True, bool(words))
 
 
-def test_an_installation_that_lacks_something(
+def test_missing_packages_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing SGLang is the only problem that is reported."""
+    """A missing or unsupported package is reported.
+
+    If SGLang is missing, nothing else is checked.
+    """
     (problem,) = problems(doctor.entry_point({"SGLANG_PLUGINS": "one, two"}))
     assert "leaves out mixkv" in problem
     assert problems(doctor.entry_point({"SGLANG_PLUGINS": "one, mixkv"})) == []
@@ -70,7 +73,7 @@ def test_an_installation_that_lacks_something(
         monkeypatch.setattr(doctor, "version_of", lambda name, k=known: k.get(name, "none"))
         (problem,) = problems(doctor.versions())
         assert words in problem
-    monkeypatch.setattr(doctor, "seams", lambda: pytest.fail("compared with nothing"))
+    monkeypatch.setattr(doctor, "seams", lambda: pytest.fail("seams compared without SGLang"))
     assert doctor.main([]) == 1
     assert capsys.readouterr().out.endswith("\n1 problem, marked !!\n")
     monkeypatch.setattr(metadata, "entry_points", lambda group: ())
@@ -104,8 +107,11 @@ def ending() -> list[str]:
         (ending, ["checked"], "a process died.*: INFO something"),
     ],
 )
-def test_seams_that_differ(compare: Any, names: list[str], words: str) -> None:
-    """Importing SGLang may end the process, so the comparison runs in one of its own."""
+def test_differences_of_seams_are_reported(compare: Any, names: list[str], words: str) -> None:
+    """Differences of seams are reported, and also the death of the process that compares them.
+
+    The comparison runs in a process of its own, since importing SGLang may end the process.
+    """
     found = [*doctor.seams(compare)]
     assert [finding.name for finding in found] == names
     assert re.search(words, found[-1].problem)
@@ -115,7 +121,7 @@ def test_seams_that_differ(compare: Any, names: list[str], words: str) -> None:
 def test_the_sglang_on_the_path_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that lies unpacked in a folder, not the installed one."""
+    """The seams of an unpacked SGLang on the path are compared, not those of the installed one."""
     info, package = tmp_path / "sglang-0.5.20.dist-info", tmp_path / "sglang"
     for place in (info, package):
         place.mkdir()
@@ -132,7 +138,7 @@ def test_the_sglang_on_the_path_is_compared(
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make a host with a device of this state, or none."""
+    """Return a function that gives the host an RDMA device in a given state, or none."""
     monkeypatch.setattr(doctor, "DEVICES", tmp_path / "devices")
 
     def made(state: str = "") -> None:
@@ -155,7 +161,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (UP, "mooncake", {"MC_FORCE_TCP": "0"}, "TCP: MC_FORCE_TCP is set", ""),
     ],
 )
-def test_a_transport_that_was_not_meant_is_a_problem(
+def test_an_unexpected_transport_is_a_problem(
     host: Any, state: str, plane: str, environ: dict[str, str], value: str, problem: str
 ) -> None:
     host(state)
@@ -170,7 +176,7 @@ def test_a_transport_that_was_not_meant_is_a_problem(
 @pytest.mark.parametrize(
     ("state", "wrong"), [(UP, "mlx5_7"), (DOWN, "mlx5_0,mlx5_7"), ("", "mlx5_0,mlx5_7")]
 )
-def test_a_device_that_is_named_has_to_be_active(host: Any, state: str, wrong: str) -> None:
+def test_a_named_device_must_be_active(host: Any, state: str, wrong: str) -> None:
     host(state)
     device, named = doctor.rdma(["mlx5_0, mlx5_7"])
     assert device.value == (f"port 1 {state[3:]} (Ethernet)" if state else "none")
@@ -179,10 +185,13 @@ def test_a_device_that_is_named_has_to_be_active(host: Any, state: str, wrong: s
 
 
 @pytest.mark.parametrize("form", ["plain", "JSON", "file"])
-def test_devices_are_named_as_sglang_takes_them(
+def test_devices_are_named_as_in_sglangs_flag(
     run: Any, host: Any, tmp_path: Path, form: str
 ) -> None:
-    """All are looked for, and the read takes the first GPU's."""
+    """RDMA devices are accepted in all forms of SGLang's flag.
+
+    All of them are checked, and the read uses those of the first GPU.
+    """
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
         get_ib_devices_for_gpu,
     )
@@ -201,7 +210,7 @@ def test_devices_are_named_as_sglang_takes_them(
 
 
 @pytest.mark.parametrize("given", ["{mlx5_0}", '{"a": "mlx5_0"}', "none.json"])
-def test_devices_that_sglang_cannot_read(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_device_flags_are_rejected(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         doctor.main(["--disaggregation-ib-device", given])
     assert (caught.value.code, f"device: {given}: " in capsys.readouterr().err) == (2, True)
@@ -216,12 +225,12 @@ def test_devices_that_sglang_cannot_read(given: str, capsys: pytest.CaptureFixtu
         ("NVIDIA UNIX x86_64 Kernel Module", False, "unreachable"),
     ],
 )
-def test_what_lets_a_nic_reach_gpu_memory(
+def test_drivers_that_let_a_nic_reach_gpu_memory(
     host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, module: bool,
     value: str,
 ) -> None:  # fmt: skip
     host(UP)
-    assert len([*doctor.rdma([""])]) == 1, "there is no GPU"
+    assert len([*doctor.rdma([""])]) == 1, "GPU memory is not checked without a GPU"
     (tmp_path / "version").write_text(version)
     monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "version")
     monkeypatch.setattr(doctor, "PEERMEM", tmp_path / ("version" if module else "none"))
@@ -243,7 +252,7 @@ def test_what_lets_a_nic_reach_gpu_memory(
         (["--disaggregation-transfer-backend=mori"], "invalid choice: 'mori'"),
     ],
 )  # fmt: skip
-def test_unusable_words_end_it_with_status_2(
+def test_invalid_arguments_exit_with_status_2(
     words: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -253,8 +262,11 @@ def test_unusable_words_end_it_with_status_2(
 
 @pytest.fixture
 def run(host: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return the doctor's status and text after such a read, or such a failure, on a host without
-    problems. `asked`: what it would have read, with whom."""
+    """Return a function that runs doctor on a host without problems, with a given read result.
+
+    The function returns doctor's exit status and output. Its attribute `asked` has the arguments of
+    the read.
+    """
     for name in ("versions", "entry_point"):
         monkeypatch.setattr(doctor, name, list)
     for name in {*filter(doctor._SHOWN.match, os.environ)}:
@@ -276,7 +288,7 @@ def run(host: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     return ran
 
 
-def test_what_is_read_and_with_whom(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_read_follows_the_flags(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     status, text = run("--mixkv-staging-mb", "64")
     assert (status, text.splitlines()[-1]) == (0, "nothing is wrong")
     assert "32 MiB between two processes here in 10.0 ms, 3,355 MB/s" in text
@@ -289,10 +301,10 @@ def test_what_is_read_and_with_whom(run: Any, monkeypatch: pytest.MonkeyPatch) -
     text = run("--disaggregation-transfer-backend", "nixl")[1]
     assert "nixl: SGLANG_MIXKV_DATA_PLANE is set" in text
     monkeypatch.delenv("SGLANG_MIXKV_DATA_PLANE")
-    monkeypatch.setenv("MC_FORCE_TCP", "")  # so that it is unset in the end
+    monkeypatch.setenv("MC_FORCE_TCP", "")  # so that monkeypatch restores it after the test
     monkeypatch.delenv("MC_FORCE_TCP")
     assert "TCP: MC_FORCE_TCP is set" in run("--disaggregation-transfer-backend=mooncake_tcp")[1]
-    assert os.environ["MC_FORCE_TCP"] == "1", "as SGLang resolves it"
+    assert os.environ["MC_FORCE_TCP"] == "1", "SGLang sets it for mooncake_tcp"
     assert run.asked[0] == Wire()
 
 
@@ -304,7 +316,7 @@ def test_what_is_read_and_with_whom(run: Any, monkeypatch: pytest.MonkeyPatch) -
         ((), {"fails": "no route"}, "no route"),
     ],
 )  # fmt: skip
-def test_a_read_that_is_wrong(run: Any, words: Any, changed: Any, problem: str) -> None:
+def test_a_failed_read_is_a_problem(run: Any, words: Any, changed: Any, problem: str) -> None:
     status, text = run(*words, **changed)
     assert (status, text.splitlines()[-1]) == (1, "1 problem, marked !!")
     assert f"\n      {problem}\n" in text
@@ -314,11 +326,13 @@ def test_a_read_that_is_wrong(run: Any, words: Any, changed: Any, problem: str) 
     assert [one["problem"] for one in found["findings"] if one["problem"]] == [problem]
 
 
-def test_a_stock_server_is_not_kept_from_its_start(
+def test_problems_of_the_plugin_do_not_stop_a_stock_server(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Findings that only the plugin would refuse are shown, and are problems only if the flag or
-    the variable opts in."""
+    """Findings that only affect a server with the plugin are problems only if that is enabled.
+
+    Otherwise doctor shows them, and its exit status is 0.
+    """
     monkeypatch.setattr(doctor, "seams", lambda: [doctor.Finding("seams", "a", "differs", "a: b")])
     argv = ["--no-transfer", "--disaggregation-transfer-backend", "mooncake"]
     for name, text in (("SGLANG_MIXKV_STAGING", "64"), ("SGLANG_RUST_SERVER", "1"), ("A", "b")):
@@ -338,8 +352,11 @@ def test_a_stock_server_is_not_kept_from_its_start(
                 assert run(*argv)[0] == 0
 
 
-def test_without_a_transfer_no_device_is_asked_for(run: Any, host: Any) -> None:
-    """An image's build, or a pod's init container, has not the devices that the server gets."""
+def test_without_a_transfer_no_device_is_checked(run: Any, host: Any) -> None:
+    """With `--no-transfer`, no RDMA device is checked.
+
+    The build of an image, or a pod's init container, lacks the devices that the server gets.
+    """
     host(UP)
     assert run("--disaggregation-ib-device", "mlx5_7")[0] == 1
     status, text = run("--no-transfer")

@@ -1,4 +1,4 @@
-"""The doctor's read: its protocol and its verdict, and real reads between two processes."""
+"""The read that doctor makes: its protocol, its verdict, and a real read between two processes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ def port() -> int:
 
 
 class Copies(Reads):
-    """A data plane of this host's address only. `state`: its fault, as in Reads; `bad`: the read in
-    which byte 17 of each slot is wrong."""
+    """A data plane that accepts only this host's address.
+
+    `state`: attributes that make it fail, as in Reads. `bad`: the read in which byte 17 of each
+    slot is wrong.
+    """
 
     state: ClassVar[dict[str, Any]] = {}
     bad: int | None = None
@@ -63,7 +66,7 @@ def ask(port: int, message: Any) -> Offer:
 
 @pytest.fixture
 def reports(port: int, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Result]:
-    """Start a listener that reads of this process reach, and return its reports."""
+    """Start a doctor that listens in this process, and return a queue of its results."""
     monkeypatch.delenv("SGLANG_MIXKV_DATA_PLANE", raising=False)
     monkeypatch.setattr(doctor_read.planes, "make", Copies)
     found: queue.Queue[Result] = queue.Queue()
@@ -73,10 +76,13 @@ def reports(port: int, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Result]:
     return found
 
 
-def test_a_listener_outlives_strangers_and_peers_that_fail(
+def test_a_listener_survives_invalid_messages_and_reads(
     port: int, reports: queue.Queue[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each doctor is told why it gets nothing; the peer that has read ends it."""
+    """A listener survives invalid messages and failed reads, and ends after a successful read.
+
+    Each doctor whose read is refused gets the reason.
+    """
     for hello in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b""):
         with socket.create_connection((HOST, port), 10) as stranger:
             stranger.sendall(hello)
@@ -98,18 +104,20 @@ def test_a_listener_outlives_strangers_and_peers_that_fail(
 
 
 @pytest.mark.parametrize("bad", [0, READ])
-def test_a_wrong_byte_is_found_in_either_read(
+def test_a_wrong_byte_is_reported_in_either_read(
     port: int, reports: queue.Queue[Result], bad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
-    assert len(np.unique(np.concatenate(words))) == READ << 13  # a foreign piece is a wrong byte
+    assert len(np.unique(np.concatenate(words))) == READ << 13  # so any misplaced word is noticed
     monkeypatch.setattr(Copies, "bad", bad)
     wrong = [f"byte 17 of slot {number}" for number in range(READ)]
     found = doctor_read.read(HOST, port, SMALL)
     assert (found.wrong, reports.get(timeout=20).wrong) == (wrong, wrong)
 
 
-def test_a_port_that_is_taken_and_nobody_there(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_used_port_and_a_missing_listener_are_errors(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = pytest.raises(ReadFailed, match=r"cannot listen on port \d+: Address already in use")
     with socket.create_server((HOST, port)), taken:
         doctor_read.serve(HOST, port, SMALL)
@@ -120,7 +128,7 @@ def test_a_port_that_is_taken_and_nobody_there(port: int, monkeypatch: pytest.Mo
         doctor_read.read(HOST, port, SMALL)
 
 
-def test_the_devices_that_a_process_has_open(
+def test_the_rdma_devices_that_a_process_has_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, verbs = tmp_path / "fd", tmp_path / "verbs" / "uverbs1"
@@ -154,7 +162,7 @@ def hang(*_: Any) -> Result:
 
 
 def test_a_process_that_dies_or_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure quotes the last words of a transport that ended the process."""
+    """A process that dies or hangs is reported as a failure, with its last output."""
     for role, seconds, words in (
         (abort, 600, "died.*terminate called"), (hang, 3, "took 3 s")
     ):  # fmt: skip
@@ -165,15 +173,15 @@ def test_a_process_that_dies_or_hangs_is_a_failure(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reader_that_fails_ends_its_listener_too() -> None:
-    """The doctor does not wait for its time limit if, for example, memory cannot be registered."""
+    """A reader that fails ends its listener at once, not after the listener's time limit."""
     began = time.monotonic()
     with pytest.raises(ReadFailed, match="invalid literal"):
         doctor_read.apart(100, [time.sleep, 100], [int, "none"])
     assert time.monotonic() - began < 50
 
 
-def test_a_listener_ends_with_the_doctor_that_started_it(port: int) -> None:
-    """Even if the doctor is killed, the port is free for the next one."""
+def test_a_listener_ends_with_its_doctor(port: int) -> None:
+    """A listening process ends with its doctor, even if that is killed, and frees the port."""
     command = [sys.executable, "-m", "sglang_mixkv", "doctor", "--no-seams", "--listen", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as doctor:
         assert doctor.stderr is not None
@@ -186,7 +194,7 @@ def test_a_listener_ends_with_the_doctor_that_started_it(port: int) -> None:
 
 
 def test_a_real_read_between_two_processes() -> None:
-    """The read goes over NIXL; over Mooncake two doctors read in tests/docs/test_commands.py."""
+    """A read over NIXL succeeds. tests/docs/test_commands.py has a read over Mooncake."""
     pytest.importorskip("nixl")
     found = doctor_read.result(Wire(config=Config(staging_mb=8, data_plane="nixl")))
     assert (found.bytes, found.wrong) == (READ * SIZE, [])

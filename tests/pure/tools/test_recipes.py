@@ -1,8 +1,8 @@
-"""Pairs of launch lines that people use, after public recipes, with what the plan says of them.
+"""Pairs of launch lines after public recipes, with the expected verdict and findings of `plan`.
 
-Each answer was judged by hand. Of a model a line needs config.json alone: sizes are those of the
-public models where they decide what is moved (layers, heads, widths), and of the small pairs of
-mixkv_demo elsewhere.
+Each expected result was judged by hand. `plan` needs only the config.json of a model. Layers, heads
+and widths are those of the public models where they decide which bytes are moved. All other sizes
+are those of mixkv_demo's small pairs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MLA = {"max_position_embeddings": 262144, "kv_lora_rank": 512, "q_lora_rank": 15
        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
 V3 = {**MLA, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128}
 INDEX = {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
-K3_FULL = [*range(4, 93, 4), 93]  # from 1; the other 69 of 93 layers are KDA
+K3_FULL = [*range(4, 93, 4), 93]  # numbered from 1; the other 69 of 93 layers are KDA
 
 
 def like(name: str, **changes: Any) -> dict[str, Any]:
-    """A configuration of the small pair with these changes."""
+    """Return the configuration of a small pair's model with some changes."""
     return {**json.loads((SMALL / name / "config.json").read_text()), **changes}
 
 
@@ -53,7 +53,7 @@ def wrapped(architecture: str, kind: str, **text: Any) -> dict[str, Any]:
 def dense(
     architecture: str, kind: str, *, layers: int, heads: int, width: int, **more: Any
 ) -> dict[str, Any]:
-    """A configuration with KV heads."""
+    """Return the configuration of a model with KV heads."""
     return {
         "architectures": [architecture], "model_type": kind, "dtype": "bfloat16",
         "num_hidden_layers": layers, "num_key_value_heads": heads, "head_dim": width,
@@ -242,7 +242,9 @@ DYNAMO = "kind: DynamoGraphDeployment\nspec:\n  services:\n" + "".join(f"""\
             - {{name: SERVED_MODEL_NAME, value: a}}
 """ for role in ("prefill", "decode"))  # fmt: skip
 
-RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
+# Per pair: the common part of both lines, the rest of prefill's, the rest of decode's, whether the
+# pair needs the plugin, and why.
+RECIPES = {
     "Kimi-K3, a pipeline over NIXL": (
         f"{K3} {NIXL}", "--tp-size 1 --pp-size 16", "--tp-size 16",
         True, "does not send it rows of 16: requests fail",
@@ -251,7 +253,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         K3, "--tp-size 1 --pp-size 8 --enable-hierarchical-cache --hicache-storage-backend "
         "mooncake", "--tp-size 8", True, "over other requests' rows and past the end",
         {"share": 1.0, "noted": "prefill: .* only servers of attention TP 1 find .* store"}),
-    "Kimi-K3, DCP: SGLang cuts the heads itself from ranks that hold as many": (
+    "Kimi-K3, DCP: SGLang cuts the heads itself from ranks that hold enough": (
         K3, "--tp-size 1 --pp-size 8", "--tp-size 8 --dcp-size 8",
         False, "SGLang cuts the drafter's heads itself", {"gpu": "blackwell"}),
     "Kimi-K3, DCP from ranks that hold fewer": (
@@ -273,7 +275,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         {"found": ["one divides the other", "decode: expected a number of KV heads"]}),
     "DeepSeek-V3.1, more ranks than heads": (
         f"{V31} {EAGLE3}", "--tp 8", "--tp 16", False, "each rank holds one KV head", {}),
-    "DeepSeek-V4 has its drafter inside (sglang#33411)": (
+    "DeepSeek-V4 contains its drafter (sglang#33411)": (
         f"sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --tp 4 {NIXL} "
         "--speculative-algorithm DSPARK --moe-runner-backend marlin", "", "--base-gpu-id 4",
         False, "the drafter is MLA", {}),
@@ -286,7 +288,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Ling-2.5, a hybrid MLA target, with its MTP layer": (
         f"{SERVER} --model-path inclusionAI/Ling-2.5 {MTP}", "--tp 8", "--tp 4", False,
         "the drafter is MLA", {}),
-    "Step-3.5: SGLang itself turns multi-layer EAGLE on": (
+    "Step-3.5, for which SGLang enables multi-layer EAGLE": (
         f"{SERVER} --model-path stepfun-ai/Step-3.5-Flash {MTP} {ON}", "--tp 8", "--tp 8",
         False, "both sides have", {"found": ["--enable-multi-layer-eagle is not supported, and "
                                             "SGLang sets it itself here: start both"] * 2}),
@@ -307,7 +309,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f"# GLM-4.5 Air\n{SERVER} \\\n  --model-path zai-org/GLM-4.5-Air --tp-size 4 \\\n",
         "  --chunked-prefill-size $((16384 * 4)) \\\n    # --speculative-algo EAGLE", MTP,
         None, r"line 2: only a shell computes it.*SGLANG_MIXKV_PLAN=prefill.json", {}),
-    "one prefill server for twelve of decode": (
+    "one prefill server for a decode server of twelve times its size": (
         "export MC_TE_METRIC=true\nexport SGLANG_ENABLE_MIXKV=1\n# export SGLANG_RUST_SERVER=1\n"
         f"{SERVER} {V31} --attention-backend trtllm_mla --kv-cache-dtype fp8_e4m3 "
         "--moe-runner-backend flashinfer_cutlass --enable-dp-attention --enable-dp-lm-head",
@@ -329,7 +331,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f"{SERVER} --model-path moonshotai/Kimi-K2.5 --speculative-algorithm EAGLE3 {DRAFTS}",
         "--tp 8", "--tp 8 --dp 8 --enable-dp-attention", False, "the drafter is MLA",
         {"found": [f"{role}: EAGLE3 needs --spec.*-path" for role in ("prefill", "decode")]}),
-    "EAGLE of a target that has no MTP layer": (
+    "EAGLE with a target that has no MTP layer": (
         f"{LLAMA} {MTP} {ON}", "--tp 2", "--tp 1", False, "by heads exactly",
         {"found": [f"{role}: EAGLE needs --spec.*-path" for role in ("prefill", "decode")]}),
     "MiniMax-M3's two drafters, one on each side (vllm-ascend#16509)": (
@@ -339,7 +341,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "MiniMax-M3 at unequal sizes (sglang#33383, #36095)": (
         f"{M3} {HEAD3} eagle3 {ON}", "--tp 4", "--tp 8", None, "",
         {"found": ["PAIR-03. target with minimax_index_k state at unequal TP"]}),
-    "the same over NIXL, without the plugin and a drafter": (
+    "MiniMax-M3 over NIXL, without the plugin and a drafter": (
         f"{M3} {NIXL}", "--tp 4", "--tp 4 --dp 4 --enable-dp-attention", None, "",
         {"found": ["PAIR-03. target with minimax_index_k state at unequal TP"]}),
     "DeepSeek-V4 with an EAGLE3 head (sglang#33344)": (
@@ -368,7 +370,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Qwen3-Next, a hybrid target": (
         f"{SERVER} --model-path Qwen/Qwen3-Next {MTP} --tp 2", "", "--dp 2 --enable-dp-attention",
         False, "by heads exactly", {"noted": "Mooncake's TCP"}),
-    "MiMo-V2: SGLang itself turns multi-layer EAGLE on": (
+    "MiMo-V2, for which SGLang enables multi-layer EAGLE": (
         f"{SERVER} --model-path XiaomiMiMo/MiMo-V2-Flash {MTP} {ON}", "--tp 4", "--tp 4",
         False, "both sides have", {"found": ["--enable-multi-layer-eagle is not supported, and "
                                             "SGLang sets it itself here: start both"] * 2}),
@@ -382,7 +384,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Kimi-K2.6 on MI355X, Mooncake (ROCm's Infera)": (
         f"{K26} {HEAD3} eagle3 --attention-backend aiter", "", "--dp 8 --enable-dp-attention",
         True, FROM_ONE, {"share": 1.0}),
-    "one side for Blackwell, the other for either": (
+    "one side for Blackwell, the other for any GPU": (
         f"{K26} {HEAD3} eagle3 {ON}", "", "--tp-size 4 --attention-backend trtllm_mla",
         True, FROM_ONE, {"share": 1.0, "gpu": "blackwell", "noted": "prefill and decode: resolved "
                          "for a Blackwell GPU"}),
@@ -448,7 +450,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f'--disaggregation-ib-device mlx5_0,mlx5_1 "\n'
         f"{SERVER} --model-path $model_path ${{option}} \\\n --tp-size 8 --dtype bfloat16",
         "", "", False, "the drafter is MLA", {"noted": "mlx5_0,mlx5_1"}),
-    # Pairs with which nothing is wrong, for the table by model (scripts/docs/tables.py).
+    # Pairs without findings, for the table by model (scripts/docs/tables.py).
     "Kimi-K2.6 with a Llama EAGLE3 head over NIXL": (
         f"{K26} {HEAD3} lightseekorg/kimi-k2.5-eagle3 {NIXL} {ON}", "",
         "--dp 8 --enable-dp-attention", True, FROM_ONE, {"share": 1 - 1 / 8}),
@@ -470,7 +472,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f"{SERVER} --model-path moonshotai/Kimi-K3", "--tp-size 2 --dcp-size 2",
         "--tp-size 8 --dcp-size 8", None, "",
         {"gpu": "blackwell", "found": ["--dcp-size: prefill has 2 at .* decode has 8 at"]}),
-    "GLM-5.2 with DCP, which SGLang ends: the rest is not compared (sglang#39330)": (
+    "GLM-5.2 with DCP, which SGLang does not start (sglang#39330)": (
         f"{GLM} {DSPARK} glm-5.2-dspark {ON} --tp 8", "", "--dcp-size 8", False, "both sides have",
         {"any": True, "found": ["decode: .*does not start it: DSA DCP does not support"],
          "count": 1}),
@@ -480,7 +482,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         "--dp 16 --enable-dp-attention", True, FROM_ONE,
         {"share": 1.0, "found": [rf"START-03\] {role}: --{flag}\S* other than" for role in
                                  ("prefill", "decode") for flag in ("disaggregation", "device")]}),
-    # Public lines of autumn 2026, each judged from SGLang 0.5.23's source.
+    # Public lines of autumn 2026, each judged by the source of SGLang 0.5.23.
     "DeepSeek-V4.1 DSpark at unequal sizes": (
         f"{SERVER} --model-path deepseek-ai/DeepSeek-V4.1 --moe-runner-backend marlin "
         "--speculative-algorithm DSPARK", "--tp 4", "--tp 8", None, "",
@@ -501,7 +503,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "chunks that are no multiple of the page": (
         f"{GPT_OSS} --page-size 64 --chunked-prefill-size", "4000", "8192", False,
         "both sides have", {"found": ["prefill: .*chunked_prefill_size must be divisible by"]}),
-    "half of the speculative flags": (
+    "only some of the speculative flags": (
         f"{K26} --speculative-algorithm EAGLE3 --speculative-draft-model-path eagle3 {ON}",
         "--speculative-num-steps 3", "--speculative-eagle-topk 1", False, "both sides have",
         {"found": ["prefill: .*topk and --speculative-num-draft-tokens missing: give all three",
@@ -565,7 +567,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
             f"Qwen/QwQ-32B --disaggregation-mode {role} --enable-metrics \"${{TRACE_ARGS[@]}}\" &\n"
             for role in ("prefill", "decode")),
         "", "", None, "line 3: only a shell computes it.*SGLANG_MIXKV_PLAN=prefill.json", {}),
-    "an image's script, which puts its words together": (
+    "an image's script, which assembles its arguments": (
         'if [ "$PD_ROLE" == prefill ]; then\n  ENGINE_ARGS="--disaggregation-mode prefill '
         '$ENGINE_ARGS"\nfi\neval "python3 -m sglang.launch_server $ENGINE_ARGS"', "", "", None,
         "ENGINE_ARGS may be changed in line 1 .*SGLANG_MIXKV_PLAN=prefill.json", {}),
@@ -587,7 +589,7 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each model's config.json below this folder, by its public name."""
+    """Return a folder with each model's config.json below the model's public name."""
     import sglang.srt.model_loader  # noqa: F401  # with this process's variables, not a line's
 
     folder = tmp_path_factory.mktemp("models")
@@ -598,8 +600,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_plan_takes_the_pair(recipe: tuple[Any, ...], models: Path) -> None:
-    """With the right verdict, and as findings what is refused, nothing else."""
+def test_the_plan_of_a_recipe(recipe: tuple[Any, ...], models: Path) -> None:
+    """`plan` gives a recipe the expected verdict and exactly the expected findings."""
     both, *own, needed, why, says = recipe
     names = "|".join(map(re.escape, sorted(MODELS, key=len, reverse=True)))
 

@@ -1,5 +1,7 @@
-"""Servers on one screen, and what can be wrong with one. Pages have the series that a rank of their
-side has from its start."""
+"""The `status` command: its tables of servers and pairs, and the problems that it reports.
+
+The tests' metrics pages have the series that a rank of that side has from its start.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def page(side: str = "decode", ranks: int = 1) -> str:
 
 
 def rooms(tp_rank: int = 0, prefill: str = ONE, **counts: int) -> str:
-    """Return a decode rank's room counts: `warm`, and cold ones by reason."""
+    """Return a decode rank's counts of rooms: warm ones, and cold ones by reason."""
     return "".join(
         line("prefill_rooms_total", count, prefill=prefill, tp_rank=tp_rank,
              state="warm" if reason == "warm" else "cold",
@@ -54,7 +56,7 @@ def drafts(state: str, rounds: int, tokens: int, reason: str = "") -> str:
 
 
 def waits(name: str = "wait_seconds", tp_rank: int = 0, **counts: int) -> str:
-    """Return a rank's histogram: `counts` of requests that waited at most so many ms."""
+    """Return a rank's histogram. `counts`: numbers of requests by upper bound, such as `ms5`."""
     total, lines = 0, ""
     for bound in (1, 2, 5, 10, 20, 50, 10_000):
         total += counts.get(f"ms{bound}", 0)
@@ -75,10 +77,10 @@ def words(text: str, before: str | None = None) -> list[str]:
     return [f"{one.where} {one.what} {one.remedy}" for one in status_of(text, before).wrong]
 
 
-# ---------------------------------------------------------------- the screen
+# ---------------------------------------------------------------- tables
 
 
-def test_a_pair_is_what_the_page_shows() -> None:
+def test_the_documented_output_is_the_real_one() -> None:
     served = page() + rooms(warm=817) + drafts("warm", 8089, 26815)
     served += waits(ms1=700, ms5=109, ms20=8)
     sent = page("prefill", 2) + waits("ready_seconds", ms5=2400, ms10=51).replace(
@@ -89,13 +91,13 @@ def test_a_pair_is_what_the_page_shows() -> None:
     assert f"```text\n{found.text()}\n```" in shown
 
 
-def test_accept_lengths_of_cold_drafters_stand_beside_warm_ones() -> None:
+def test_accept_lengths_of_warm_and_cold_drafters() -> None:
     cold = drafts("cold", 60, 60, "lost") + drafts("cold", 40, 60, "read")
     found = status_of(rooms(warm=90, lost=6, read=4) + drafts("warm", 900, 3600) + cold)
     assert re.search(r"90.0% +4.00 +1.20 +-\n", found.text())
 
 
-def test_of_the_ranks_the_one_with_most_colds_counts() -> None:
+def test_the_rank_with_the_most_cold_rooms_counts() -> None:
     (pair,) = status_of(rooms(0, warm=100, lost=0) + rooms(1, warm=90, lost=10)).pairs
     assert (pair.warm_share, pair.rooms) == (0.9, {"warm": 90, "lost": 10})
 
@@ -104,22 +106,25 @@ def test_of_the_ranks_the_one_with_most_colds_counts() -> None:
     ("text", "p50", "p99"),
     [
         (page(), None, None),
-        (waits(ms10=100), 0.01, 0.01),  # the bound that it was within
+        (waits(ms10=100), 0.01, 0.01),  # the bucket's upper bound
         (waits(ms1=50, ms2=50), 0.001, 0.002),
         (waits(ms1=98, more=2), 0.001, 10.0),
-        (waits(ms1=100) + waits(tp_rank=1, ms1=90, ms50=10), 0.001, 0.05),  # the longest
+        (waits(ms1=100) + waits(tp_rank=1, ms1=90, ms50=10), 0.001, 0.05),  # the slowest rank
         (waits() + waits(tp_rank=1, ms2=1), 0.002, 0.002),
     ],
 )
-def test_how_long_requests_wait(text: str, p50: float | None, p99: float | None) -> None:
+def test_percentiles_of_waiting_times(text: str, p50: float | None, p99: float | None) -> None:
     (found,) = status_of(text).servers
     assert (found.p50, found.p99) == (p50, p99)
     (later,) = status_of(text + rooms(warm=1), text).servers
-    assert (later.p50, later.p99) == (None, None), "nothing waited between two looks"
+    assert (later.p50, later.p99) == (None, None), "no request has waited since the first page"
 
 
-def test_what_happens_between_two_looks() -> None:
-    """A server that was restarted in between counts from zero. Gauges stay."""
+def test_counters_between_two_pages() -> None:
+    """With an earlier page, counters are differences and gauges are current values.
+
+    The counters of a server that was restarted in between start at zero.
+    """
     first, now = rooms(warm=1, lost=99), rooms(warm=9, lost=99)
     assert words(now)
     found = status_of(now, first)
@@ -130,7 +135,7 @@ def test_what_happens_between_two_looks() -> None:
 
 
 def test_a_page_of_several_servers() -> None:
-    """The page is a router's or Prometheus' own, whose labels have other names."""
+    """A page of several servers, as of a router or of Prometheus, is split by its labels."""
     where = ("http://decode-0:1", "decode-1:1")
     for label in ("worker_addr", "instance"):
         text = "".join(line("slots", 60, "sglang_mixkv_", **{label: at}) for at in where)
@@ -138,12 +143,11 @@ def test_a_page_of_several_servers() -> None:
         assert [(s.name, s.slots) for s in found] == [("decode-0:1", 60), ("decode-1:1", 60)]
 
 
-# ---------------------------------------------------------------- what is wrong
+# ---------------------------------------------------------------- problems
 
 
 def test_cold_drafters_by_reason() -> None:
-    """Each reason is a text with a remedy; less than one request in a hundred is not worth a
-    line."""
+    """Each cold reason is reported with a remedy, from one request in a hundred on."""
     for reason in series.ColdReason:
         (found,) = words(rooms(warm=90, **{reason: 10}))
         assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason})" in found
@@ -165,14 +169,14 @@ def test_cold_drafters_by_reason() -> None:
         ("sglang:num_running_reqs 1\n", "no series of the plugin"),
     ],
 )  # fmt: skip
-def test_what_an_operator_is_told(text: str, expected: str) -> None:
-    """TP ranks count the same requests."""
+def test_each_problem_of_a_page_is_reported(text: str, expected: str) -> None:
+    """Each problem of a page is reported once. TP ranks count the same requests."""
     (found,) = words(text)
     assert re.search(expected, found)
     assert words(re.sub(r" [1-5]\n|64\n$", " 0\n", text) + page()) == []
 
 
-def test_copies_by_torch_on_one_rank_of_two() -> None:
+def test_copies_by_torch_on_one_rank_are_reported() -> None:
     ranks = [line("gpu_kernels", used, tp_rank=used) for used in (0, 1)]
     (found,) = words(page(ranks=2) + "".join(ranks))
     assert re.search("torch copies draft KV on a GPU.*MIXKV-START-07", found)
@@ -190,9 +194,11 @@ SERVED = {
 }
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit status says whether anything is wrong, `--json` prints figures for scripts, and each
-    page that cannot be read has a sentence."""
+def test_the_exit_status_and_output_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit status is 0 without problems, 1 with some, and 2 if a page cannot be read.
+
+    `--json` prints the figures for scripts. Each unreadable page is explained in a sentence.
+    """
 
     def answer(path: str) -> tuple[int, bytes]:
         return (200 if path in SERVED else 404), SERVED.get(path, b"")
@@ -207,7 +213,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert found["pairs"][0]["rooms"] == {"lost": 1}
         assert set(found["wrong"][0]) == {"where", "what", "remedy"}
         assert status.main([f"{url}/bell"]) == 1
-        assert "h:1?[2J" in (text := capsys.readouterr().out), "a page controls no terminal"
+        assert "h:1?[2J" in (text := capsys.readouterr().out), "control characters must be replaced"
         assert text.replace("\n", "").isprintable()
         assert str(RequestFailed("a\x1b[2J")) == "a?[2J"
         urls = ["http://127.0.0.1:9", f"{url}/none", f"{url}/html", "http://", "http://[::1"]
@@ -230,14 +236,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().err) < 1000
 
 
-def test_what_an_operator_types() -> None:
+def test_urls_and_addresses_are_completed() -> None:
     assert page_url("host:30000") == page_url("http://host:30000/") == "http://host:30000/metrics"
     for whole in ("https://host/proxy/metrics", "http://host/federate?match[]=a"):
         assert page_url(whole) == whole
     assert page_url("host/base/") == "http://host/base/metrics"
 
 
-def test_numbers_that_are_none_and_keys_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_numbers_and_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [status_of(line("slots", value)).servers[0].slots for value in (math.nan, math.inf)] == [
         0, 0,
     ]  # fmt: skip
@@ -251,19 +257,19 @@ def test_numbers_that_are_none_and_keys_of_a_file(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("count", [1, 20])
-def test_pages_that_drip_have_a_limit_in_all(count: int) -> None:
-    """However many they are."""
+def test_slow_pages_time_out_together(count: int) -> None:
+    """Pages that arrive slowly time out together, however many they are."""
     begin, head = time.monotonic(), b"HTTP/1.1 200 OK\r\n\r\n"
     with silent(head, drip=b"# x\n") as address:
         urls = [f"http://{address}/metrics?{number}" for number in range(count)]
         pages, unread = status.look(urls, timeout=0.4)
     assert pages == {}
-    assert len(unread) == 1, "of which the query is hidden"
+    assert len(unread) == 1, "the URLs differ only in their hidden queries"
     assert all("did not end within 1 s" in why for why in unread.values())
     assert time.monotonic() - begin < 6
 
 
-def test_a_page_that_does_not_come_or_does_not_end() -> None:
+def test_a_page_without_an_answer_or_an_end_times_out() -> None:
     begin, head = time.monotonic(), b"HTTP/1.1 200 OK\r\n\r\n"
     with silent() as address, silent(head) as other:
         pages, unread = status.look([address, other], timeout=1)
