@@ -1,11 +1,12 @@
-"""Tests over RDMA verbs, which are skipped without a device. Neither torch nor SGLang is imported,
-which takes minutes on an emulated processor.
+"""Tests over RDMA verbs, which are skipped without an RDMA device.
 
-Ways: a reader and its peers at one device (`mooncake-rdma`, `nixl-rc`); the same by its GID of one
-version of IP (`-4`, `-6`); at both ends of the guest's wire (`-wire`), and each at both devices
-(`-two`); peers on another machine, the second guest (`-far`).
+This module imports neither torch nor SGLang, since that takes minutes on an emulated processor.
 
-Of all these tests the smoke ones alone run without --full.
+Ways: a reader and its peers on one device (`mooncake-rdma`, `nixl-rc`), also by the device's IPv4
+or IPv6 GID (`-4`, `-6`); at the two ends of the guest's wire (`-wire`); both with both devices
+(`-two`); peers on the second guest (`-far`).
+
+Without --full, only the smoke tests run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RDMA = {"MOONCAKE_PROTOCOL": "rdma", "UCX_TLS": "rc"}
 NAMES = {"mooncake": "mooncake-rdma", "nixl": "nixl-rc"}
 GID = {"mooncake": "MC_GID_INDEX", "nixl": "UCX_IB_GID_INDEX"}
 DEVICES = devices()
-LAST = "test_managers", "test_restart"  # SGLang's import is left to the processes that come later
+LAST = "test_managers", "test_restart"  # run last, so that earlier processes do not import SGLang
 NO_IPV6 = DEVICES and DEVICES[0].gid(6) is None
 
 
@@ -49,8 +50,9 @@ def name_ways() -> None:
 if DEVICES:
     name_ways()
     os.environ.update(ENV)
-    importlib.import_module("nixl._api")  # once, and not in each process; Mooncake reads its
-    # variables when it is imported
+    # Import NIXL once, not in each forked process. Mooncake must be imported in each process, since
+    # it reads its environment variables at import.
+    importlib.import_module("nixl._api")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,9 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not DEVICES:
             reason = "no RDMA device (bash scripts/rdma.sh)"
         elif way.endswith(("-wire]", "-two]")) and not IN_GUEST:
-            reason = "two devices that a test may take down (bash scripts/rdma.sh)"
+            reason = "needs two devices that a test may take down (bash scripts/rdma.sh)"
         elif "-far" in way and not IN_GUEST:
-            reason = "two machines, of which a test restarts one (bash scripts/rdma.sh --full)"
+            reason = "needs a second machine that a test may restart (bash scripts/rdma.sh --full)"
         elif way.endswith("-6]") and NO_IPV6:
             reason = "the device has no IPv6 address"
         if reason:

@@ -1,5 +1,5 @@
-"""The second machine of scripts/rdma.sh does what the first one asks it for. Each connection is
-answered by a function in a process of its own, a fork of one that has imported its module."""
+"""The server on the second machine of scripts/rdma.sh, which runs functions for the first machine.
+Each connection runs one function in a forked process; its module is imported before the fork."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from rig.channel.planes import FORK
 ADDRESS = "10.9.1.2", 7009
 KEY = b"of a test"
 START_S = 600.0
-"""The longest time in which an emulated machine starts."""
+"""Time limit for the start of an emulated machine."""
 
 
 @dataclass
 class Failure:
-    """The text of an error that a function raised there."""
+    """The traceback of an error that a function raised on the second machine."""
 
     text: str
 
 
 class Call:
-    """A function `module:name` that is called there with a Connection and these arguments."""
+    """A running call of function `module:name` on the second machine, with a Connection and these
+    arguments."""
 
     def __init__(self, name: str, *arguments: Any) -> None:
         until = time.monotonic() + START_S
@@ -56,7 +57,7 @@ class Call:
 
 
 def restart(pipe: Connection) -> None:
-    """Restart the machine, as if its power had failed, so many seconds after this call."""
+    """Receive a number of seconds, wait, and restart the machine as if its power had failed."""
     time.sleep(pipe.recv())
     Path("/proc/sysrq-trigger").write_text("b")
 
@@ -67,7 +68,7 @@ def serve() -> None:
             with listener.accept() as pipe:
                 name, arguments = pipe.recv()
                 process = FORK.Process(target=answer, args=(pipe, name, arguments))
-                with suppress(Exception):  # `answer` says why
+                with suppress(Exception):  # `answer` reports the error
                     resolve_name(name)
                 process.start()
 

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# In the guests of rdma.sh: its /init, under busybox, mounts the root and runs itself there, under
-# bash. The kernel's command line has set `mixkv`, the run's folder, and `mixkv_host`, 1 or 2. Of
-# three soft-RoCE devices two are joined by a slow wire, 10.9.0.1 and 10.9.0.2; the third, 10.9.1.1
-# or 10.9.1.2, reaches the other guest, if there is one.
+# Runs in the guests of rdma.sh. As /init, under busybox, it mounts the root, and runs itself there
+# under bash. The kernel's command line sets `mixkv`, the run's folder, and `mixkv_host`, 1 or 2.
+# There are three soft-RoCE devices. Two of them, 10.9.0.1 and 10.9.0.2, are connected by a slow wire;
+# the third, 10.9.1.1 or 10.9.1.2, is connected to the other guest, if there is one.
 if [ -e /busybox ]; then
     b=/busybox && $b mkdir -p proc sys dev host rw new
     $b mount -t proc proc proc && $b mount -t sysfs sys sys && $b mount -t devtmpfs dev dev
@@ -18,10 +18,10 @@ export HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 stty -F /dev/ttyS1 raw && echo mixkv-up && ulimit -l unlimited && ip link set lo up
 eval "set -- $(cat "$mixkv/arguments")" && cd "$1" && venv="$2" made="$3" && shift 3
 for module in crc32_generic crc32c_generic veth sch_tbf sch_netem virtio_net rdma_rxe ib_uverbs rdma_ucm; do
-    modprobe -d "$made/kernel" "$module" # rxe finds no CRC-32 without the first
+    modprobe -d "$made/kernel" "$module" # rxe needs the first one for its CRC-32
 done
 ip link add wire0 mtu 4500 type veth peer name wire1 mtu 4500
-for n in 0 1; do # what goes from one to the other takes the wire, although both are this machine's
+for n in 0 1; do # route packets between the two over the wire, although both addresses are local
     from="10.9.0.$((n + 1))" to="10.9.0.$((2 - n))" wire="wire$n"
     sysctl -qw "net.ipv4.conf.$wire.accept_local=1" "net.ipv4.conf.$wire.rp_filter=0"
     ip address add "$from/24" dev "$wire" && ip link set "$wire" up
@@ -35,7 +35,7 @@ for pair in rxe0:wire0 rxe1:wire1 rxe2:eth0; do
     tc qdisc add dev "${pair#*:}" root handle 1: tbf rate 64mbit burst 100kb limit 100mb
 done
 export MIXKV_RDMA_GUEST=1 MIXKV_STRETCH=6 LD_PRELOAD="$made/retries.so" PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-if [ "$mixkv_host" = 2 ]; then # its clock is another one
+if [ "$mixkv_host" = 2 ]; then # give this guest a different clock
     date -s '1 week'
     PYTHONPATH="$PWD:$PWD/tests" exec "$venv/bin/python" -m rdma.far
 fi

@@ -1,5 +1,6 @@
-"""A case of the ring on two machines: prefill's ranks on the second one, decode's on the first.
-This imports SGLang, with the plugin, and sets what it reads when it is imported."""
+"""Run a case of the ring on two machines: prefill's ranks on the second, decode's on the first.
+Importing this module imports SGLang with the plugin, and sets the environment variables that SGLang
+reads then."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ load_sglang()
 
 
 def serve_prefill(pipe: Any) -> None:
-    """Case by case, until the first machine closes the pipe."""
+    """Run prefill's ranks for one case after another, until the first machine closes the pipe."""
     pipe.send("imported")
     while True:
         way, case = pipe.recv()
@@ -35,7 +36,7 @@ def serve_prefill(pipe: Any) -> None:
 
 
 def run_both(case: Case, way: Way, far: Any) -> Outcome:
-    """`far`: a call of `serve_prefill`."""
+    """Run a case on both machines. `far`: a running call of `serve_prefill`."""
     far.send((enter(way), case))
     wait_for_port(PORTS[0], way.peer.host)
     servers, found = run.start(case, PORTS, ["decode"]), {}
@@ -52,5 +53,5 @@ def run_both(case: Case, way: Way, far: Any) -> Outcome:
     finally:
         far.send("end")
         servers.end()
-    assert far.recv() == "ended"  # its port is free for the next one
+    assert far.recv() == "ended"  # the port is free for the next case
     return Outcome.of(found)

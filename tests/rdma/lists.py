@@ -1,4 +1,4 @@
-"""Long lists of reads that something happens to when they are under way."""
+"""Checks with long lists of reads, during which a fault occurs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rig.channel.planes import CANARY, GUARD, LIST, MIB, ONE, SIZE, Reader, patt
 
 from sglang_mixkv.channel.data_plane import RemoteMemory
 
-LONG = LIST * 6  # the same bytes again, to the same places
-OTHER = 0x5A  # of whoever gets the slots next
+LONG = LIST * 6  # repeats the same reads
+OTHER = 0x5A  # written by the next user of the slots
 
 
 def begin_list(reader: Reader, peer: RemoteMemory, of: int = 0) -> int:
-    """Begin a list, and wait until some of it has landed, but not all."""
+    """Start a list of reads, and return while only a part of its bytes has arrived."""
     places = np.array([to + at for to, _, n in LIST for at in (0, n // 2, n - 8)])
     for _ in range(20):
         reader.memory[:] = CANARY
@@ -25,24 +25,24 @@ def begin_list(reader: Reader, peer: RemoteMemory, of: int = 0) -> int:
             time.sleep(1e-4)
         if reader.wait(tag, seconds=0) == [None]:
             return tag
-    raise AssertionError("no list was met midway")
+    raise AssertionError("every list completed too early")
 
 
 def check_nobody_writes(reader: Reader, seconds: float = 3) -> None:
-    """Whoever has the slots after reads that have ended has them alone."""
+    """Check that no read writes to the slots after it has ended."""
     reader.memory[:] = OTHER
     time.sleep(seconds)
-    assert (reader.memory[:SIZE] == OTHER).all(), "a read had not ended"
+    assert (reader.memory[:SIZE] == OTHER).all(), "a read wrote after it had ended"
 
 
 def check_a_peers_end(reader: Reader, end: Callable[[], None]) -> None:
-    """End a peer in the middle of a list: its reads fail, and nothing lands any more. The second
-    peer is read meanwhile and later."""
+    """Check that after the end of a peer in the middle of a list, its reads fail and no more bytes
+    arrive, and that reads of another peer succeed."""
     lost, other = reader.connect(0), reader.connect(1)
     tag = begin_list(reader, lost)
     end()
     began = time.monotonic()
-    assert all(reader.wait(tag)), "they have not failed"
+    assert all(reader.wait(tag)), "the reads have not failed"
     print(f"{reader.way}: ended after {time.monotonic() - began:.1f} s: {reader.ends[tag]}")
     check_nobody_writes(reader)
     reader.check_read(other, of=1)
@@ -56,8 +56,8 @@ def check_a_peers_end(reader: Reader, end: Callable[[], None]) -> None:
 
 
 def check_a_wrong_part(reader: Reader, there: int, inside: int = 0) -> None:
-    """Read a list whose middle reads ten bytes of the peer's memory at `there`. The peer has
-    registered the first `inside` of them; no others land."""
+    """Check a list that contains a read of ten bytes at `there`, of which the peer has registered
+    only the first `inside`. The list fails, and none of the other bytes arrive."""
     to = GUARD + 30 * MIB
     peer = reader.connect()
     claim(peer)
@@ -73,8 +73,8 @@ def check_a_wrong_part(reader: Reader, there: int, inside: int = 0) -> None:
 
 
 def claim(peer: RemoteMemory) -> None:
-    """Claim more memory for the peer than it has, so that its reads are not refused on this
-    side."""
+    """Make the reader assume more memory than the peer has, so that it does not reject the read
+    itself."""
     import msgspec
 
     there = peer.endpoint.memory

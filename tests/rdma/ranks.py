@@ -1,6 +1,7 @@
-"""A decode rank that reads its draft KV from two prefill ranks, each of which has half of its heads
-and a process of its own. Machines, threads, slots, copies and data plane are the real ones. This
-imports torch, which takes two minutes where a processor is emulated.
+"""A decode rank that reads its draft KV from two prefill ranks. Each of these has half of the heads
+and runs in its own process. State machines, threads, slots, copies and data plane are real.
+
+This module imports torch, which takes two minutes on an emulated processor.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from sglang_mixkv.draft.rows import DraftRows, Staging
 
 TOKENS, PAGE, HEADS, HEAD_BYTES, SLOT_BYTES = 2048, 8, range(4), 1024, 128 << 10
 HALVES = range(2), range(2, 4)
-OTHER = 0x5A  # of the request that gets a request's pages after it
+OTHER = 0x5A  # written by the next request with the same pages
 HURRIED, PATIENT = Times(STRETCH / 3), Times(30.0 * STRETCH)
 
 
 @cache
 def pool_of(heads: range) -> np.ndarray:
-    """K and V of a prefill rank with these heads."""
+    """Return K and V of a prefill rank with these heads."""
     size = 2 * TOKENS * len(heads) * HEAD_BYTES
     found = np.frombuffer(np.random.default_rng(heads.start).bytes(size), np.uint8)
     return found.reshape(2, TOKENS, len(heads), HEAD_BYTES)
@@ -71,19 +72,19 @@ def serve(pipe: Any, way: Way, times: Times, heads: range) -> None:
 
 
 def rest(rank: Prefill | Decode) -> tuple[list[str], int]:
-    """Return what is left of requests, and the free slots, once nothing is left or a minute has
-    passed."""
+    """Wait up to a minute until the rank is idle, and return its leaks and its number of free
+    slots."""
     wait_for(lambda: not left(rank.channel) and rank.slots.free_slots == SLOTS, 60)
     return left(rank.channel), rank.slots.free_slots
 
 
 def serve_far(pipe: Any, way: Way, times: Times, heads: range) -> None:
-    """Serve on the second machine."""
+    """Run a prefill rank on the second machine."""
     serve(pipe, enter(way), times, heads)
 
 
 class Served:
-    """A prefill rank, seen from the decode rank."""
+    """The decode rank's handle of a prefill rank's process."""
 
     def __init__(self, way: Way, times: Times, heads: range) -> None:
         self.pipe, there = FORK.Pipe()
@@ -107,7 +108,7 @@ class Served:
 
 
 class FarServed:
-    """The same on the second machine."""
+    """The handle of a prefill rank on the second machine."""
 
     def __init__(self, way: Way, times: Times, heads: range) -> None:
         self.arguments, self.lives = (way, times, heads), False
@@ -124,8 +125,8 @@ class FarServed:
 
 
 class Ranks:
-    """`spare`: a third prefill rank, with the heads of the first, that has not begun. `make`: a
-    prefill rank."""
+    """A decode rank and its prefill ranks, which `make` makes. `spare`: a third prefill rank with
+    the heads of the first, not started yet."""
 
     def __init__(self, way: Way, times: Times, make: type[Any] = Served) -> None:
         self.prefill = [make(way, times, heads) for heads in HALVES]
@@ -137,8 +138,9 @@ class Ranks:
         self._numbers = itertools.count(1)
 
     def begin(self, of: Sequence[int] = (0, 1)) -> tuple[int, ReceiveHandle]:
-        """Begin a request of these ranks' heads, on the last page first; its target is there."""
-        assert (self.pool == OTHER).all(), "rows of a request that had ended were written"
+        """Begin a request for these ranks' heads, whose target has arrived. Its pages are in
+        reverse order."""
+        assert (self.pool == OTHER).all(), "rows of a request were written after its end"
         number, tokens = next(self._numbers), self.decode.segment_tokens(2, SLOT_BYTES)
         sources = tuple(Source(self.peers[n], HALVES[n], 1, SLOTS, tokens) for n in of)
         handle = ReceiveHandle(np.arange(TOKENS // PAGE)[::-1], PAGE, None)
@@ -151,8 +153,7 @@ class Ranks:
         return number, handle
 
     def begin_midway(self) -> tuple[int, ReceiveHandle]:
-        """Begin a request, and wait until some of its draft KV is in place, but not all of either
-        rank."""
+        """Begin a request, and return while only a part of its draft KV has been unpacked."""
         for _ in range(20):
             self.decode.notes.bytes = 0
             number, handle = self.begin()
@@ -160,7 +161,7 @@ class Ranks:
             if self.decode.notes.bytes < self.pool.nbytes // 2:
                 return number, handle
             self.end(number, handle)
-        raise AssertionError("no request was met midway")
+        raise AssertionError("every request completed too early")
 
     def is_read(self, of: int) -> bool:
         """Return True if a read from this rank is in flight."""
@@ -170,9 +171,10 @@ class Ranks:
     def end(
         self, number: int, handle: ReceiveHandle, of: Sequence[int] = (0, 1)
     ) -> tuple[str, str]:
-        """End a request and return its verdict. All rows are right if it is warm, and else each is
-        right or zero. Its pages go to another request."""
-        assert wait_for(lambda: handle.state is not None, 120), "it is not decided"
+        """Wait for a request's verdict, end the request, and return the verdict. Its rows must be
+        correct, or, if it is cold, correct or zero. Then overwrite its pages, as another request
+        would."""
+        assert wait_for(lambda: handle.state is not None, 120), "the request is not decided"
         rows = handle.rows(0, TOKENS)
         for n in of:
             found, heads = self.pool[:, rows][:, :, HALVES[n]], pool_of(HALVES[n])
@@ -192,20 +194,19 @@ class Ranks:
         return self.end(number, handle, of or (0, 1))
 
     def until_warm(self, seconds: float = 60) -> int:
-        """Send requests until one is warm, check that the next ones are warm too, and return how
-        many were cold."""
+        """Send requests until one is warm, check that the next two are warm too, and return the
+        number of cold ones."""
         until, cold = time.monotonic() + seconds, 0
         while (found := self.request()) != ("warm", ""):
             print("  then", found, flush=True)
             cold += 1
-            assert time.monotonic() < until, "no longer warm"
+            assert time.monotonic() < until, "requests stay cold"
             time.sleep(0.2)
         assert [self.request() for _ in range(2)] == [("warm", "")] * 2
         return cold
 
     def check_at_rest(self) -> None:
-        """Check that nothing is left of any request, and that every slot is free, on each rank that
-        lives."""
+        """Check that no rank that is alive has leaks or slots in use."""
         assert rest(self.decode) == ([], SLOTS)
         for rank in self.prefill:
             if rank.lives:
@@ -215,7 +216,7 @@ class Ranks:
 
 
 def run(way: str, times: Times, body: Callable[[Ranks], None], make: type[Any] = Served) -> None:
-    """Run `body` in a process of its own."""
+    """Run `body` with these ranks in its own process."""
     failure = in_fork(partial(live, way, times, body, make), lambda _: traceback.format_exc())
     assert failure is None, failure
 

@@ -1,6 +1,6 @@
-/* Preloaded in the guest of scripts/rdma.sh. Mooncake and UCX let a queue pair send a request seven
- * times more, and a NIC then ends it with an error. Soft-RoCE sends it for ever if they are seven, and
- * counts any smaller number (Linux, drivers/infiniband/sw/rxe/rxe_comp.c, COMPST_ERROR_RETRY). */
+/* Preloaded in the guests of scripts/rdma.sh. Mooncake and UCX set a queue pair's retry count to 7,
+ * after which a NIC ends the request with an error. Soft-RoCE treats 7 as unlimited (Linux,
+ * drivers/infiniband/sw/rxe/rxe_comp.c, COMPST_ERROR_RETRY), so this library sets 6 instead. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <infiniband/verbs.h>

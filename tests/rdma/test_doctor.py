@@ -1,4 +1,4 @@
-"""The doctor over verbs, as an operator starts it: its reads import torch, in two processes."""
+"""`doctor` over verbs, started as by an operator. Its two reading processes import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_mixkv.tools import doctor, doctor_read
 doctor_read.LIMIT_S = round(doctor_read.LIMIT_S * float(sys.argv[1]))
 sys.exit(doctor.main(sys.argv[2:]))
 """
-LONGEST = min(STRETCH, 4)  # so that the doctor ends a read and reports it before pytest does
+LONGEST = min(STRETCH, 4)  # so that doctor times out before pytest does
 UNLOCKED = "setpriv", "--bounding-set=-ipc_lock", "prlimit", "--memlock=65536"
 over = pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 
@@ -27,7 +27,7 @@ over = pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 def doctor(
     backend: str, *before: str, stretch: float = LONGEST, **env: str
 ) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return the doctor's findings: value and problem."""
+    """Run `doctor`, and return the value and the problem of each finding."""
     flags = ("--json", "--no-seams", "--mixkv-staging-mb", "8")
     where = ("--disaggregation-transfer-backend", backend)
     where += ("--disaggregation-ib-device", devices()[0].name)
@@ -41,7 +41,7 @@ def doctor(
 
 
 @over
-def test_what_the_doctor_says(backend: str) -> None:
+def test_doctor_reports_the_device_and_a_read(backend: str) -> None:
     device, found = devices()[0], doctor(backend)
     assert [one for one in found.values() if one[1]] == []
     value, _ = found["RDMA", device.name]
@@ -51,16 +51,15 @@ def test_what_the_doctor_says(backend: str) -> None:
     assert found["data plane", "read"][0].startswith("1 MiB between two processes here")
 
 
-def test_too_little_memory_may_be_locked() -> None:
+def test_doctor_reports_a_low_limit_on_locked_memory() -> None:
     value, problem = doctor("mooncake", *UNLOCKED)["data plane", "read"]
     print(problem)
     assert value == "failed"
     assert "MIXKV-START-06" in problem
 
 
-def test_too_little_memory_may_be_locked_for_ucx() -> None:
-    """UCX asks for the memory again and again, and never makes its backend. The doctor ends that,
-    and shows UCX's message."""
+def test_doctor_reports_a_low_limit_on_locked_memory_with_ucx() -> None:
+    """UCX retries the registration forever. `doctor` times out, and prints UCX's message."""
     found = doctor("nixl", *UNLOCKED, stretch=min(STRETCH, 2), UCX_LOG_LEVEL="error")
     value, problem = found["data plane", "read"]
     print(problem)

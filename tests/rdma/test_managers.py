@@ -1,5 +1,5 @@
-"""SGLang's managers and the plugin over verbs: every byte of each decode buffer, and which device
-has carried them. Importing SGLang takes minutes where a processor is emulated."""
+"""With SGLang's managers and the plugin over verbs, every byte of each decode buffer is correct and
+went over the intended device. Importing SGLang takes minutes on an emulated processor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_mixkv.tools.doctor_read import devices_in_use
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(7200)]
 REQUESTS = Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1), Request(12, 2)
-DRAFT = Cache("mha", layers=2, heads=4, k_bytes=1024, v_bytes=1024)  # 300 times its target
+DRAFT = Cache("mha", layers=2, heads=4, k_bytes=1024, v_bytes=1024)  # 300 times the target's
 PACKET = 4096
 SIDES = "prefill", "decode"
 SHAPES = [(2, 1), (1, 2)]
@@ -30,7 +30,7 @@ BOTH = ["mooncake", "nixl"]
 
 @pytest.fixture(scope="module")
 def far() -> Iterator[Any]:
-    """Start the second machine's ranks, which import SGLang meanwhile."""
+    """Start `serve_prefill` on the second machine, which begins to import SGLang."""
     call = Call("rdma.halves:serve_prefill") if IN_GUEST else None
     yield call
     if call is not None:
@@ -39,8 +39,8 @@ def far() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def halves(far: Any) -> Iterator[Any]:
-    """Imported where it is used; the environment is that of loopback then, without devices, and
-    `go` makes it a way's."""
+    """Import rdma.halves late, since it sets the environment for loopback without devices. `go`
+    then sets a way's environment. Restore the environment at the end."""
     before = dict(os.environ)
     yield importlib.import_module("rdma.halves")
     os.environ.clear()
@@ -58,7 +58,7 @@ def two() -> list[Device]:
     return (devices() * 2)[:2]
 
 
-def tell_devices(rank: Any) -> None:
+def report_devices(rank: Any) -> None:
     rank.report.reasons.append(",".join(devices_in_use()))
 
 
@@ -67,12 +67,12 @@ def case_of(way: Way, shape: tuple[int, int], **special: Any) -> Case:
     hosts = dict(zip(SIDES, (way.peer.host, way.reader.host), strict=True))
     return Case(
         *shape, backend=way.plane, draft=DRAFT, requests=REQUESTS,
-        special=Special(faults=dict.fromkeys(ranks, tell_devices), hosts=hosts, **special),
+        special=Special(faults=dict.fromkeys(ranks, report_devices), hosts=hosts, **special),
     )  # fmt: skip
 
 
 def check(halves: Any, case: Case, prefill: Device, decode: Device, run: Any = None) -> None:
-    """Check all bytes, and that the drafter's are most of the packets."""
+    """Check that all bytes are correct, and that each side's device carried the draft KV."""
     before = prefill.sent, decode.received
     outcome = halves.run.check_right(case, (run or halves.run.run)(case))
     for ranks, device in (outcome.prefill, prefill), (outcome.decode, decode):
@@ -84,7 +84,7 @@ def check(halves: Any, case: Case, prefill: Device, decode: Device, run: Any = N
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BOTH)
 def test_every_byte(halves: Any, backend: str, shape: tuple[int, int]) -> None:
-    """The bytes cross the wire, by the device that SGLang's argument names on each side."""
+    """The bytes go over the wire, on each side by the device in --disaggregation-ib-device."""
     way = go(f"{backend}-wire")
     named = {"prefill": way.peer.devices, "decode": way.reader.devices}
     decode, prefill = two()
@@ -93,7 +93,8 @@ def test_every_byte(halves: Any, backend: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("backend", BOTH)
 def test_devices_by_gpu(halves: Any, backend: str, tmp_path: Path) -> None:
-    """SGLang's argument has them as JSON on prefill, and in a file on decode."""
+    """--disaggregation-ib-device maps GPUs to devices, as JSON on prefill and in a file on
+    decode."""
     other, device = two()
     by_gpu = json.dumps({"1": other.name, "0": device.name})
     file = tmp_path / "devices.json"
@@ -103,8 +104,8 @@ def test_devices_by_gpu(halves: Any, backend: str, tmp_path: Path) -> None:
     check(halves, case_of(way, SHAPES[0], ib_devices=named), device, device)
 
 
-def test_ucx_has_its_own_setting(halves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's argument is ignored then, by both."""
+def test_ucx_net_devices_takes_precedence(halves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With UCX_NET_DEVICES, SGLang and the plugin both ignore --disaggregation-ib-device."""
     other, device = two()
     monkeypatch.setenv("UCX_NET_DEVICES", f"{device.name}:1")
     case = case_of(go("nixl-4"), SHAPES[1], ib_devices=dict.fromkeys(SIDES, other.name))
@@ -113,7 +114,7 @@ def test_ucx_has_its_own_setting(halves: Any, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("way", ["mooncake-far", "nixl-far"])
 def test_two_hosts(halves: Any, ready: Any, way: str) -> None:
-    """Prefill's ranks have a kernel, an address and a clock of their own."""
+    """Prefill's ranks run on a second machine with its own kernel, address and clock."""
     of, device = go(way), devices()[2]
     named = dict.fromkeys(SIDES, device.name)
     case = case_of(of, SHAPES[0], ib_devices=named)

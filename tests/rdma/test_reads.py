@@ -1,4 +1,4 @@
-"""The backends' reads over verbs: what must happen if they go wrong, and which paths they take."""
+"""Reads over verbs are correct on each path, and end safely if they fail."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WIRE = "mooncake-wire", "nixl-wire"
 
 @over("mooncake-4", "nixl-4", "mooncake-6", "nixl-6", *WIRE, "mooncake-two", "nixl-two", peers=2)
 def test_bytes_are_right(reader: Reader) -> None:
-    """The ways include both GIDs, a wire, and two devices on both sides, both of which are used.
-    The wire is fast: at 64 Mbit/s Mooncake's reads time out while they queue."""
+    """The ways include IPv4 and IPv6 GIDs, a wire, and two devices on both sides, which are both
+    used. The wire's rate is raised, since Mooncake's queued reads time out at 64 Mbit/s."""
     used = devices()[: 2 if reader.way.endswith("two") else 1]
     before = [device.sent for device in used]
     if reader.way.endswith("-wire"):
@@ -39,22 +39,23 @@ def test_bytes_are_right(reader: Reader) -> None:
 
 
 @over(*BOTH)
-def test_memory_that_is_not_registered(reader: Reader) -> None:
-    """Is neither read nor written, and the list that asks for it fails once all of it has ended."""
+def test_unregistered_memory_is_not_read(reader: Reader) -> None:
+    """Unregistered memory is not read, and a list with such a part fails once all its parts have
+    ended."""
     lists.check_a_wrong_part(reader, SIZE + 64 * MIB)
 
 
 @over(*BOTH)
-def test_the_end_of_registered_memory(reader: Reader) -> None:
-    """Mooncake cuts a read there (SliceLengthCalculator in its rdma_transport.cpp), so that its
-    first bytes land although it fails."""
+def test_a_read_past_the_end_of_registered_memory_fails(reader: Reader) -> None:
+    """Mooncake splits a read at the end of registered memory (SliceLengthCalculator in
+    rdma_transport.cpp), so the first bytes arrive although the read fails."""
     lists.check_a_wrong_part(reader, SIZE - 5, inside=5)
 
 
 @over("mooncake-rdma")
-def test_what_the_device_alone_refuses(reader: Reader) -> None:
-    """Mooncake is told that the peer has registered more than is true, so that it asks. (NIXL's
-    metadata cannot be changed.)"""
+def test_a_read_that_only_the_device_rejects_fails(reader: Reader) -> None:
+    """The test makes the peer's registered memory look larger, so that Mooncake posts the read and
+    the device rejects it. (NIXL's metadata cannot be changed.)"""
     ask = mooncake._ask
 
     def exaggerated(session: str) -> bytes:
@@ -68,14 +69,14 @@ def test_what_the_device_alone_refuses(reader: Reader) -> None:
 
 
 def end_engine(pipe: Any, plane: DataPlane, _: int) -> None:
-    """End the engine of a process that lives on: its queue pairs are destroyed, and its memory is
-    unregistered."""
+    """End a process's engine but not the process. This destroys the queue pairs and unregisters the
+    memory."""
     plane.__dict__.update(_engine=None, _agent=None)
     pipe.send("ended")
 
 
 @over(*WIRE, peers=2)
-def test_a_peer_whose_engine_ends(reader: Reader) -> None:
+def test_reads_fail_after_the_peers_engine_has_ended(reader: Reader) -> None:
     def end() -> None:
         reader.peers[0].pipe.send((end_engine,))
 
@@ -83,13 +84,13 @@ def test_a_peer_whose_engine_ends(reader: Reader) -> None:
 
 
 @over(*WIRE, peers=2)
-def test_a_peer_behind_a_wire_is_killed(reader: Reader) -> None:
+def test_reads_fail_after_a_peer_behind_a_wire_was_killed(reader: Reader) -> None:
     lists.check_a_peers_end(reader, reader.peers[0].kill)
 
 
 def check_an_interruption(reader: Reader, cut: Any, mend: Any) -> None:
-    """Cut the link for 2 s, and reads end, right or failed; cut it until they fail, and nothing
-    lands any more. The peer can be read afterwards."""
+    """Check that reads end, correct or failed, after the link was down for 2 s, and that they fail
+    without late bytes if it stays down. The peer can be read again afterwards."""
     try:
         for down_s in (2.0, PATIENCE_S):
             peer = reader.connect()
@@ -98,10 +99,10 @@ def check_an_interruption(reader: Reader, cut: Any, mend: Any) -> None:
             began = time.monotonic()
             ends = reader.wait(tag, seconds=down_s)
             if down_s > 2:
-                assert all(ends), "it has not failed"
+                assert all(ends), "the read has not failed"
                 lists.check_nobody_writes(reader)
             mend()
-            assert reader.wait(tag) != [None], "it has not ended"
+            assert reader.wait(tag) != [None], "the read has not ended"
             print(
                 f"{reader.way}: {ends} after {time.monotonic() - began:.1f} s, {reader.ends[tag]}"
             )
@@ -113,18 +114,18 @@ def check_an_interruption(reader: Reader, cut: Any, mend: Any) -> None:
 
 
 @over(*WIRE)
-def test_a_wire_that_is_cut(reader: Reader) -> None:
+def test_reads_end_if_the_wire_is_cut(reader: Reader) -> None:
     check_an_interruption(reader, lambda: lose(100), lambda: lose(0))
 
 
 @over("mooncake-wire")
-def test_a_device_that_goes_down(reader: Reader) -> None:
+def test_reads_end_if_the_device_goes_down(reader: Reader) -> None:
     check_an_interruption(reader, lambda: set_link("down"), lambda: set_link("up"))
 
 
 @over(*BOTH)
-def test_a_stopped_peer_is_read_without_it(reader: Reader) -> None:
-    """A device answers by itself, while reads over TCP wait for the peer."""
+def test_a_stopped_peer_can_be_read(reader: Reader) -> None:
+    """The peer's device serves reads without the peer's process, unlike TCP."""
     peer = reader.connect()
     reader.peers[0].stop()
     assert reader.wait(reader.start(peer, *LIST)) == [""]
@@ -132,8 +133,8 @@ def test_a_stopped_peer_is_read_without_it(reader: Reader) -> None:
 
 
 def wait_for_port(port: int) -> None:
-    """Wait up to a minute, in which the kernel keeps the port for packets of a former
-    connection."""
+    """Wait until the port is free. The kernel reserves it for a minute after a connection
+    (TIME_WAIT)."""
     for _ in range(100):
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
@@ -142,14 +143,14 @@ def wait_for_port(port: int) -> None:
 
 
 @over("mooncake-rdma", peers=0, later=2)
-def test_a_peer_that_was_restarted_at_its_address(reader: Reader) -> None:
-    """The new instance is read right. A read by the old one's name fails, or returns the new one's
-    bytes: once a part has failed, Mooncake asks that address again (getSegmentDescByID in its
-    transfer_metadata.cpp), and only a slot's stamp tells. (NIXL's agents have names of their
-    own.)"""
+def test_a_peer_restarted_at_its_address_can_be_read(reader: Reader) -> None:
+    """Reads of the new instance are correct. A read by the old instance's name fails, or returns
+    the new instance's bytes: after a failure, Mooncake queries the address again
+    (getSegmentDescByID in transfer_metadata.cpp), so only a slot's stamp reveals the mistake. (With
+    NIXL, every agent has its own name.)"""
     one, two = reader.peers
     port = {"MC_MIN_RPC_PORT": "20117", "MC_MAX_RPC_PORT": "20118"}
-    with socket.create_server(("", 20117)):  # Mooncake draws one of the two until it can bind it
+    with socket.create_server(("", 20117)):  # Mooncake tries the two ports until one is free
         one.begin(**port)
         old = reader.connect(0)
         reader.check_read(old, of=0)

@@ -1,4 +1,4 @@
-"""Prefill ranks on another machine, which is restarted: the second guest of scripts/rdma.sh."""
+"""The machine of the prefill ranks restarts: the second guest of scripts/rdma.sh."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ pytestmark = pytest.mark.timeout(3600)
 
 @pytest.fixture(scope="module")
 def rig() -> Any:
-    """Imported where it is used; on the second machine too, before a test's time begins."""
+    """Import rdma.ranks late, since it imports torch; also on the second machine, so that this does
+    not count as a test's time."""
     Call("rdma.ranks:imported").recv()
     return importlib.import_module("rdma.ranks")
 
 
 @pytest.mark.parametrize("way", ["mooncake-far", "nixl-far"])
-def test_a_host_that_is_restarted(rig: Any, way: str) -> None:
-    """The host restarts while its ranks are read: that request is cold, since it could not be read,
-    or not in time, and no row is wrong. Its new ranks are other instances, and warm from the first
-    request."""
+def test_a_restart_of_prefills_host(rig: Any, way: str) -> None:
+    """The host restarts during a read. The request is cold, because its read failed or timed out,
+    and no row is wrong. The host's new ranks have new instances, and requests to them are warm from
+    the first one on."""
 
     def body(ranks: Any) -> None:
         device = devices()[2]

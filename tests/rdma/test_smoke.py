@@ -1,4 +1,4 @@
-"""Smoke tests over verbs: bytes, endpoints, and a peer that is killed."""
+"""Smoke tests over verbs: correct bytes, endpoints, and a peer that is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOTH = "mooncake-rdma", "nixl-rc"
 
 @over(*BOTH, peers=2)
 def test_bytes_are_right(reader: Reader) -> None:
-    """The device, not TCP, has carried the bytes."""
+    """The bytes are correct, and went over the device, not over TCP."""
     device = devices()[0]
     before = device.sent
     check_bytes(reader)
@@ -28,5 +28,5 @@ def test_endpoints(reader: Reader) -> None:
 
 @over("mooncake-rdma", "nixl-wire", peers=2)
 def test_a_peer_that_is_killed_fails_its_own_reads(reader: Reader) -> None:
-    """UCX's reads come from a slow wire; on one device all of them end before anything happens."""
+    """NIXL uses the slow wire, since on a single device its reads would end before the kill."""
     check_a_peers_end(reader, reader.peers[0].kill)

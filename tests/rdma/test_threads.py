@@ -1,4 +1,4 @@
-"""Two prefill ranks and a decode rank, their machines and real threads, over verbs."""
+"""Two prefill ranks and a decode rank over verbs, with their state machines and real threads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ over_the_wire = pytest.mark.parametrize("way", ["mooncake-wire", "nixl-wire"])
 
 @pytest.fixture(scope="module")
 def rig() -> Any:
-    """Imported where it is used; see there."""
+    """Import rdma.ranks late, since it imports torch."""
     return importlib.import_module("rdma.ranks")
 
 
 @on_one_device
 def test_requests_of_two_ranks_are_warm(rig: Any, way: str) -> None:
-    """Each request has several segments, more than there are slots, and it is the device that reads
-    them."""
+    """Each request has more segments than there are slots, and the device reads them."""
 
     def body(ranks: Any) -> None:
         device = devices()[0]
@@ -40,8 +39,8 @@ def test_requests_of_two_ranks_are_warm(rig: Any, way: str) -> None:
 
 @over_the_wire
 def test_a_link_that_is_down_for_2_s(rig: Any, way: str) -> None:
-    """The link fails in the middle of a request. The device resends what was lost, or gives up:
-    then the drafter is cold, since it could not be read."""
+    """The link fails in the middle of a request. Either the device resends the lost packets, and
+    the request is warm, or the read fails, and the request is cold."""
 
     def body(ranks: Any) -> None:
         number, handle = ranks.begin_midway()
@@ -60,7 +59,8 @@ def test_a_link_that_is_down_for_2_s(rig: Any, way: str) -> None:
 
 @over_the_wire
 def test_a_link_that_stays_down(rig: Any, way: str) -> None:
-    """Reads fail, each request is cold for that reason, and none once the link is up."""
+    """While the link is down, reads fail and the request is cold. Once it is up, requests are warm
+    again."""
 
     def body(ranks: Any) -> None:
         number, handle = ranks.begin_midway()
@@ -76,8 +76,8 @@ def test_a_link_that_stays_down(rig: Any, way: str) -> None:
 
 @over_the_wire
 def test_a_request_does_not_wait_for_reads(rig: Any, way: str) -> None:
-    """The link of these reads is down: the request is cold in time, and bytes that land later land
-    only in slots."""
+    """While the link is down, the request goes cold within its time limit. Bytes that arrive later
+    are written only to slots."""
 
     def body(ranks: Any) -> None:
         assert ranks.until_warm() == 0
@@ -95,8 +95,9 @@ def test_a_request_does_not_wait_for_reads(rig: Any, way: str) -> None:
 
 
 @over_the_wire
-def test_a_rank_that_stands_still(rig: Any, way: str) -> None:
-    """The rank's announced slots are read meanwhile, and belong to it again once it goes on."""
+def test_a_stopped_rank_can_be_read(rig: Any, way: str) -> None:
+    """Slots that the rank has announced are read while it is stopped, and are free again after it
+    continues."""
 
     def body(ranks: Any) -> None:
         number, handle = ranks.begin_midway()
@@ -113,9 +114,9 @@ def test_a_rank_that_stands_still(rig: Any, way: str) -> None:
 
 
 @over_the_wire
-def test_a_rank_that_is_killed(rig: Any, way: str) -> None:
-    """The rank dies while it is read: that request is cold, those of the other rank alone are warm,
-    and so are those of both once a new rank has taken its place."""
+def test_a_killed_rank_and_its_replacement(rig: Any, way: str) -> None:
+    """The rank is killed during a read. That request is cold. Requests to the other rank alone are
+    warm, and so are requests to both once a new rank has replaced the killed one."""
 
     def body(ranks: Any) -> None:
         number, handle = ranks.begin_midway()

@@ -1,4 +1,4 @@
-"""This machine's RDMA devices, as the tests use them."""
+"""Find this machine's RDMA devices, read their counters, and disturb their links."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import NamedTuple
 DEVICES = Path("/sys/class/infiniband")
 SIOCGIFADDR = 0x8915
 IN_GUEST = "MIXKV_RDMA_GUEST" in os.environ
-"""Whether this machine is scripts/rdma.sh's: there are two devices then, joined by a wire whose
-ends a test may take down."""
+"""Whether this machine is a guest of scripts/rdma.sh, with two devices that are connected by a wire
+whose ends a test may take down."""
 
 
 class Device(NamedTuple):
-    """`address`: IPv4, of its network device."""
+    """An RDMA device. `address`: the IPv4 address of its network device."""
 
     name: str
     network: str
@@ -27,7 +27,7 @@ class Device(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Packets, as soft-RoCE counts them; a NIC counts words of four bytes."""
+        """Return the number of packets sent (soft-RoCE), or of 4-byte words (a NIC)."""
         return self._counted("sent_pkts", "port_xmit_data")
 
     @property
@@ -40,7 +40,7 @@ class Device(NamedTuple):
         return int(next(file for file in files if file.exists()).read_text())
 
     def gid(self, version: int) -> int | None:
-        """Return the index of its first GID with an address of this version of IP."""
+        """Return the index of the first GID with an address of this IP version."""
         for file in sorted((DEVICES / self.name / "ports" / "1" / "gids").iterdir()):
             address = ip_address(file.read_text().strip())
             mapped = getattr(address, "ipv4_mapped", None)
@@ -50,7 +50,7 @@ class Device(NamedTuple):
 
 
 def devices() -> list[Device]:
-    """Return the devices that are up, and whose network device has an address."""
+    """Return the devices that are up and whose network device has an address."""
     found = []
     for folder in sorted(DEVICES.glob("*")):
         port = folder / "ports" / "1"
@@ -70,14 +70,14 @@ def address_of(network: str) -> str:
 
 
 def lose(percent: int, network: str = "wire1") -> None:
-    """Drop this share of what arrives from the second device over the guest's wire, or over another
-    network."""
+    """Drop this percentage of the packets that the second device sends over the guest's wire, or
+    of those sent on another network device."""
     command = f"tc qdisc replace dev {network} parent 1:1 netem limit 100000 loss {percent}%"
     subprocess.run(command.split(), check=True)
 
 
 def set_rate(rate: str) -> None:
-    """Set the rate of the guest's wire, both ways."""
+    """Set the rate of the guest's wire in both directions."""
     for wire in "wire0", "wire1":
         change = f"tc qdisc change dev {wire} root handle 1: tbf rate {rate} burst 100kb"
         subprocess.run([*change.split(), "limit", "100mb"], check=True)
