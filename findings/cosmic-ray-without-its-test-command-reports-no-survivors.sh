@@ -2,8 +2,9 @@
 # cosmic-ray 8.7.0
 #
 # Behaviour: with a test command that does not exist, baseline and exec succeed, each mutant counts
-# as incompetent, and the survival rate is 0: `cr-rate --fail-over 0` passes, as after a perfect run.
-# Guess: the baseline, which is there to run the tests without a mutant, fails.
+# as incompetent, and the survival rate is 0. `cr-rate --fail-over 0` therefore passes, as after a
+# perfect run.
+# Guess: the baseline, whose purpose is to run the tests without a mutant, fails.
 # Seen: baseline 0, exec 0, rate 0.00, cr-rate --fail-over 0 exits with 0; with the command "false":
 # baseline 1.
 set -euo pipefail
@@ -32,6 +33,6 @@ seen="baseline $baseline, exec $exec, rate $rate, --fail-over 0: $over; with \"f
 echo "$seen"
 [ "$seen" = 'baseline 0, exec 0, rate 0.00, --fail-over 0: 0; with "false" baseline 1' ] || {
     cat log
-    echo "changed: cosmic-ray notices a test command that does not exist, or counts otherwise" >&2
+    echo "changed: cosmic-ray detects a test command that does not exist, or counts differently" >&2
     exit 1
 }

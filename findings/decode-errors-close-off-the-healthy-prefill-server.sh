@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: a decode server that answers 500 opens the circuit breaker of the prefill server, too,
-# although that one answers every request. Each request is tried five times, so after two of them
-# the router answers 503, names the prefill servers as unhealthy, and asks nobody for a minute.
-# Guess: a breaker counts its own server's errors, and the message names the one that fails.
-# Seen: both routers: 500, 500, 503 "No available prefill workers", the last one asks nobody.
+# Behaviour: a decode server that answers 500 also opens the circuit breaker of the prefill server,
+# although that one answers every request. Each request is tried five times, so after two requests
+# the router answers 503 with the message that the prefill servers are unhealthy, and contacts no
+# server for a minute.
+# Guess: a breaker counts its own server's errors, and the message names the server that fails.
+# Seen: both routers: 500, 500, 503 "No available prefill workers"; for the last request, no server
+# is contacted.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"
@@ -29,5 +31,5 @@ for kind in COMMANDS:
     seen[kind] = (*codes, code, named, asked)
     print(f"{kind}: {codes}, then {code}, names prefill {named}, asks a server {asked}")
 if set(seen.values()) != {(500, 500, 503, True, False)}:
-    sys.exit("changed: decode's errors close off other servers than they did")
+    sys.exit("changed: decode's errors open other servers' breakers than before")
 END

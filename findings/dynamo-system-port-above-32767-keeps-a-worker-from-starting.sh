@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # ai-dynamo-runtime 1.6.1
 #
-# Behaviour: DYN_SYSTEM_PORT, the port of a worker's metrics and health pages, is read as a signed
-# number of 16 bits: with 40000 the runtime does not start.
-# Guess: any port.
+# Behaviour: DYN_SYSTEM_PORT, the port of a worker's metrics and health pages, is parsed as a signed
+# 16-bit number. With 40000, the runtime does not start.
+# Guess: any port is valid.
 # Seen: 30000 up; 40000 "invalid value unsigned int `40000`, expected i16".
 set -euo pipefail
 work="$(mktemp -d)"

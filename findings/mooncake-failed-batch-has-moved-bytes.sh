@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, over TCP
 #
-# Behaviour: a batch of two reads of which the peer refuses the second returns -1, and the bytes of
-# the first are there all the same. (With the refused one first they may be, or not.)
-# Guess: a batch that failed as a whole has left its targets alone.
+# Behaviour: a batch of two reads, of which the peer refuses the second, returns -1, but the bytes
+# of the first read have arrived. (If the refused read is the first one, the other may or may not
+# arrive.)
+# Guess: a batch that failed as a whole has not changed its targets.
 # Seen: -1, first landed True, refused landed False.
 set -euo pipefail
 work="$(mktemp -d)"
@@ -44,5 +45,5 @@ while time.monotonic() < until and not here[0].all():
 first, second = (bool(row.any()) for row in here)
 print(f"{code}, first landed {first}, refused landed {second}")
 if (code, first, second) != (-1, True, False):
-    sys.exit("changed: a failed batch moves other bytes than it did")
+    sys.exit("changed: a failed batch moves other bytes than before")
 END

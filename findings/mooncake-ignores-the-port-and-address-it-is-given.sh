@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, over TCP with P2PHANDSHAKE
 #
-# Behaviour: the port in initialize("127.0.0.1:PORT", ...) is ignored: the engine takes one between
-# MC_MIN_RPC_PORT and MC_MAX_RPC_PORT, 15000 to 17000 by default, and listens on all interfaces,
-# although the address was the loopback's.
-# Guess: it listens on the address and the port that it is given, or fails.
+# Behaviour: the port in initialize("127.0.0.1:PORT", ...) is ignored. The engine chooses one
+# between MC_MIN_RPC_PORT and MC_MAX_RPC_PORT, 15000 to 17000 by default, and listens on all
+# interfaces, although the address was a loopback address.
+# Guess: the engine listens on the given address and port, or fails.
 # Seen: initialize 0, on the asked port False, between 15000 and 17000 True, listens on 0.0.0.0.
 set -euo pipefail
 work="$(mktemp -d)"
@@ -35,5 +35,5 @@ everywhere = address == "00000000"
 print(f"initialize {code}, on the asked port {port == asked}, between 15000 and 17000", end=" ")
 print(f"{15000 <= port <= 17000}, listens on {'0.0.0.0' if everywhere else address}")
 if (code, port == asked, 15000 <= port <= 17000, everywhere) != (0, False, True, True):
-    sys.exit("changed: Mooncake takes another port or address than it did")
+    sys.exit("changed: Mooncake uses another port or address than before")
 END

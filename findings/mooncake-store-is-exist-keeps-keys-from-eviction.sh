@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, its store with one master
 #
-# Behaviour: is_exist gives a key the same lease as a get. A full store makes room by evicting, but
-# not for keys with a lease: if all of them were only asked for, each put fails with -200 until the
-# lease ends (5 or 10 s by default, ten minutes here).
-# Guess: asking whether a key exists changes nothing, least of all whether others can write.
+# Behaviour: is_exist gives a key the same lease as a get. A full store evicts keys to make room,
+# but not keys with a lease. If all keys have only been queried, each put fails with -200 until the
+# leases end (after 5 or 10 s by default, ten minutes here).
+# Guess: a query whether a key exists changes nothing, in particular not whether others can write.
 # Seen: full store: room again; full store of keys that were asked for: -200.
 set -euo pipefail
 master=""
@@ -63,5 +63,5 @@ asked = put_within(store, "after", 5)
 print(f"put into a full store {plain}, into one of keys that were asked for {asked}")
 store.close()
 if (plain, asked) != (0, -200):
-    sys.exit("changed: is_exist no longer keeps keys from eviction")
+    sys.exit("changed: is_exist no longer prevents the eviction of keys")
 END

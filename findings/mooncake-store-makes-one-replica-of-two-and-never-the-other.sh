@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, its store with one master
 #
-# Behaviour: put with replica_num 2 returns 0 where only one segment exists, with one replica. No
-# second one is made when another segment joins, nor by putting the key again.
-# Guess: the put fails, or the missing replica is made as soon as it can be.
+# Behaviour: put with replica_num 2 returns 0 if only one segment exists, and makes one replica. The
+# second replica is made neither when another segment joins nor when the key is put again.
+# Guess: the put fails, or the missing replica is made as soon as possible.
 # Seen: put 0, replicas 1; second segment, put again 0, replicas 1; new key 0, replicas 2.
 set -euo pipefail
 master=""

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, its store with one master
 #
-# Behaviour: put of a key that exists returns 0 and changes nothing, also with a value of another
-# length, and also in a batch. Only upsert replaces.
+# Behaviour: put of an existing key returns 0 and changes nothing, even if the new value has another
+# length, and also in a batch. Only upsert replaces the value.
 # Guess: the last put wins, or the second one returns an error.
 # Seen: put 0, again 0, value first; put_batch 0, values first and new; upsert 0, value second.
 set -euo pipefail
@@ -42,5 +42,5 @@ seen += [store.upsert("a", b"second"), store.get("a")]
 print("put {}, again {}, value {}; put_batch {}, values {} and {}; upsert {}, value {}".format(*seen))
 store.close()
 if seen != [0, 0, b"first", 0, b"first", b"new", 0, b"second"]:
-    sys.exit("changed: put of a known key does something else")
+    sys.exit("changed: put of an existing key behaves differently")
 END

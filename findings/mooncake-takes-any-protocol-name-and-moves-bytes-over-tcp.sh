@@ -2,9 +2,10 @@
 # mooncake-transfer-engine-non-cuda 0.3.13.post1
 #
 # Behaviour: on a host without an RDMA device, `initialize` succeeds for "rdma", for a NIC that does
-# not exist and for a protocol that nobody has heard of, and the bytes go over TCP.
-# Guess: an error, or at least a code other than 0: whoever names a protocol wants that one.
-# Seen: 0 from each initialize, and 0 from each read, with the right bytes.
+# not exist and for an unknown protocol, and the bytes go over TCP.
+# Guess: an error, or at least a return code other than 0, since a caller that names a protocol
+# needs that one.
+# Seen: 0 from each initialize and each read, with correct bytes.
 set -euo pipefail
 if compgen -G '/sys/class/infiniband/*' >/dev/null; then
     echo "this host has an RDMA device, which Mooncake would use"
@@ -38,5 +39,5 @@ for protocol, device in CASES:
     print(f"protocol {protocol!r}, device {device!r}: initialize {started}, read {got}, right {right}")
     changed |= (started, got, right) != ([0, 0], 0, True)
 if changed:
-    sys.exit("changed: Mooncake no longer takes a transport that is not there")
+    sys.exit("changed: Mooncake no longer accepts a transport that does not exist")
 END

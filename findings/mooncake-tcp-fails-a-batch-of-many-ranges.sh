@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, over TCP
 #
-# Behaviour: a batch of many small ranges to one healthy peer fails at once: a peer's queue takes
-# some 2,000 of them, and the rest is rejected, as few bytes as they may be. Its log says "TCP lane
-# queue-full rejection".
-# Guess: the engine queues what it has to; only memory or a time limit bounds a batch.
+# Behaviour: a batch of many small ranges to one healthy peer fails immediately. A peer's queue
+# accepts about 2,000 ranges, and the others are rejected, however few bytes they have. The log has
+# "TCP lane queue-full rejection".
+# Guess: the engine queues all ranges, and only memory or a time limit bounds a batch.
 # Seen: 1024 ranges of 64 bytes 0, 16384 ranges of 64 bytes -1, one range of 1 MiB 0.
 set -euo pipefail
 work="$(mktemp -d)"
@@ -47,5 +47,5 @@ seen = {
 }
 print(", ".join(f"{what} {code}" for what, code in seen.items()))
 if list(seen.values()) != [0, -1, 0]:
-    sys.exit("changed: Mooncake's TCP takes another number of ranges at once")
+    sys.exit("changed: Mooncake's TCP accepts another number of ranges at once")
 END

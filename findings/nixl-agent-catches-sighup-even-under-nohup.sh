@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # nixl-cu13 1.5.1, with the UCX that it bundles
 #
-# Behaviour: creating an agent installs a C handler for SIGHUP, also where nohup had the signal
-# ignored. UCX logs at its highest level after it, to standard output, so a closed terminal neither
-# ends such a server nor leaves its log alone. UCX_DEBUG_SIGNO=0 keeps UCX from it.
-# Guess: a transfer library leaves the signals of its process alone, an ignored one above all.
+# Behaviour: creating an agent installs a C handler for SIGHUP, even if nohup has set the signal to
+# be ignored. After a SIGHUP, UCX logs at its highest level to standard output, so a closed terminal
+# does not end such a server, but fills its log. UCX_DEBUG_SIGNO=0 prevents this.
+# Guess: a transfer library does not change its process's signal handlers, in particular for an
+# ignored signal.
 # Seen: by default: default -> caught; under nohup: ignored -> caught; with UCX_DEBUG_SIGNO=0:
 # ignored -> ignored.
 set -euo pipefail
@@ -40,6 +41,6 @@ echo "$seen"
 [ "$seen" = "by default: SIGHUP: default -> caught
 under nohup: SIGHUP: ignored -> caught
 under nohup, UCX_DEBUG_SIGNO=0: SIGHUP: ignored -> ignored" ] || {
-    echo "changed: an agent does something else to SIGHUP" >&2
+    echo "changed: an agent handles SIGHUP differently" >&2
     exit 1
 }

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # nixl-cu13 1.5.1 (UCX) and mooncake-transfer-engine-non-cuda 0.3.13.post1 (TCP)
 #
-# Behaviour: of a range that was registered twice, NIXL needs two deregistrations before a peer
-# can no longer read it. Mooncake refuses the second registration with -7, and one unregistration
-# ends the range for everybody. Its batch_register_memory registers none of its ranges if one of
-# them is already there.
-# Guess: both engines treat a second owner of a pool alike, and a batch registers what it can.
+# Behaviour: if a range was registered twice, NIXL needs two deregistrations before peers can no
+# longer read it. Mooncake refuses the second registration with -7, and one unregistration removes
+# the range for all users. Its batch_register_memory registers no range of the batch if one of them
+# is already registered.
+# Guess: both engines handle a second owner of a pool in the same way, and a batch registers all
+# ranges that it can.
 # Seen: NIXL DONE, DONE, nixlNotFoundError; Mooncake 0, -7, unregister 0, read -1; batch -7, and a
 # read of its new range -1.
 set -euo pipefail
@@ -73,5 +74,5 @@ session = f"127.0.0.1:{batch.get_rpc_port()}"
 codes.append(engine().transfer_sync_read(session, into, new.ctypes.data, SIZE))
 print("Mooncake, batch of a new and a known range, read of the new one:", *codes[4:])
 if states != ["DONE", "DONE", "nixlNotFoundError"] or codes != [0, -7, 0, -1, -7, -1]:
-    sys.exit("changed: NIXL or Mooncake treats a range that is registered twice in another way")
+    sys.exit("changed: NIXL or Mooncake handles a range that is registered twice differently")
 END

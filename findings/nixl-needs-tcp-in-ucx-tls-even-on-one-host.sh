@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # nixl-cu13 1.5.1, with the UCX that it bundles
 #
-# Behaviour: UCX_TLS=sm (shared memory), which is meant for processes of one host, gives no UCX
-# backend: in NIXL's default error mode ("peer") UCX wants a transport that reports a lost peer,
-# and of what every host has only TCP does. With the error mode "none" it works.
-# Guess: shared memory alone is enough between processes of one host.
+# Behaviour: UCX_TLS=sm (shared memory), which is meant for processes on one host, yields no UCX
+# backend. In NIXL's default error mode ("peer"), UCX needs a transport that reports a lost peer,
+# and of the transports that every host has, only TCP does. With error mode "none", it works.
+# Guess: shared memory alone is enough between processes on one host.
 # Seen: sm, peer: nixlBackendError; sm, none: ok; tcp, peer: ok; sm,tcp, peer: ok.
 set -euo pipefail
 work="$(mktemp -d)"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # nixl-cu13 1.5.1 (UCX)
 #
-# Behaviour: add_remote_agent with newer metadata of a known agent merges it: a region that the
-# agent has deregistered meanwhile stays known, until remove_remote_agent. An agent that has
-# restarted under its name is refused until then.
-# Guess: newer metadata replaces what was known, and a restart is a newer version like another.
+# Behaviour: add_remote_agent merges newer metadata of a known agent: a region that the agent has
+# deregistered meanwhile stays known until remove_remote_agent. An agent that has restarted under
+# the same name is refused until then.
+# Guess: newer metadata replaces the known metadata, and a restart counts as newer metadata.
 # Seen: new region known False, then True; dropped region known True, after removing and adding
 # False; restarted agent nixlNotAllowedError.
 set -euo pipefail
@@ -54,5 +54,5 @@ print("new region known: before {}, after newer metadata {}".format(*seen))
 print("dropped region known: after newer metadata {}, after removing and adding {}".format(*seen[2:]))
 print("another agent of that name:", seen[4])
 if seen != [False, True, True, False, "nixlNotAllowedError"]:
-    sys.exit("changed: NIXL treats newer metadata of a known agent in another way")
+    sys.exit("changed: NIXL handles newer metadata of a known agent differently")
 END

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, without any server behind them
 #
-# Behaviour: a router whose servers are not there yet answers /health with 200, while each request
-# gets 503. Only /readiness says 503.
-# Guess: /health is what a probe asks, and says 503 until a request could be served.
+# Behaviour: a router whose servers have not started yet answers /health with 200, while each
+# request gets 503. Only /readiness returns 503.
+# Guess: /health is meant for probes, and returns 503 until a request can be served.
 # Seen: both routers: /health 200, /readiness 503, /generate 503.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
@@ -23,5 +23,5 @@ for kind in COMMANDS:
         seen[kind] = 200, router.ask("/readiness")[0], router.ask("/generate", REQUEST)[0]
     print("{}: /health {}, /readiness {}, /generate {}".format(kind, *seen[kind]))
 if set(seen.values()) != {(200, 503, 503)}:
-    sys.exit("changed: a router without servers answers in another way")
+    sys.exit("changed: a router without servers answers differently")
 END

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: of a /generate request with fields that SGLang has, sglang-router forwards only those
-# that it knows itself, and answers 200 without a word: constraints, stop expressions and the DP
-# rank are gone. smg drops fewer. Of a chat request sglang-router also drops return_meta_info, with
-# which SGLang tells the accept length; smg none. Of /v1/completions neither drops any.
-# Guess: a router passes on what it does not know; the server says whether a field is valid.
+# Behaviour: sglang-router forwards only those of SGLang's /generate fields that it knows itself,
+# and answers 200 without a warning: constraints, stop expressions and the DP rank are dropped. smg
+# drops fewer. From a chat request, sglang-router also drops return_meta_info, with which SGLang
+# returns the accept length; smg drops none. Neither drops a field of /v1/completions.
+# Guess: a router forwards unknown fields, and the server decides whether a field is valid.
 # Seen: sglang-router drops cache_salt, custom_params, logit_bias, routed_dp_rank, stop_regex,
-# stream_interval, structural_tag; smg logit_bias, stop_regex, stream_interval, structural_tag. Of chat:
-# cache_salt, custom_params, return_meta_info, stop_regex; smg none.
+# stream_interval, structural_tag; smg logit_bias, stop_regex, stream_interval, structural_tag. Of
+# chat: cache_salt, custom_params, return_meta_info, stop_regex; smg none.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"

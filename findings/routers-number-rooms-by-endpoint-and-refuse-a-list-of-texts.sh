@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: with "n": 2 a /generate request has one bootstrap_room, a chat request a list of two,
-# for one prompt. A /generate request with a list of texts, which SGLang serves, is refused with
-# 422, a list of lists of token ids is not. A room that the client sends is replaced.
-# Guess: one room for each prompt, or for each sample, at every endpoint; and both kinds of lists.
-# Seen: both routers: /generate n=2 1 room, chat n=2 2 rooms, ids 2 rooms, texts 422, own room False.
+# Behaviour: with "n": 2, a /generate request gets one bootstrap_room, but a chat request gets a
+# list of two, for one prompt. A /generate request with a list of texts, which SGLang serves, is
+# rejected with 422; one with a list of lists of token ids is accepted. A room sent by the client is
+# replaced.
+# Guess: one room per prompt, or per sample, at every endpoint; and both kinds of lists are
+# accepted.
+# Seen: both routers: /generate n=2 1 room, chat n=2 2 rooms, ids 2 rooms, texts 422, own room
+# False.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"
@@ -36,5 +39,5 @@ for kind in COMMANDS:
     seen[kind] = (*counts, texts, rooms[3] == 5)
     print("{}: /generate n=2 {} room, chat n=2 {}, ids {}, texts {}, own room {}".format(kind, *seen[kind]))
 if set(seen.values()) != {(1, 2, 2, 422, False)}:
-    sys.exit("changed: a router numbers rooms in another way")
+    sys.exit("changed: a router numbers rooms differently")
 END

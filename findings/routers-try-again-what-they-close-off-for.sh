@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: a decode server's 400 or 404 reaches the client as it is, closes nothing off and is not
-# tried elsewhere. Each other error tried here, 4xx or 5xx, is tried elsewhere and counts against
-# both servers: a pair that always gives it is closed off after two requests, even for 422 or 503.
-# Guess: there is a status with which a decode server refuses one prefill server, so that the router
-# tries another one and does not close off healthy servers.
+# Behaviour: a decode server's 400 or 404 is returned to the client unchanged, opens no breaker and
+# is not retried. Each other error tried here, 4xx or 5xx, is retried elsewhere and counts against
+# both servers, even 422 or 503: a pair that always returns it gets no more requests after two.
+# Guess: there is a status code with which a decode server can refuse one prefill server, so that
+# the router tries another one and does not count the error against healthy servers.
 # Seen: both routers. With one pair: 400 and 404 for each of three requests; for 409, 422, 424, 429,
-# 500, 503 and 504 500 (for 503: 503) with the reason twice, then 503 "No available"; with
-# --disable-circuit-breaker the reason each time. With a
-# second, fitting prefill server: half of the requests get the 400, none of them the 500 or 503.
+# 500, 503 and 504, 500 (for 503: 503) with the reason twice, then 503 "No available"; with
+# --disable-circuit-breaker, the reason each time. With a second, fitting prefill server: half of
+# the requests get the 400, none of them the 500 or 503.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"

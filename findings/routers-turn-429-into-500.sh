@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: a server's 429 (its queue is full) reaches the client as 500, from either half. 400 and
-# 503 are kept.
-# Guess: the code is passed on, so that clients back off instead of reporting a fault.
-# Seen: both routers, both halves: 429 -> 500, 400 -> 400, 503 -> 503.
+# Behaviour: a server's 429 (its queue is full) is returned to the client as 500, from prefill and
+# from decode. 400 and 503 are returned unchanged.
+# Guess: the code is forwarded, so that clients back off instead of reporting a fault.
+# Seen: both routers, both sides: 429 -> 500, 400 -> 400, 503 -> 503.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"
@@ -28,5 +28,5 @@ for kind in COMMANDS:
         print(f"{kind}, {failing}:", *(f"{code} -> {got}" for code, got in seen.items()))
         changed |= seen != {429: 500, 400: 400, 503: 503}
 if changed:
-    sys.exit("changed: a router passes on other codes")
+    sys.exit("changed: a router forwards other codes")
 END

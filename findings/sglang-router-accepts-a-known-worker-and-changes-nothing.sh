@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: POST /workers with the URL of a known worker and another bootstrap port: sglang-router
-# answers 202 and keeps the old port; smg refuses with 409 and names the call that would change it.
-# A prefill server that comes back with another port is thus never reached through sglang-router.
+# Behaviour: for POST /workers with the URL of a known worker and another bootstrap port,
+# sglang-router answers 202 and keeps the old port; smg rejects it with 409 and names the call that
+# would change it. A prefill server that returns with another port can therefore not be reached
+# through sglang-router.
 # Guess: the port is updated, or the call fails.
-# Seen: sglang-router 202, smg 409; requests carry the old port with both.
+# Seen: sglang-router 202, smg 409; with both, requests contain the old port.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"
@@ -33,5 +34,5 @@ for kind in COMMANDS:
     seen[kind] = code, sorted(ports)
     print(f"{kind}: {code}, bootstrap ports of requests {sorted(ports)}")
 if seen != {"sglang-router": (202, [8998]), "smg": (409, [8998])}:
-    sys.exit("changed: a known worker is treated in another way")
+    sys.exit("changed: a known worker is handled differently")
 END

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: sglang-router's /engine_metrics joins its servers' pages, renames `sglang:x` to `sglang_x`
-# and adds the label worker_addr. If one server's series have the label dp_rank and another's do
-# not, as with DP attention on decode alone, it answers 500 and shows no server's series. smg keeps
-# the names, and fills in the missing label.
+# Behaviour: sglang-router's /engine_metrics joins its servers' pages, renames `sglang:x` to
+# `sglang_x` and adds the label worker_addr. If one server's series have the label dp_rank and
+# another's do not, as with DP attention on decode alone, it answers 500 and returns no server's
+# series. smg keeps the names, and adds the missing label.
 # Guess: Prometheus can scrape the router instead of each server, and finds the same names.
-# Seen: sglang-router: with the same labels 200, sglang_x; with others 500. smg: 200, sglang:x, twice.
+# Seen: sglang-router: with the same labels 200, sglang_x; with others 500. smg: 200, sglang:x,
+# twice.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"

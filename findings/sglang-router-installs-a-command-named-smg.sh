@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0
 #
-# Behaviour: the package sglang-router installs a command named smg, which starts sglang-router.
-# Where both packages are installed, the one installed last has the name, and removing either
-# removes it for both. `pip check` sees nothing.
-# Guess: the command smg is the package smg's; pip would refuse two packages that own one file.
+# Behaviour: the package sglang-router installs a command named smg, which starts sglang-router. If
+# both packages are installed, the command is that of the package installed last, and removing
+# either package removes the command for both. `pip check` reports nothing.
+# Guess: the command smg belongs to the package smg, and pip refuses two packages that own the same
+# file.
 # Seen: smg installed last: smg.cli; sglang-router installed last: sglang_router.cli; pip check 0;
 # without sglang-router: no smg, although the package smg is still installed.
 set -euo pipefail

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: smg gives the client the first error of either half and drops the other half.
-# sglang-router waits until both halves have answered, however long the healthy one takes.
-# Guess: two routers of one lineage behave alike: the client gets the error, whichever half it is.
+# Behaviour: smg returns the first error from either side to the client, and drops the other side's
+# request. sglang-router waits until both sides have answered, however long the healthy one takes.
+# Guess: two related routers behave alike: the client gets the error, whichever side it is from.
 # Seen: smg: prefill's 400 before decode's answer True, decode's 500 before prefill's answer True;
 # sglang-router: the same codes, False and False.
 set -euo pipefail
@@ -48,5 +48,5 @@ for kind in COMMANDS:
     print(f"{kind}: prefill's {of_prefill[0]} before decode's answer {of_prefill[1]},", end=" ")
     print(f"decode's {of_decode[0]} before prefill's answer {of_decode[1]}")
 if seen != {"sglang-router": ((400, False), (500, False)), "smg": ((400, True), (500, True))}:
-    sys.exit("changed: a router waits for other halves than it did")
+    sys.exit("changed: a router waits for other answers than before")
 END

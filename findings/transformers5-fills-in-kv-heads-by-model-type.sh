@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # transformers 5.19.0, without torch
 #
-# Behaviour: where a drafter's config.json has no num_key_value_heads, the number depends on its
+# Behaviour: if a drafter's config.json has no num_key_value_heads, the number depends on its
 # model_type: as many as attention heads for llama, but a constant for mistral (8), gemma (16) and
-# qwen3 (32), also where that is more than the attention heads. No warning.
+# qwen3 (32), even if that is more than the attention heads. There is no warning.
 # Guess: a missing number means as many KV heads as attention heads, in each family.
 # Seen: with 32 attention heads llama 32, mistral 8, gemma 16, qwen3 32; with 4 llama 4, mistral 8,
 # gemma 16, qwen3 32.
@@ -40,5 +40,5 @@ for heads, found in seen.items():
     print(f"{heads} attention heads:", ", ".join(f"{m} {number}" for m, number in found.items()))
 constant = {"mistral": 8, "gemma": 16, "qwen3": 32}
 if seen != {heads: {"llama": heads} | constant for heads in (32, 4)}:
-    sys.exit("changed: transformers fills in other numbers of KV heads")
+    sys.exit("changed: transformers sets other numbers of KV heads")
 END

@@ -2,9 +2,9 @@
 # transformers 5.19.0, without torch
 #
 # Behaviour: a config.json with "rope_theta" loads, but the config has no attribute of that name:
-# the value is in rope_parameters (and its alias rope_scaling, which is never None). Saved again,
-# the file has no "rope_theta" either.
-# Guess: config.rope_theta is what the file says, and saving writes the field that was read.
+# the value is in rope_parameters (and its alias rope_scaling, which is never None). If the config
+# is saved again, the file has no "rope_theta" either.
+# Guess: config.rope_theta has the file's value, and saving writes the field that was read.
 # Seen: attribute False, rope_scaling {'rope_theta': 1000000.0, 'rope_type': 'default'}, saved
 # rope_theta None, saved rope_parameters the same.
 set -euo pipefail
@@ -38,5 +38,5 @@ rope = {"rope_theta": 1e6, "rope_type": "default"}
 seen = hasattr(config, "rope_theta"), config.rope_scaling, saved.get("rope_theta"), saved.get("rope_parameters")
 print("attribute {}, rope_scaling {}, saved rope_theta {}, saved rope_parameters {}".format(*seen))
 if seen != (False, rope, None, rope):
-    sys.exit("changed: transformers keeps rope_theta elsewhere")
+    sys.exit("changed: transformers stores rope_theta elsewhere")
 END

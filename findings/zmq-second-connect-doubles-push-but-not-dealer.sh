@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # pyzmq 27.3.0, with the libzmq 4.3.5 that it bundles
 #
-# Behaviour: connecting a PUSH socket again to the endpoint that it is connected to opens another
-# connection; messages then alternate between them, so their order at the peer is no longer theirs
-# at the sender. On a DEALER the same call does nothing. One disconnect ends all of them.
-# Guess: a second connect of either type is refused, or does the same for both; and each connect
-# needs a disconnect of its own.
-# Seen: PUSH, connected three times: 3 connections, second disconnect refused; DEALER: 1
-# connection, second disconnect refused.
+# Behaviour: connecting a PUSH socket again to an endpoint that it is already connected to opens
+# another connection. Messages then alternate between the connections, so the peer may receive them
+# in another order. On a DEALER, the same call does nothing. One disconnect ends all connections.
+# Guess: a second connect is refused or has the same effect for both types, and each connect needs
+# its own disconnect.
+# Seen: PUSH, connected three times: 3 connections, second disconnect refused; DEALER: 1 connection,
+# second disconnect refused.
 set -euo pipefail
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
@@ -46,5 +46,5 @@ print("connected three times: connections, second disconnect")
 print("PUSH:", *push)
 print("DEALER:", *dealer)
 if push != (3, "refused") or dealer != (1, "refused"):
-    sys.exit("changed: a second connect to the same endpoint does something else")
+    sys.exit("changed: a second connect to the same endpoint behaves differently")
 END
