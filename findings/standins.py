@@ -1,5 +1,5 @@
-"""Stand-ins for SGLang's prefill and decode servers, and a router in front of them. The scripts in
-this folder that ask routers import it."""
+"""Stand-ins for SGLang's prefill and decode servers, and a router in front of them, for the scripts
+in this folder that test routers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS = {
     "sglang-router": (sys.executable, "-m", "sglang_router.launch_router"),
     "smg": (sys.executable, "-c", "from smg.cli import main; main()", "launch"),
 }
-"""Not the command smg, which sglang-router installs, too."""
+"""These start smg by its module, since sglang-router also installs a command smg."""
 REQUEST = {"input_ids": [1, 2], "sampling_params": {}}
 MODEL = {"id": "m", "object": "model", "created": 0, "owned_by": "sglang"}
 INFO = {
@@ -45,8 +45,8 @@ def error(status: int, text: str = "the reason") -> Answer:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers GETs as SGLang does and POSTs by `answer`; `posts` has their paths and bodies.
-    `page` is its metrics page."""
+    """A server that answers GETs as SGLang does, and POSTs with `answer`. `posts`: the paths and
+    bodies of POSTs. `page`: the metrics page."""
 
     daemon_threads = True
 
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text)))
-        with contextlib.suppress(OSError):  # the router waits no longer
+        with contextlib.suppress(OSError):  # the router has closed the connection
             self.end_headers()
             self.wfile.write(text)
 
@@ -89,17 +89,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def address() -> str:
-    """Return a loopback address and port that nothing else on this machine is likely to have."""
+    """Return a loopback address and port that nothing else on this machine is likely to use."""
     while True:
         host = f"127.{randint(1, 254)}.{randint(0, 255)}.{randint(1, 254)}"
-        port = randint(20_000, 29_999)  # below the ports that the system gives out
+        port = randint(20_000, 29_999)  # below the range of ephemeral ports
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return f"{host}:{port}"
 
 
 class Router:
-    """A router in front of the servers at these URLs; the context ends it. `ready`: the path that
-    says 200 before the context begins."""
+    """A router in front of the servers at these URLs, which runs during the context. `ready`: the
+    path that must return 200 before the context begins."""
 
     def __init__(
         self, kind: str, prefill: str, decode: str, *flags: str, ready: str = "/readiness"
@@ -130,7 +130,8 @@ class Router:
         self._process.wait()
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Return the status, 0 without one, and the body. With a body it is a POST."""
+        """Send a GET, or a POST if there is a body. Return the status (0 without an answer) and the
+        answer's body."""
         request = urllib.request.Request(
             self.url + path, None if body is None else json.dumps(body).encode(),
             {"Content-Type": "application/json"},
