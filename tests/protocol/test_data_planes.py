@@ -121,8 +121,8 @@ def test_reads_of_a_stopped_peer_end_with_their_last_byte(reader: Reader) -> Non
 
 @over(*WAITING, peers=2)
 def test_connecting_to_a_stopped_peer_delays_no_other_read(reader: Reader) -> None:
-    """After a connection attempt has timed out, the reader can connect again once the peer
-    answers."""
+    """Reads of another peer continue during the attempt. After it has timed out, the reader can
+    connect again once the peer answers."""
     other = reader.connect(1)
     reader.peers[0].stop()
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Which of SGLang's draft pools the channel moves, and the facts that it publishes about them."""
+"""The channel moves only SGLang's draft pools with KV heads, and publishes facts about them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_total_heads_come_from_the_model_configuration(tmp_path: Path, tp: int, 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_eight_bit_dtypes_are_distinguished(tmp_path: Path, dtype: str) -> None:
-    """SGLang stores every 8-bit dtype as uint8, so the buffer's dtype cannot distinguish them."""
+    """The published dtype is that of the pool, not of its buffers: SGLang stores every 8-bit dtype
+    as uint8."""
     layout, *_ = found(tmp_path, Cache("mha", heads=4, dtype=dtype), num_key_value_heads=4)
     assert layout.facts.dtype == dtype
     assert layout.facts.head_bytes == (8, 8)
