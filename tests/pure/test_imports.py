@@ -112,7 +112,7 @@ def is_allowed(module: str, own: set[str]) -> bool:
     """Return True if the module is one of these parts of the plugin or lies in one of them."""
     rest = module.removeprefix("sglang_mixkv").removeprefix(".")
     if not is_package(module) and not (ROOT / (module.replace(".", "/") + ".py")).is_file():
-        rest = rest.rpartition(".")[0]  # a name in a module
+        rest = rest.rpartition(".")[0]  # drops a name within a module
     return any(rest == place or (place and rest.startswith(f"{place}.")) for place in own)
 
 

@@ -27,7 +27,10 @@ AT = BEGAN
      (260, 65, 4096), (683, 170, 4096), (1024, 256, 4096), (16384, 4096, 4096)],
 )  # fmt: skip
 def test_slots_follow_the_staging_buffer(staging_mb: int, slots: int, rows: int) -> None:
-    """`rows`: the KiB of a slot without its header, which takes one more page."""
+    """The number and the size of slots follow from the size of the staging buffer.
+
+    `rows`: the KiB of a slot without its header, which takes one more page.
+    """
     assert slots_of(staging_mb) == (slots, (rows << 10) + 4096)
     assert slots * rows <= staging_mb << 10 < (slots + 1) * rows
 
@@ -223,7 +226,7 @@ def test_a_read_that_has_just_begun_is_not_the_peers_fault() -> None:
 
 
 def test_an_owner_with_slots_leaves_a_quarter_free() -> None:
-    """An owner with slots gets more, up to its share, only while over a quarter of them is free."""
+    """An owner with slots gets more only while over a quarter of all slots is free."""
     pool = SlotPool(64, Times())
     for _ in range(41):
         pool.allocate("others")
@@ -368,7 +371,10 @@ def test_packing_is_given_up_exactly_at_its_deadline() -> None:
 
 
 def test_a_strangers_ready_is_acknowledged_without_a_read() -> None:
-    """A READY from a peer that is no source is acknowledged without a read, and changes no room."""
+    """A READY from a peer that is not a source is acknowledged without a read.
+
+    The room goes on.
+    """
     rank = Decode()
     rank.open(1)
     rank.ready(1, 2, b"stranger")

@@ -27,7 +27,7 @@ ROOM, TIMES = 7, Times()
 
 
 class Driven:
-    """A machine whose `handle` makes one call and returns its actions, with single copies."""
+    """A machine whose `handle` makes a call and returns the actions, each copy separately."""
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
@@ -227,7 +227,7 @@ def test_many_slots_are_acknowledged_in_several_acks() -> None:
 
 
 def test_a_peer_that_is_gone_keeps_no_strikes() -> None:
-    """A peer that is gone keeps no strikes and no resources.
+    """No strikes and no resources are retained for a peer that is gone.
 
     That holds even if its last segment is announced and waits to be read.
     """
@@ -460,7 +460,7 @@ def test_128_readers_get_equal_shares_of_the_slots(staging_mb: int, each: int) -
 
 
 def test_an_unsent_message_fails_only_its_own_part() -> None:
-    """A message that cannot be created fails only its own part of a transfer.
+    """A message that cannot be created fails only its own transfer.
 
     The slots of a failed READY are free at once, and those of a failed ACK expire. Other requests
     of the same reader go on.

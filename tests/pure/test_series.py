@@ -34,7 +34,7 @@ class Rank(metrics.MetricsReporter):
         super().__init__(side, {"tp_rank": "0"}, self._registry)
 
     def page(self) -> Counter[tuple[str, ...]]:
-        """Return the values that are not 0, by name and non-empty label values."""
+        """Return the nonzero values, by name and non-empty label values."""
         return +totals(generate_latest(self._registry).decode())
 
     def of(self, name: str) -> dict[tuple[str, ...], float]:
@@ -105,7 +105,7 @@ def test_a_room_is_counted_once(
     """A room is counted once, with its last state. A room closed by its client is not cold."""
     one = Rank()
     one.end(state, reason, closed)
-    counted = {expected: 1} if reason == "broken" else {}  # counted at once: no thread is left
+    counted = {expected: 1} if reason == "broken" else {}  # at once: the thread has ended
     assert one.of("rooms_total") == counted
     for _ in range(2):
         one.look_now()
@@ -171,7 +171,7 @@ def test_the_documented_number_of_series_is_right() -> None:
         return sum((len(one.initial_labels) or 1) * (16 if one.name.endswith("_seconds") else 1)
                    for one in own if one.name != "breaker_opened_total")  # fmt: skip
 
-    assert len(metrics.BUCKETS) + 3 == 16  # infinity, the sum and the count
+    assert len(metrics.BUCKETS) + 3 == 16  # the +Inf bucket, the sum and the count
     prefill, decode, pair = of(PREFILL, False), of(DECODE, False), of(DECODE, True)
     text = f"4 x 8 x {prefill} + 16 x 8 x ({decode} + 4 x {pair})"
     found = 4 * 8 * prefill + 16 * 8 * (decode + 4 * pair)

@@ -1,4 +1,4 @@
-"""The machines' deadlines, tested just before each deadline and at it, with several patiences."""
+"""The machines' deadlines, tested just before and at each deadline, for several patiences."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ LATE = [
 @patiently
 @pytest.mark.parametrize("case", LATE)
 def test_a_room_waits_in_proportion_to_its_target(case: Late, patience: float) -> None:
-    """A room goes cold three times as long after its last READY as its target took.
+    """A room waits, after its last progress, for three times as long as its target took.
 
-    The wait is at least 0.3 s and at most 1 s, and 5 s in all.
+    Such a wait takes 0.3 s to 1 s, and all waits after the target's arrival take at most 5 s.
     """
     events = sorted([(at, "ready") for at in case.readies] + [(case.arrives, "arrive")])
     for when in (BEFORE, AT):

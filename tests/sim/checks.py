@@ -267,12 +267,6 @@ class Checks:
                         return False
         return True
 
-    def left(self, rank: PrefillRank, link: Link | None, message: Message) -> None:
-        """Record a sent message.
-
-        `link` is None if the message is lost without an error.
-        """
-
     def fail_sent(self, rank: PrefillRank, message: Fail) -> None:
         """Check that a Fail with the code "pack" follows a failed copy.
 

@@ -106,7 +106,7 @@ class Prepared(GpuCopier):
 class Batch:
     """The ticket of a batch of jobs.
 
-    `ended`: whether the device has finished the batch. A query may return that later.
+    `ended`: whether the device has finished the batch. A query may report this later.
     """
 
     def __init__(self, device: Device, jobs: list[Any]) -> None:

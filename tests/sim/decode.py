@@ -123,7 +123,7 @@ class Links:
 class DecodeRank(Process):
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
-        self.valid = [True] * self.slots.count  # by local slot: its read got published bytes
+        self.valid = [True] * self.slots.count  # by slot: its read returned published bytes
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
         self.judge, self.wire = Judge(self), Wire(self)
         self.links = Links(self)

@@ -80,7 +80,7 @@ class Run:
         self.drawn, self.calls = rng.drawn, world.clock.calls
 
     def further(self, late: int, befall: int, kinds: tuple[Fault, ...]) -> Iterator[Way]:
-        """Yield the ways with one more deviation, which comes after all of this way's."""
+        """Yield the ways with one more deviation, later than all deviations of this way."""
         way = self.way
         if len(way.faults) < befall and not way.late:
             for calls in range(way.faults[-1][0] if way.faults else 0, self.calls):

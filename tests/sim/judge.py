@@ -44,7 +44,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class Request:
-    """`own`: the machine's request."""
+    """The model's request. `own`: the machine's request."""
 
     opened: Opened
     own: Any
@@ -101,8 +101,8 @@ class Judge:
     closed: dict[int, Request] = field(default_factory=dict)
     reads: dict[act.StartRead, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
-    numbers: dict[int, float] = field(default_factory=dict)  # opened at, if not warm since
-    struck: list[tuple[int, bytes]] = field(default_factory=list)  # the machine's, in this call
+    numbers: dict[int, float] = field(default_factory=dict)  # last OPEN, if not warm
+    struck: list[tuple[int, bytes]] = field(default_factory=list)  # strikes in this call
     restarted: set[bytes] = field(default_factory=set)  # peers that the machine must forget
 
     def wrong(self, what: str, detail: str) -> Finding:

@@ -290,7 +290,7 @@ class Process:
             self.later("queue", 0.0, self.on_thread, self.look)
 
     def perform(self, action: object) -> None:
-        """Perform an action, or raise instead if a fault says so."""
+        """Perform an action, or raise if a fault is injected."""
         self.before(action)
         try:
             if self.errors.get("action") and type(getattr(action, "message", action)) in UNDONE:

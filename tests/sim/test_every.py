@@ -66,7 +66,7 @@ def small_ones(kind: type[Fault]) -> tuple[Fault, ...]:
 
 
 def test_search_finds_a_defect_with_duplicate_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect acknowledges a duplicate READY although the read for the first may still run."""
+    """The search finds a defect that acknowledges a duplicate READY during the first one's read."""
     whole = Decode.ready
 
     def acknowledge(self: Any, peer: Any, ready: Any) -> None:
@@ -82,7 +82,7 @@ def test_search_finds_a_defect_with_duplicate_messages(monkeypatch: pytest.Monke
 
 
 def test_search_finds_a_defect_with_lost_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect never releases a room that one of its readers did not open."""
+    """The search finds a defect that never releases a room which some reader did not open."""
     monkeypatch.setattr(Prefill, "_give_up", lambda self, request: None)
     assert search(ONE, 0).failed is None
     assert search(ONE, 0, 1, small_ones(Cut)).failed is not None

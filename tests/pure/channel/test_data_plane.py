@@ -129,7 +129,7 @@ def test_the_handle_of_a_read_is_released_before_its_peer() -> None:
     """
 
     class Handle:
-        """A stand-in for the backend's handle of a transfer."""
+        """The backend's handle of a transfer."""
 
     class Holding(Scripted):
         def _post(self, read: Read, extents: Any) -> None:
@@ -221,7 +221,7 @@ def test_a_mooncake_read_ends_after_all_its_transfers(failing: int | None) -> No
     """A read ends once all of its transfers have ended, in any order.
 
     Mooncake drops a transfer's status once it has returned the end, so an ended transfer is never
-    polled. A poll asks for one transfer until that one has ended.
+    polled. Each poll queries one transfer at a time until that transfer has ended.
     """
     for order in permutations(range(3)):
         plane, asked, ended = object.__new__(Mooncake), list[int](), list[int]()
@@ -313,9 +313,10 @@ class Counting(Scripted):
 
 
 class Watched:
-    """Runs `what` in a second thread once the first has read an attribute in `names` `at` times.
+    """Runs `what` in a second thread at the `at`th access to an attribute in `names`.
 
-    The second thread runs until it ends or needs a lock that the first one holds.
+    Only accesses by the first thread count. The second thread runs until it ends or needs a lock
+    that the first one holds.
     """
 
     names: tuple[str, ...]
@@ -336,7 +337,7 @@ class Watched:
         return found
 
     def watch(self, at: int, what: Callable[[], Any], do: Callable[[], Any]) -> None:
-        """Run `do`, and `what` in a second thread at the `at`th attribute access of `do`."""
+        """Run `do`, and `what` in a second thread at the `at`th access during `do`."""
         self._looks, self.at, self.what = 0, at, what
         do()
         self.at = 0
@@ -421,7 +422,7 @@ def test_probes_may_time_out_in_several_threads(doing: str, other: str, at: int)
 
 
 class Agent:
-    """A NIXL agent's calls for peers. All peers with the same agent name share a connection."""
+    """The calls of a NIXL agent that manage peers. Peers with the same name share a connection."""
 
     def __init__(self) -> None:
         self.known, self.calls = set[str](), list[str]()

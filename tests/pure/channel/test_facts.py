@@ -1,6 +1,6 @@
 """Published rows, and the severity of each difference between two of them.
 
-scripts/fuzz covers input that is no row.
+scripts/fuzz tests input that is not a row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OTHERS = [
     ("mismatch", {"head_bytes": (256,)}, "bytes per token and head of the drafter"),
     ("mismatch", {"dtype": "fp8_e4m3"}, "dtype of the drafter's KV"),
     ("mismatch", {"topk": 8}, "--speculative-eagle-topk"),
-]  # tested on either side
+]  # each one is tested on either side
 METADATA = {
     "refused": [(64, 129), (65, 1), (64, 128, 0), (64,), ()], "cold": [(64, 127), (0, 0)],
 }  # fmt: skip
@@ -174,7 +174,10 @@ SHORT, NUMBERED = but(TWO, entries=2), but(TWO, entries=2, layer_ids=True)
     ],
 )  # fmt: skip
 def test_targets_that_sglang_moves_correctly_are_served(target, tp, backend, what):
-    """The prefill server has attention TP 2 in every case."""
+    """Exactly the targets that SGLang moves correctly are served.
+
+    The prefill server has attention TP 2 in every case.
+    """
     decode = row(attn_tp=tp, target=MLA if target.is_mla else GQA, backend=backend)
     found = differences(row(attn_tp=2, target=target, backend=backend), decode)
     assert all(one.severity is Severity.REFUSED for one in found)
@@ -222,9 +225,9 @@ HEADS = but(GQA, heads=4, states=("swa",), widths=(512,))  # two heads per rank 
         (HYBRID, {"units": (96, 64)}, {}, 4, "bytes of a row of linear-attention state"),
         (HEADS, {}, {}, 2, ""),
         (HEADS, {}, {"widths": (256,)}, 2, "bytes of a token of the target"),
-        (HEADS, {}, {"widths": (256,)}, 4, ""),  # one head
+        (HEADS, {}, {"widths": (256,)}, 4, ""),  # one head per rank
         (HEADS, {}, {}, 4, "bytes of a token of the target"),
-        (HEADS, {}, {"widths": (256,)}, 8, ""),  # replicated
+        (HEADS, {}, {"widths": (256,)}, 8, ""),  # each head on two ranks
         (HEADS, {}, {"heads": 8, "widths": (1024,)}, 2, "bytes of a token of the target"),
         (HEADS, {"widths": (512, 1024)}, {"widths": (256, 512)}, 4, ""),  # a group of 8 heads
         (HEADS, {"widths": (512, 1024)}, {"widths": (256,)}, 8, "bytes of a token of the target"),
@@ -248,7 +251,7 @@ def test_buffers_of_both_sides_must_match(target, there, here, tp, what):
 
 
 def test_a_stage_is_compared_with_the_same_stage():
-    """The buffers of a pipeline stage are compared only with those of decode's same stage."""
+    """The buffers of a pipeline stage are compared only with those of the same stage on decode."""
     whole, first = but(HYBRID, stages=2, entries=40), but(MLA, stages=2, entries=21, widths=(656,))
     assert differences(row(target=first), row(target=HYBRID)) == []
     for decode_rank, entries, served in ((0, 40, False), (0, 21, True), (1, 40, True)):

@@ -193,7 +193,7 @@ def test_a_row_with_a_common_protocol_version_is_read(
 
 
 def wrong(prefill: Row, decode: Row) -> set[str]:
-    """Return what SGLang moves wrongly between two rows, derived from how it moves the target."""
+    """Return the differences between two rows because of which SGLang moves the target wrongly."""
     source, wanted, over_nixl = prefill.target, decode.target, prefill.backend == "nixl"
     same_tp, has_heads = prefill.attn_tp == decode.attn_tp, 0 not in (source.heads, wanted.heads)
     splits = source.stages > wanted.stages and has_heads  # a stage has only some of decode's layers

@@ -24,7 +24,7 @@ from sglang_mixkv.channel import loop, sockets
 from sglang_mixkv.channel.times import Times
 
 TRIES = 20
-QUIET_S = 0.01  # seconds in which both threads handle the last messages
+QUIET_S = 0.01  # long enough for both threads to handle the last messages
 counts = dict[str, Counter[str]]()
 
 
@@ -45,7 +45,7 @@ class Socket(zmq.Socket):  # type: ignore[type-arg]
 
 
 class Epoll:
-    """A wrapper of select.epoll, which has no subclasses."""
+    """A wrapper of select.epoll, which cannot be subclassed."""
 
     def __init__(self) -> None:
         self._real = real()
@@ -56,7 +56,7 @@ class Epoll:
 
 
 class Library:
-    """A ctypes library, each call of which releases the GIL."""
+    """A ctypes library that counts its calls, since each of them releases the GIL."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -80,7 +80,10 @@ class Later(OnDevice):
 
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make both sides, which copy in batches on a device. No tick comes during a test."""
+    """Make both sides of a channel, which copy in batches on a device.
+
+    The tick is longer than a test.
+    """
     monkeypatch.setattr(loop, "TICK", 60.0)
     monkeypatch.setattr(_Side, "device", Later)
     monkeypatch.setattr(select, "epoll", Epoll)
@@ -122,7 +125,7 @@ def test_a_batch_releases_the_gil_only_to_sleep_and_send(channel: Channel) -> No
 def test_pending_work_is_polled_often_at_once(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread polls often from the moment when a copy or event is pending.
+    """The thread polls often as soon as a copy or an event is pending.
 
     An event can only be polled, so the thread does this even if no file has been readable for a
     while.

@@ -1,4 +1,4 @@
-"""The channel threads notice each end at once, and survive steps that fail or hang.
+"""The channel threads notice the end of a read or copy at once, and survive steps that fail.
 
 Most tests use a tick of 60 s, so that a lost wake-up shows as a request that is not decided. The
 last part tests how the threads poll CUDA events.
@@ -50,7 +50,7 @@ def channel(slow_tick: None) -> Iterator[Channel]:
 
 
 def test_intervals_are_those_that_were_measured() -> None:
-    """Intervals and batch sizes are those of the measurements.
+    """Intervals and batch sizes have their measured values.
 
     The machines need ten ticks a second.
     """
@@ -65,7 +65,7 @@ def decided(channel: Channel, handle: Any) -> tuple[str, str]:
 
 
 def best(channel: Channel, begin: Callable[[int], tuple[Any, Any]]) -> float:
-    """Return the shortest time from the end of `begin` to a verdict, of several warm requests."""
+    """Return the shortest time, of several warm requests, from `begin` to the verdict."""
     found = []
     for room in range(TRIES):
         sent, handle = begin(room)
@@ -287,7 +287,7 @@ def report(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def handle(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add events that cannot be handled to each poll."""
+    """Make each poll return events that cannot be handled."""
     real = worker._poll
 
     def unknown(ready: list[Any]) -> Iterator[Any]:
@@ -372,7 +372,7 @@ def test_a_forward_counts_as_running_while_a_graph_is_captured(channel: Channel)
 
 
 def test_a_forward_that_cannot_be_queried_makes_its_room_cold(channel: Channel) -> None:
-    """A room whose forward's event raises goes cold.
+    """A room goes cold if the event of its earlier forward raises.
 
     Its rows are zeroed once the event reports the end of the forward.
     """
@@ -395,7 +395,7 @@ def test_a_forward_that_cannot_be_queried_makes_its_room_cold(channel: Channel) 
 def test_a_request_whose_event_always_raises_fails(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """SGLang's scheduler fails a request whose forward's event keeps raising.
+    """SGLang's scheduler fails a request if the event of its earlier forward keeps raising.
 
     The scheduler does so after twice the time that the channel thread had, since the rows may hold
     another request's KV. It keeps waiting for a forward that still runs.
@@ -500,7 +500,7 @@ def test_a_request_that_ends_before_its_event_is_released(channel: Channel, side
 
 
 def test_errors_of_a_graph_capture_are_recognized() -> None:
-    """Exactly the CUDA errors 900 to 908 are taken for a graph capture.
+    """Exactly the CUDA errors 900 to 908 count as a graph capture in progress.
 
     PyTorch's exceptions contain the texts of CUDA's runtime.
     """

@@ -60,7 +60,7 @@ def items(message: messages.Message) -> list[object]:
 
 
 def with_field(message: messages.Message, name: str, value: object) -> bytes:
-    """Encode the message with one item replaced, by a value of any kind."""
+    """Encode the message with one item replaced, possibly by an invalid value."""
     changed = items(message)
     changed[1 + message.__struct_fields__.index(name)] = value
     return msgspec.msgpack.encode(changed)
@@ -79,7 +79,7 @@ def test_numbers_at_and_beyond_their_bounds(message, name):
     for value in (least, most):
         assert getattr(messages.decode(with_field(message, name, value)), name) == value
     for value in (least - 1, most + 1):
-        with pytest.raises((ValueError, OverflowError)):  # msgpack itself has no more than 64 bits
+        with pytest.raises((ValueError, OverflowError)):  # msgpack has 64 bits
             messages.decode(with_field(message, name, value))
 
 

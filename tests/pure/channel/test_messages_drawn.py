@@ -68,7 +68,7 @@ def test_drawn_instances_differ() -> None:
 def test_limits_of_messages_are_unchanged() -> None:
     """The limits of a message do not change.
 
-    Another release would reject a longer message, a message with more items or another version.
+    Another release would reject a message that is longer, has more items or has another version.
     """
     limits = messages.MAX_BYTES, messages.MAX_LIST, messages.INSTANCE_BYTES
     assert (limits, messages.PROTOCOL) == ((4096, 32, 8), (3, 3))

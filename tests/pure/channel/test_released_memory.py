@@ -2,7 +2,7 @@
 
 Each case runs in a process of its own. The case unmaps the pool's pages as early as SGLang may,
 while copies of the ended request are in flight and queued. The process must survive. With the gates
-disabled it must die of a segmentation fault, which proves that the case can fail.
+disabled it must die with a segmentation fault, which proves that the case can fail.
 """
 
 from __future__ import annotations

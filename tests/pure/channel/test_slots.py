@@ -224,7 +224,7 @@ def test_readers_that_always_wait_get_equal_numbers(owners: int, freed: list[int
     st.integers(1, 60),
 )
 def test_no_waiting_owner_falls_behind(work, slots, most):
-    """No owner gets two slots more than one that still waits, or waits while it may get a slot."""
+    """No owner gets two more slots than a waiting owner, and none waits while it may get a slot."""
     pool, turns = SlotPool(slots, TIMES), RoundRobin()
     left = {(owner, n): wanted for owner, items in work.items() for n, wanted in enumerate(items)}
     for item in left:

@@ -81,7 +81,7 @@ def test_the_poller_polls_less_often_when_idle(
 def test_the_poller_sleeps_for_the_given_time(
     timeout_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The poller sleeps once for the given time, also below epoll_wait's resolution of 1 ms.
+    """The poller sleeps once for the given time, even below epoll_wait's resolution of 1 ms.
 
     With a timeout of 0, it does not sleep.
     """

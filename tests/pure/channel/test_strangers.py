@@ -1,4 +1,4 @@
-"""Strangers send messages to both sides of a channel over real sockets, during other requests.
+"""Strangers send messages to both sides of a channel over real sockets, while it serves requests.
 
 A stranger is a process that belongs to no server.
 """
@@ -143,7 +143,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_one_pass_receives_a_limited_number_of_frames(looks: list[int]) -> None:
-    """A message with extra frames counts once as unreadable, and one pass receives few of them.
+    """A message with extra frames counts once as unreadable, and a pass skips at most PARTS frames.
 
     The tested numbers of frames lie around multiples of the limit per pass. Later messages from the
     same connection and from others are read.

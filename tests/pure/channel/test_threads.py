@@ -280,7 +280,7 @@ ACTIONS = [
 def test_an_action_that_raises_loses_no_other_action(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, name: str, found: tuple[str, str]
 ) -> None:
-    """A room is decided and all slots come back, whichever action raises once.
+    """A room is decided and all slots are freed, whichever action raises once.
 
     If the verdict itself raises, SGLang's scheduler decides the room. A room whose READY raises
     goes cold at its deadline, or when the next READY comes out of order.
@@ -417,7 +417,7 @@ def test_a_handle_changes_only_after_its_gate_is_closed(
 def test_each_chunk_is_timed_from_its_forward_to_its_ready(
     channel: Channel, held: tuple[int, ...], prefix: int
 ) -> None:
-    """Each chunk adds one time to the metric, from its forward's end to its READY.
+    """The metric gets one time per chunk, from the end of its forward to its READY.
 
     The request has three chunks. `held`: the chunks that wait for their forward. A chunk within the
     reader's cached prefix has no READY.
@@ -441,7 +441,7 @@ def test_each_chunk_is_timed_from_its_forward_to_its_ready(
 
 
 def test_the_waiting_time_starts_with_the_targets_arrival(channel: Channel) -> None:
-    """The metric of waiting time starts with the target's arrival and ends with the verdict."""
+    """A request's waiting time starts with its target's arrival and ends with its verdict."""
     handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
     assert channel.state(handle) == ("warm", "")
     assert handle.waited is None
@@ -582,7 +582,10 @@ def test_invalid_messages_are_only_counted(channel: Channel) -> None:
 def test_the_scheduler_decides_only_after_the_channels_time(
     patience: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang's scheduler decides only after the channel thread's time, and logs that once."""
+    """SGLang's scheduler decides a request only after the channel thread's time limit.
+
+    The decision is logged once.
+    """
     with Channel(Times(patience)) as channel:
         slowest = channel.times.last_resort
         prefill, decode = channel.prefill.channel, channel.decode.channel
@@ -599,7 +602,7 @@ def test_the_scheduler_decides_only_after_the_channels_time(
 
 
 def test_each_side_counts_requests_by_both_sides_weights(channel: Channel) -> None:
-    """Each side counts a request once, by whether both sides' weights are the same.
+    """Each side counts a request once: as one with the same, different or unknown weights.
 
     Decode uses its weights at the request's start, prefill those at its end.
     """

@@ -60,7 +60,7 @@ def test_waits_between_probes_double_up_to_30_s():
 
 
 def test_a_released_probe_lets_another_room_through():
-    """A room that is the last probe of a peer lets another room through when it is released.
+    """The release of a peer's last probe lets another room through.
 
     A room may be a probe for several peers at once. A room that one of its peers blocks is no
     probe.

@@ -375,7 +375,7 @@ def test_a_failed_thread_start_is_retried_at_the_next_failure(
 def test_a_reads_tag_names_the_memory_that_it_uses(dialed: Dialed) -> None:
     """A read's tag names the memory that the read uses, even if a reconnection replaces it.
 
-    A failure of that read must not be taken for a failure of the new memory.
+    A failure of that read must not count as a failure of the new memory.
     """
     these, plane, dial, _ = dialed
     started: list[tuple[Any, Any]] = []

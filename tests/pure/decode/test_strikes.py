@@ -93,7 +93,7 @@ def test_a_cold_room_strikes_the_peers_that_did_not_deliver(
 ) -> None:
     """A cold room is a strike against exactly the peers that did not deliver.
 
-    Of the other rooms, only a lost connection or a stall makes one cold.
+    Another room goes cold only because of a lost connection or a stall.
     """
     rank = Decode()
     rank.open(1, PREFILL, OTHER)

@@ -81,7 +81,7 @@ class Side:
         )
 
     def zero(self, one: Segment) -> None:
-        """Zero the reference rows of a segment, as the kernels do for a wrong slot."""
+        """Zero the reference rows of a segment, as the kernels do for a slot that they reject."""
         heads = slice(one.heads.start - self.held.start, one.heads.stop - self.held.start)
         for entry in self.wanted:
             entry[torch.from_numpy(one.rows(self)), heads] = 0
@@ -255,7 +255,7 @@ def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
 
 
 def test_an_event_belongs_to_one_batch_alone() -> None:
-    """A ticket's event tells only about its own batch, even if later batches are in flight.
+    """A ticket's event reports the end of its own batch, even if later batches are in flight.
 
     A gate may still refer to a ticket that has ended.
     """
@@ -435,9 +435,9 @@ def test_a_slot_with_another_stamp_is_never_stored() -> None:
 
 
 def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
-    """All rows of a wrong slot are cleared, even if they have more tiles than the kernel programs.
+    """All rows of a slot with a wrong checksum are cleared.
 
-    Each program then clears several tiles.
+    The kernel has fewer programs than the rows have tiles, so each program clears several tiles.
     """
     side = Side([272], range(6), 1, 140, 1, slots=1, slot_bytes=1 << 18)
     jobs = [side.rows.job(side.rows.pages(np.arange(140)), 5, 130, range(1, 6), 0, 7)]
@@ -450,7 +450,7 @@ def test_all_rows_of_a_wrong_slot_are_cleared() -> None:
 
 
 def test_a_kernel_without_a_result_is_an_error() -> None:
-    """A kernel that stores no result is an error, and is also noticed at the start of GpuRows."""
+    """A kernel that stores no result makes its jobs fail, and stops GpuRows at start."""
     side = small()
     side.cuda.compiled = [(image, lambda *_: None) for image, _ in side.cuda.compiled]
     for what in ("pack", "unpack", "clear"):
@@ -510,7 +510,7 @@ UNORDERED, CANNOT = {cuda.RDMA_ORDERING: 0}, {cuda.RDMA_FLUSH_OPTIONS: 2}
 def test_nic_writes_are_flushed_if_the_gpu_does_not_order_them(
     attributes: dict[int, int], flushes: int | None
 ) -> None:
-    """A batch that unpacks flushes writes by a NIC if the GPU does not order them.
+    """If the GPU does not order writes by a NIC, a batch flushes them before it unpacks.
 
     `flushes`: the number of flushes per batch. A GPU that can neither order nor flush is rejected
     (None).
@@ -563,7 +563,7 @@ def test_driver_calls_of_a_batch_come_in_order(what: str) -> None:
             case "cuLaunchKernel":
                 steps.append(functions[with_what[0]])
                 assert with_what[8] == stream
-                assert steps[-1] != "seal" or sorted(with_what[1:4]) == [1, 1, 8], "1 per slot"
+                assert steps[-1] != "seal" or sorted(with_what[1:4]) == [1, 1, 8], "8 headers"
     assert steps == expected
     assert len(steps) == len(log) - 3, "unexpected calls"
     assert log[0] == ("cuCtxSetCurrent", side.rows.driver._context)
@@ -594,7 +594,7 @@ def test_a_batchs_memory_is_reused_only_after_its_own_event() -> None:
 def test_everything_is_prepared_before_the_first_batch() -> None:
     """GpuRows prepares everything when it is made.
 
-    It retains the context of its device, makes a stream, uploads the table of entries, and loads
+    It retains the context of its device, creates a stream, uploads the table of entries, and loads
     and runs each kernel once.
     """
     device = FakeCuda(captures=0)

@@ -121,7 +121,7 @@ def test_requests_share_batches_and_two_are_in_flight() -> None:
     assert set(test.ended()) == {"b2", "c1", "c2", "c3"}
     assert not test.copies.polled
     test.start("a1", "b clear", "c1")
-    assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])], "a batch is of one kind"
+    assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])], "one kind per batch"
 
 
 def test_moved_bytes_are_counted_except_for_clears() -> None:
@@ -162,7 +162,7 @@ def test_jobs_with_a_closed_gate_are_skipped() -> None:
 
 
 def test_a_gate_cannot_close_between_its_check_and_the_launch() -> None:
-    """A gate's check, the launch of a batch and its registration at the gate are one step.
+    """A gate's check, the launch of a batch and its registration happen in one step.
 
     A close comes before all three or after all three, so that it waits for the batch.
     """

@@ -128,10 +128,10 @@ def canary_slot(size: int) -> torch.Tensor:
 def test_a_segment_changes_only_its_slot_and_its_rows(
     by_numpy: bool, case: Segment, bit: int, data: st.DataObject
 ) -> None:
-    """A segment changes only its own slot and rows, and both equal those of plain loops.
+    """A segment changes only its own slot and rows, with the same result as plain loops.
 
     A slot with another stamp or any flipped bit is rejected without a write. Changes of unused
-    bytes in a slot do not matter. Cleared rows are zeros.
+    bytes in a slot have no effect. Cleared rows are zeros.
     """
     source, target = case.pool(case.source, 0), case.pool(case.target, 1)
     there, here = DraftRows(source, case.source, by_numpy), DraftRows(target, case.target, by_numpy)

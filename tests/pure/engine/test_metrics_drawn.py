@@ -26,7 +26,7 @@ from sglang_mixkv.series import DECODE, NOTES, PREFILL, SERIES
 class Rank(metrics.MetricsReporter):
     """A rank's reporter.
 
-    `of` returns the values of a series that are not 0, by the values of the series' own labels.
+    `of` returns the nonzero values of a series, by the values of the series' own labels.
     """
 
     def __init__(self, side: str = DECODE) -> None:

@@ -28,7 +28,7 @@ class Stock:
 
 
 class Sender(DraftSender, Stock):
-    """A sender on a manager with two decode ranks. Messages to the first one block."""
+    """A sender on a manager with two decode ranks. A send to the first rank blocks."""
 
     def __init__(self) -> None:
         self.bootstrap_room, self.hung, self.sent = 7, Event(), SimpleQueue[str]()
@@ -177,7 +177,7 @@ def test_no_abort_is_sent_if_decode_would_free_pages_in_use(
     sender.abort()
     sender.kv_mgr.request_status[7] = KVPoll.Transferring
     sender.kv_mgr.enable_deferred_decode_kv_release = True
-    sender.abort()  # this abort is sent, as the first one
+    sender.abort()  # only this abort is sent
     assert sender.kv_mgr.did == ["abort"] * 2
     assert {sender.sent.get(timeout=10) for _ in range(2)} == {"a", "b"}
     assert sender.sent.empty()

@@ -252,7 +252,10 @@ def test_a_changed_address_is_used_after_late_look_ups(
 def test_servers_whose_routes_hang_hold_one_thread_each(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """A server whose look-up of routes hangs holds one thread; others wait only if none is left."""
+    """A server whose look-up of routes hangs holds one thread.
+
+    Other servers wait only if no thread is left.
+    """
     monkeypatch.setattr(prefill_servers, "CONNECTED_AT_ONCE", MANY)
     go, resolving = threading.Event(), Counter[str]()
     with Site() as site, publishing(row_of(prefill), host="") as address:
@@ -306,7 +309,7 @@ def test_a_request_ends_whatever_the_server_answers(
 def test_a_server_that_was_silent_is_ready_once_it_answers(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first request hangs, and the second is answered with an error."""
+    """A server becomes ready once it answers, even after a request that hangs and an error."""
     asked, body, over = list[str](), answer_of(row_of(prefill)), threading.Event()
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -441,7 +444,7 @@ FOUR = {"attn_tp_size": 2, "dp_size": 2}
         ([(0, 0), (1, 0)] * 2, FOUR, "MSG-02", {1, 3}),
         ([(0, 0), (0, 1)], {"pp_size": 2}, "MSG-02", {2}),
         ([(0, 0), (0, 0), (1, 0)], FOUR, "MSG-02", {1, 2}),
-        ([(0, 0), (1, 0)] * 2 + [(1, 0)], FOUR, "PAIR-04", set()),  # more ranks than its sizes
+        ([(0, 0), (1, 0)] * 2 + [(1, 0)], FOUR, "PAIR-04", set()),  # too many ranks for its sizes
         ([(0, 0)] * 3 + [(1, 0)], FOUR, "PAIR-04", set()),  # too many ranks for this decode rank
         ([(0, 0)] * 2, {"attn_cp_size": 2}, "MSG-02", {1, 2}),
         ([(0, 0)] * 3, {"attn_cp_size": 2}, "PAIR-04", set()),
@@ -539,7 +542,7 @@ def test_the_number_of_sockets_for_aborts_is_limited(site: Site) -> None:
 
 
 def test_servers_that_are_gone_leave_nothing(site: Site) -> None:
-    with publishing(row_of(one := Prefill(Times()))) as address:  # makes one-time resources
+    with publishing(row_of(one := Prefill(Times()))) as address:  # allocates one-time resources
         assert site.is_ready(address)
         site.servers.forget(address)
     one.close()
@@ -568,7 +571,7 @@ def test_servers_that_are_gone_leave_nothing(site: Site) -> None:
 def test_forgetting_a_server_during_connects_leaves_nothing(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that is forgotten while a rank connects leaves nothing.
+    """A server that is forgotten during a connection attempt leaves nothing open.
 
     Its remaining ranks are not connected.
     """
@@ -627,7 +630,7 @@ def test_servers_without_requests_are_forgotten(
 
 
 class Late:
-    """A lock that the creating thread acquires only once a condition is true, the first time."""
+    """A lock whose first acquisition by the creating thread waits for a condition."""
 
     def __init__(self, lock: Any, happened: Any) -> None:
         self._lock, self._happened, self._asker = lock, happened, threading.current_thread()
@@ -789,7 +792,8 @@ def test_only_an_answer_drops_a_server_in_doubt(
 ) -> None:  # fmt: skip
     """A server in doubt is dropped only if it answers with other rows, or without the plugin.
 
-    Its connections stay after no answer, a late answer, "not ready yet" or a proxy's error.
+    Its connections stay open if it does not answer, if it answers late or "not ready yet", or if a
+    proxy answers with an error.
     """
     monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
     monkeypatch.setattr(prefill_http, "ASK_S", 0.3)

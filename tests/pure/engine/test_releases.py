@@ -207,7 +207,7 @@ def test_doctor_against_a_wheel_checks_only_the_wheel(
 
 
 def test_arguments_are_checked_until_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`check_once` checks arguments again until they have passed, and checks other ones anew."""
+    """`check_once` checks arguments until they pass once, and checks other arguments again."""
     asked, passing = list[object](), set[object]()
 
     def check(given: object) -> None:

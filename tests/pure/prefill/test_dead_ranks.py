@@ -1,4 +1,4 @@
-"""Dozens of peers that died or hang leave slots of a rank to other peers."""
+"""Dozens of peers that have died or hang leave enough of a rank's slots to other peers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_open_requests_are_served_after_a_few_readers_die(ranks: int) -> None:
 
 
 def test_a_second_crash_leaves_slots_too() -> None:
-    """Slots are left even after a second crash.
+    """A second crash of many readers leaves slots to others, too.
 
     Ranks that die in the second crash had acknowledged slots after the first crash.
     """

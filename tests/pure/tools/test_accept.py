@@ -420,7 +420,7 @@ def test_incompatible_flags_are_rejected(capsys: Capture, flags: str, why: str) 
 
 
 def event(completed: int, reason: str = "", number: int = 0) -> bytes:
-    """Return an event of a stream after `completed` tokens, with `number` tokens of its own."""
+    """Return an event of a stream after `completed` tokens, of which it carries `number`."""
     info = {"completion_tokens": completed, "finish_reason": {"type": reason} if reason else None}
     about = {"output_ids": [*range(number or completed)], "meta_info": info}
     return b"data: " + json.dumps(about).encode()

@@ -329,7 +329,7 @@ def test_a_failed_read_is_a_problem(run: Any, words: Any, changed: Any, problem:
 def test_problems_of_the_plugin_do_not_stop_a_stock_server(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Findings that only affect a server with the plugin are problems only if that is enabled.
+    """Findings that affect only the plugin are problems only if the plugin is enabled.
 
     Otherwise doctor shows them, and its exit status is 0.
     """

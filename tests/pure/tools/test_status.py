@@ -147,7 +147,7 @@ def test_a_page_of_several_servers() -> None:
 
 
 def test_cold_drafters_by_reason() -> None:
-    """Each cold reason is reported with a remedy, from one request in a hundred on."""
+    """A cold reason is reported, with a remedy, if it affects one request in a hundred or more."""
     for reason in series.ColdReason:
         (found,) = words(rooms(warm=90, **{reason: 10}))
         assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason})" in found
