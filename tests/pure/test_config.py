@@ -70,8 +70,8 @@ def test_the_bounds_of_a_setting(
         if flag:
             with pytest.raises(SystemExit):
                 parse(f"{flag}={text}")
-            said = " ".join(capsys.readouterr().err.split())
-            assert expected.format(flag, setting.words, text) in said
+            output = " ".join(capsys.readouterr().err.split())
+            assert expected.format(flag, setting.words, text) in output
 
 
 @pytest.mark.parametrize("service", ["SGLANG_MIXKV_ROUTER", "SGLANG_MIXKV"])

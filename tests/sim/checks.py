@@ -249,9 +249,9 @@ class Checks:
         return any(((here.number, rank), other) in self._done for rank in ranks for other in others)
 
     def was_heard(self, here: Server, request: Request, others: set[int]) -> bool:
-        """Return whether `request` sent each rank of `here` a message early enough.
+        """Return whether each rank of `here` has recently had a message of this request.
 
-        Early enough means `Times.unsure` before the rank last served one of the `others`.
+        Recently means at least `Times.unsure` after the rank last served one of the `others`.
         """
         unsure = Times(here.patience).unsure
         ended = self.world.lives[request.id].ended

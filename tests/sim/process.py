@@ -1,4 +1,4 @@
-"""A process: its channel thread with the machine, and the faults that stop this or all threads.
+"""A process: its channel thread with the machine, and the faults that stop one or all threads.
 
 Calls from inside the process come from one queue, in order. So `end` reaches the machine before
 `packed` does for a copy that ran later.
@@ -194,7 +194,7 @@ class Process:
     def undisturbed(self) -> Iterator[None]:
         """Keep the channel thread from running anything else.
 
-        Either it makes this call itself, or the caller must first record the result of the call.
+        It is busy with this call, or the caller must first record the result of the call.
         """
         self._runs += 1
         yield

@@ -398,9 +398,9 @@ class WatchedPlane(Watched, Scripted):
     ("doing", "other"), [("give up", "give up"), ("give up", "ended"), ("ended", "give up")]
 )
 def test_probes_may_time_out_in_several_threads(doing: str, other: str, at: int) -> None:
-    """A probe that times out at any step of another thread is polled until it has ended.
+    """A probe that times out is polled until it has ended, and its peer is released once.
 
-    Then its peer is released once.
+    The time-out may come at any step of another thread.
     """
     plane, given_up = WatchedPlane(), [b"answers", b"silent"]
     for session in given_up:

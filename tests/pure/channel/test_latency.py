@@ -253,7 +253,7 @@ def test_a_message_that_arrives_during_a_send_is_read(
             assert select.select([fd], [], [], LOST_S)[0]
             time.sleep(0.01)  # libzmq checks for arrivals at most once per millisecond
             if not leaves:
-                action = decode_actions.Send(b"nobody", action.message)
+                action = decode_actions.Send(b"unknown", action.message)
         send(action)
 
     monkeypatch.setattr(worker, "_do", do)
@@ -448,9 +448,9 @@ def test_a_chunk_counts_as_unwritten_during_a_capture(channel: Channel) -> None:
 def test_a_chunk_whose_event_cannot_be_queried_is_not_packed(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk whose event raises is not packed, and its request goes cold.
+    """A chunk whose event raises is not packed, and its request goes cold for all readers.
 
-    That includes a reader that opens the request later.
+    In this test the reader opens the request later.
     """
     packs = list[Any]()
     monkeypatch.setattr(channel.prefill.rows, "pack", lambda *what: packs.append(what))
@@ -474,9 +474,9 @@ def test_a_chunk_whose_event_cannot_be_queried_is_not_packed(
 def test_pages_with_an_error_cannot_be_read() -> None:
     pages, device = Pages(np.arange(2), 4), mock.Mock()
     pages.on(device)
-    pages.error = RuntimeError("nobody knows")
+    pages.error = RuntimeError("unknown state")
     for read in (partial(pages.rows, 0, 1), partial(pages.on, device)):
-        with pytest.raises(RuntimeError, match="nobody knows"):
+        with pytest.raises(RuntimeError, match="unknown state"):
             read()
 
 

@@ -55,8 +55,8 @@ SIGNS = [
 def test_the_last_quarter_is_for_new_owners_that_are_alive(served, when, given, began):
     """The last quarter of the slots is for a new owner that is alive.
 
-    An owner counts as alive if it sent a message after the others' slots were published. The start
-    of the caller's clock does not matter.
+    An owner counts as alive if it sent a message long enough after the others' slots were
+    published. The start of the caller's clock does not matter.
     """
     pool = SlotPool(16, TIMES)
     counts = [len(published(pool, began + 10.0, owner)) for owner in "abcdefgh"]

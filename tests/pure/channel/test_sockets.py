@@ -192,11 +192,11 @@ def test_a_too_long_message_closes_its_connection(
 def test_an_undeliverable_message_does_not_delay_closing() -> None:
     """Closing a socket and its context does not wait for a message to a peer that is gone."""
     context = new_context()
-    with socket.socket() as nobody:
-        nobody.bind((HOST, 0))
+    with socket.socket() as unused:
+        unused.bind((HOST, 0))
         dealer = new_socket(context, zmq.DEALER, HOST, Times())
-        dealer.connect(f"tcp://{HOST}:{nobody.getsockname()[1]}")
-        dealer.send(b"for nobody", zmq.NOBLOCK)
+        dealer.connect(f"tcp://{HOST}:{unused.getsockname()[1]}")
+        dealer.send(b"for a closed port", zmq.NOBLOCK)
         dealer.close()
         ending = threading.Thread(target=context.term, daemon=True)
         ending.start()

@@ -297,7 +297,7 @@ def test_reconnections_leak_nothing(dialed: Dialed) -> None:
     these, plane, dial, made = dialed
     these.add(link := dial())
     for number in range(20):
-        plane.fails = number % 3 == 1  # then the link stays broken until the next attempt
+        plane.fails = number % 3 == 1  # the link then stays broken until the next attempt
         these._connect_again(link)
         assert len(plane.held) == (not plane.fails)
     assert (len(made), made[0].closed) == (1, False)

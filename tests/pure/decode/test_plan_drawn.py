@@ -155,7 +155,7 @@ EARLIER, LAST = row("p0", None, 1, 0), row("p1", FACTS, 1, 0, pp_rank=1)
 
 
 @pytest.mark.parametrize(
-    ("rows", "cold", "said"),
+    ("rows", "cold", "named"),
     [
         ([P0, P1], "", []),
         ([EARLIER, LAST], "", []),
@@ -170,7 +170,7 @@ EARLIER, LAST = row("p0", None, 1, 0), row("p1", FACTS, 1, 0, pp_rank=1)
         ([replace(P0, **SHORTER), replace(P1, **LONGER)], "refused", []),
     ],
 )  # fmt: skip
-def test_the_judgement_of_a_servers_rows(rows: list[Row], cold: str, said: list[str]) -> None:
+def test_judge_compares_the_rows_of_a_server(rows: list[Row], cold: str, named: list[str]) -> None:
     for asked in (True, False):
         if cold == "refused" or (cold == "mismatch" and not asked):
             with pytest.raises(MixKVError, match="MIXKV-PAIR-03") as refused:
@@ -179,8 +179,8 @@ def test_the_judgement_of_a_servers_rows(rows: list[Row], cold: str, said: list[
         else:
             why, found = judge(rows, OWN, serve_mismatch=asked)
             assert why == cold
-            assert len(found) == len(said)
-            assert all(word in one.what for word, one in zip(said, found, strict=True))
+            assert len(found) == len(named)
+            assert all(word in one.what for word, one in zip(named, found, strict=True))
 
 
 def test_two_ranks_of_one_instance_are_refused() -> None:

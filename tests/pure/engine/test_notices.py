@@ -188,12 +188,12 @@ class Receiver:
 
     def __init__(self) -> None:
         # `_fail` has set `abort_notified` before the ranks are known
-        self.told, self.abort_notified = list[str](), True
+        self.notified, self.abort_notified = list[str](), True
 
     def ensure_abort_notified(self) -> None:
         if not self.abort_notified:
             self.abort_notified = True
-            self.told.append("abort")
+            self.notified.append("abort")
 
 
 @pytest.mark.parametrize(("under_way", "is_sent"), [(-1, True), (0, False), (1, False)])
@@ -206,7 +206,7 @@ def test_refused_requests_beyond_the_limit_are_not_aborted(
     refused._under_way = before = notices.MAX_NOTICES + under_way
     refused.add([], receiver)
     assert wait_for(lambda: not background.running)
-    assert (len(receiver.told), refused._under_way) == (2 * is_sent, before)
+    assert (len(receiver.notified), refused._under_way) == (2 * is_sent, before)
 
 
 def test_limits_and_pauses_of_aborts() -> None:

@@ -99,13 +99,13 @@ KNOWN, NEW, MANY = "known.example", "new.example", 6
 
 
 class NameServer:
-    """A name server that answers for KNOWN and NEW; other look-ups hang until `speaks` is set.
+    """A name server that answers for KNOWN and NEW; other look-ups hang until `answers` is set.
 
     `asked`: the number of look-ups by name. `at_once`: the number of look-ups in flight.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.speaks, self.is_known_answered = threading.Event(), True
+        self.answers, self.is_known_answered = threading.Event(), True
         self.asked, self.at_once, self.most = Counter[str](), 0, 0
         self._real, self._lock = socket.getaddrinfo, threading.Lock()
         monkeypatch.setattr(socket, "getaddrinfo", self.look_up)
@@ -119,7 +119,7 @@ class NameServer:
             self.at_once += 1
             self.most = max(self.most, self.at_once)
         if name not in (KNOWN, NEW) or not (name == NEW or self.is_known_answered):
-            self.speaks.wait()
+            self.answers.wait()
         with self._lock:
             self.at_once -= 1
         if name in (KNOWN, NEW):
@@ -135,7 +135,7 @@ def name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
     monkeypatch.setattr(prefill_servers, "CONNECTED_AT_ONCE", 2)
     one = NameServer(monkeypatch)
     yield one
-    one.speaks.set()
+    one.answers.set()
 
 
 def seconds_until_ready(site: Site, address: str) -> float:
@@ -173,7 +173,7 @@ def test_hanging_look_ups_delay_only_new_names(
         assert name_server.most <= MANY
         for one in hang:
             site.servers.forget(one)
-        name_server.speaks.set()
+        name_server.answers.set()
         assert site.is_ready(f"{NEW}:{port}")
 
 
@@ -439,12 +439,12 @@ FOUR = {"attn_tp_size": 2, "dp_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("places", "said", "code", "dialled"),
+    ("places", "published", "code", "dialled"),
     [
         ([(0, 0), (1, 0)] * 2, FOUR, "MSG-02", {1, 3}),
         ([(0, 0), (0, 1)], {"pp_size": 2}, "MSG-02", {2}),
         ([(0, 0), (0, 0), (1, 0)], FOUR, "MSG-02", {1, 2}),
-        ([(0, 0), (1, 0)] * 2 + [(1, 0)], FOUR, "PAIR-04", set()),  # too many ranks for its sizes
+        ([(0, 0), (1, 0)] * 2 + [(1, 0)], FOUR, "PAIR-04", set()),  # more ranks than in its sizes
         ([(0, 0)] * 3 + [(1, 0)], FOUR, "PAIR-04", set()),  # too many ranks for this decode rank
         ([(0, 0)] * 2, {"attn_cp_size": 2}, "MSG-02", {1, 2}),
         ([(0, 0)] * 3, {"attn_cp_size": 2}, "PAIR-04", set()),
@@ -458,7 +458,7 @@ FOUR = {"attn_tp_size": 2, "dp_size": 2}
 )  # fmt: skip
 def test_decode_connects_only_to_ranks_that_requests_can_contact(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]],
-    said: dict[str, int], code: str, dialled: set[int],
+    published: dict[str, int], code: str, dialled: set[int],
 ) -> None:  # fmt: skip
     """Decode connects to a server's ranks only if their number fits the server's sizes.
 
@@ -474,7 +474,7 @@ def test_decode_connects_only_to_ranks_that_requests_can_contact(
 
     monkeypatch.setattr(site.decode.channel, "dial", dial)
     monkeypatch.setattr(site.decode.channel, "add", lambda _: None)
-    site.manager.resolve = lambda _: sizes(**said)
+    site.manager.resolve = lambda _: sizes(**published)
     with publishing(*rows_at(prefill, *places)) as address:
         assert wait_for(lambda: site.servers.ensure(address))
         assert f"[MIXKV-{code}]" in str(site.servers.refuse(address, None))
@@ -857,7 +857,7 @@ def test_a_rank_that_registers_late_is_found(
         assert len(asked) == 1
         assert not is_planned(infos)
         assert [error.reason for error in site.reasons] == ["no_plugin"]
-        assert wait_for(lambda: receiver.told == [[PORT, PORT + 1]] * 3)
+        assert wait_for(lambda: receiver.notified == [[PORT, PORT + 1]] * 3)
         assert wait_for(lambda: len(asked) == 2)
         assert is_planned(infos[:1]), "the known rank must stay usable"
         rows.append(late)
@@ -1036,7 +1036,7 @@ class Receiver:
     _socket_locks: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        self.told: list[list[int]] = []
+        self.notified: list[list[int]] = []
         self.closed: list[int] = []
         self.fresh: list[bool] = []  # by notification, whether there was no socket yet
 
@@ -1045,7 +1045,7 @@ class Receiver:
             return
         self.abort_notified = True
         self.fresh.append(not self._socket_cache)
-        self.told.append([info["rank_port"] for info in self.bootstrap_infos])
+        self.notified.append([info["rank_port"] for info in self.bootstrap_infos])
         for info in self.bootstrap_infos:
             self._socket_cache[str(info)] = self
 
@@ -1084,7 +1084,7 @@ def test_each_rank_of_a_refused_server_is_notified_repeatedly(
     receiver that raises does not stop the notifications of others.
     """
     asked, broken = list[str](), Receiver()
-    del broken.told  # so that it raises
+    del broken.notified  # so that it raises
 
     def answer(path: str) -> tuple[int, bytes]:
         asked.append(path)
@@ -1094,9 +1094,9 @@ def test_each_rank_of_a_refused_server_is_notified_repeatedly(
         assert wait_for(lambda: site.servers.ensure(address))
         for one in (broken, receiver):
             assert site.servers.refuse(address, one)
-        assert wait_for(lambda: len(receiver.told) == 3)
+        assert wait_for(lambda: len(receiver.notified) == 3)
     assert len([path for path in asked if path != "/mixkv"]) == 5
-    assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
+    assert receiver.notified == [[9000, 9010, 9001, 9011]] * 3
     assert receiver.abort_notified, "only a copy of the receiver may notify"
     assert wait_for(lambda: len(receiver.closed) == 4), "sockets are left open"
 
@@ -1107,7 +1107,7 @@ def test_a_second_burst_of_aborts_opens_new_sockets(site: Site, receiver: Receiv
         for burst in (1, 2):
             assert wait_for(lambda: site.servers.ensure(address))
             assert site.servers.refuse(address, receiver)
-            assert wait_for(lambda burst=burst: len(receiver.told) == 3 * burst)
+            assert wait_for(lambda burst=burst: len(receiver.notified) == 3 * burst)
             assert wait_for(lambda burst=burst: len(receiver.closed) == 4 * burst)
             assert receiver.fresh == [True, False, False] * burst
 
@@ -1118,8 +1118,8 @@ def test_a_server_with_unknown_ranks_gets_no_abort(site: Site, receiver: Receive
         for one, its in ((f"{address}/huge", receiver), (address, other)):
             assert wait_for(lambda one=one: site.servers.ensure(one))
             assert site.servers.refuse(one, its)
-        assert wait_for(lambda: len(other.told) == 3)
-    assert receiver.told == []
+        assert wait_for(lambda: len(other.notified) == 3)
+    assert receiver.notified == []
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_cold_drafters_by_reason() -> None:
     ],
 )  # fmt: skip
 def test_each_problem_of_a_page_is_reported(text: str, expected: str) -> None:
-    """Each problem of a page is reported once. TP ranks count the same requests."""
+    """Each problem is reported once, although several TP ranks count the same requests."""
     (found,) = words(text)
     assert re.search(expected, found)
     assert words(re.sub(r" [1-5]\n|64\n$", " 0\n", text) + page()) == []
