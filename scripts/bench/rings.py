@@ -38,7 +38,8 @@ SIDES = ("prefill", "decode")
 LAYOUTS = ("runs", "random")
 PAGE, HEADS, HEAD_BYTES = 64, 8, 256
 TOKEN_BYTES = 2 * HEADS * HEAD_BYTES  # of the whole drafter: K and V of one layer
-WAITING, SUCCESS = 2, 4  # of SGLang's KVPoll: WaitingForInput and Success
+FAILED, WAITING, SUCCESS = 0, 2, 4  # of SGLang's KVPoll, with WaitingForInput
+FAILURE = "SGLang's own transfer has failed"
 POLL_S, LIMIT_S = 2e-4, 60.0
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter gives no figure
 
@@ -75,7 +76,8 @@ class Member:
 
     def pages(self, side: str, tokens: int, layout: str) -> np.ndarray[Any, Any]:
         """Choose a request's pages on a side, from those that the largest request needs."""
-        count, most = (-(-n // PAGE) for n in (tokens, self.rank.case.requests[0].tokens))
+        case = self.rank.case
+        count, most = (-(-n // case.page_size) for n in (tokens, case.requests[0].tokens))
         if layout == "runs":
             return np.arange(count, dtype=np.int32)
         order = np.random.default_rng([tokens, side == "decode"]).permutation(most)
@@ -84,6 +86,9 @@ class Member:
     def wait_for(self, what: Callable[[], Any]) -> None:
         until = time.monotonic() + LIMIT_S
         while not what():
+            room = getattr(self.handle, "bootstrap_room", None)
+            if self.manager.request_status.get(room) == FAILED:
+                raise RuntimeError(FAILURE)
             if time.monotonic() > until:
                 raise TimeoutError(f"{self.rank.side} {self.rank.rank}: not within {LIMIT_S} s")
             time.sleep(POLL_S)
@@ -157,16 +162,19 @@ class DecodeMember(Member):
         self.wait_for(self.draft_came)
         return time.monotonic()
 
-    def conclude(self) -> None:
-        """Poll once everything is there, so that the poll waits for no other process."""
-        self.wait_for(lambda: self.target_came() and self.draft_came())
+    def conclude(self) -> float:
+        """Poll once everything is there, so that the poll waits for no other process. Return when
+        it said Success."""
+        if self.rank.case.backend == "mooncake":  # NIXL's notifications are read in the poll
+            self.wait_for(lambda: self.target_came() and self.draft_came())
         if self.draft is not None:
             self.draft.request = request_of(self.handle.bootstrap_room)
         self.last_poll()
+        return time.monotonic()
 
     def empty(self) -> None:
-        for name in ("target", "draft"):
-            for entry in self.rank.pools[name]:
+        for entries in self.rank.pools.values():
+            for entry in entries:
                 entry.fill(0)
 
     def wrong(self) -> int:
@@ -175,7 +183,7 @@ class DecodeMember(Member):
             raise RuntimeError(f"a cold drafter: {self.draft.reason}")
         case, rank, found = self.rank.case, self.rank, 0
         there, here = (self.pages(side, *self.opened) for side in SIDES)
-        for name in ("target", "draft"):
+        for name in rank.pools:
             cache = case.cache(name)
             rows = model.cut(cache, model.whole(case, name, cache, 0), rank.tp, rank.attn_rank)
             for row, entry in zip(rows, rank.pools[name], strict=True):
@@ -213,16 +221,17 @@ def serve(case: Any, side: str, number: int, ports: list[int], pipe: Any) -> Non
 
 
 class Ring:
-    """All ranks of one way."""
+    """All ranks of one way. `given`: other values of the case."""
 
-    def __init__(self, way: str, prefill_tp: int, decode_tp: int, most: int) -> None:
-        plugin, context = way != "stock", mp.get_context("fork")
+    def __init__(self, way: str, prefill_tp: int, decode_tp: int, most: int, **given: Any) -> None:
+        plugin, context = way == "channel", mp.get_context("fork")
+        draft = model.Cache("mha", heads=HEADS, k_bytes=HEAD_BYTES, v_bytes=HEAD_BYTES)
+        given = {"draft": draft, "page_size": PAGE, **given}
         case = model.Case(
             prefill_tp, decode_tp, target=model.Cache("mla", layers=1, k_bytes=24),
-            draft=model.Cache("mha", heads=HEADS, k_bytes=HEAD_BYTES, v_bytes=HEAD_BYTES),
-            requests=(model.Request(most),), page_size=PAGE, shuffled=False,
+            requests=(model.Request(most),), shuffled=False,
             prefill_mixkv=plugin, decode_mixkv=plugin,
-            shared=special.Shared([context.Event()]),
+            shared=special.Shared([context.Event()]), **given,
         )  # fmt: skip
         self._rooms, self._pipes, self._processes = itertools.count(10_000), {}, []
         ports = [rig.free_port()]
@@ -304,13 +313,13 @@ class Ring:
 
 @contextmanager
 def rings(
-    ways: tuple[str, ...], prefill_tp: int, decode_tp: int, most: int
+    ways: tuple[str, ...], prefill_tp: int, decode_tp: int, most: int, **given: Any
 ) -> Iterator[dict[str, Ring]]:
     """Make one ring per way, keyed by way, for requests of up to `most` tokens."""
     made: dict[str, Ring] = {}
     try:
         for way in ways:
-            made[way] = Ring(way, prefill_tp, decode_tp, most)
+            made[way] = Ring(way, prefill_tp, decode_tp, most, **given)
         yield made
     finally:
         for ring in made.values():

@@ -39,6 +39,15 @@ def test_the_rings_benchmarks_write_their_figures(tmp_path: Path) -> None:
     assert all(one["stock us"] > 0 for one in found)
 
 
+def test_the_channel_is_compared_with_sglang(tmp_path: Path) -> None:
+    """At equal sizes; the channel's descriptors are counted over both backends."""
+    for backend, rows in quick("beside_stock", tmp_path).items():
+        assert {row["pages"] for row in rows} == {"runs", "random"}, backend
+        for row in rows:
+            assert row["descriptors: channel"] == 1, backend  # 1,024 tokens fit a slot
+            assert row["bytes: channel"] > 0
+
+
 def test_the_channels_benchmark_writes_its_figures(tmp_path: Path) -> None:
     parts = quick("channel", tmp_path)
     assert all(one["decode us per slot"] > 0 for one in parts["control plane"])

@@ -1,0 +1,192 @@
+"""What a drafter adds to a transfer: through the plugin's channel, and as SGLang sends it.
+
+At equal sizes, where both are right. Three rings take turns: `stock` and `channel` have a drafter,
+`target` is SGLang without one, and its figures are subtracted from the others'. The channel's row
+so includes whatever else the plugin costs. Both ranks are one of TP 8, with the real rows: of
+Kimi-K2's EAGLE3 head (1 layer, 8 of 64 heads, 4 KiB per token), and of a DSPARK drafter (5 layers,
+2 of 16 heads, 2.5 KiB). The target is small: one layer of 24 bytes. A request is one chunk.
+
+`descriptors`, `bytes`: of the calls into the transfer engines, on both ranks. `CPU ms`: time of
+both ranks' threads that post and poll, and of the engines' own; not of the main thread, whose polls
+are the benchmark's. `copy ms`: of the threads that pack and unpack, kernels on a GPU. `ms`: from
+`send` until decode polls Success. A transfer that SGLang reports as failed has no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from typing import Any
+
+import rings
+from common import Record, options, show
+
+Cache, Special = rings.model.Cache, rings.special.Special
+DRAFTERS = {
+    "EAGLE3": Cache("mha", layers=1, heads=8, k_bytes=256, v_bytes=256),
+    "DSPARK": Cache("mha", layers=5, heads=2, k_bytes=128, v_bytes=128),
+}
+TOKENS, PAGES, BACKENDS = (1 << 10, 8 << 10, 32 << 10), (1, 16, 64), ("mooncake", "nixl")
+WAYS = ("stock", "channel", "target")
+COUNTED = ("descriptors", "bytes", "CPU ms", "copy ms", "ms")
+COPIERS = "mixkv-pack", "mixkv-unpack"
+SETTLE_S = 0.05  # time for the last messages and slots
+
+counted = {"descriptors": 0, "bytes": 0}  # in a rank's process
+
+
+def count(rank: Any) -> None:
+    """Wrap the engines' calls in a rank's process, before its manager is made."""
+
+    def wrap(owner: Any, name: str, sizes: Any) -> None:
+        original = getattr(owner, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            descriptors, size = sizes(*args)
+            counted["descriptors"] += descriptors
+            counted["bytes"] += size
+            return original(self, *args, **kwargs)
+
+        setattr(owner, name, call)
+
+    def batch(_peer: str, _here: Any, _there: Any, lengths: list[int]) -> tuple[int, int]:
+        return len(lengths), sum(lengths)
+
+    def prepared(_operation: str, _here: Any, pages: Any, *_: Any) -> tuple[int, int]:
+        widths = rank.manager.kv_args.kv_item_lens  # each page of each entry, SGLang's own
+        return len(pages), len(pages) // len(widths) * sum(widths)
+
+    def listed(_operation: str, here: Any, *_: Any) -> tuple[int, int]:
+        return here.descCount(), sum(here[i][1] for i in range(here.descCount()))
+
+    if rank.case.backend == "mooncake":
+        from mooncake.engine import TransferEngine
+
+        wrap(TransferEngine, "batch_transfer_sync_write", batch)
+        wrap(TransferEngine, "batch_transfer_async_read", batch)
+    else:
+        from nixl._api import nixl_agent
+
+        wrap(nixl_agent, "make_prepped_xfer", prepared)
+        wrap(nixl_agent, "initialize_xfer", listed)
+
+
+def spent(_: Any) -> dict[str, float]:
+    """Return what this rank has counted, and its threads' CPU time."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    times = {"CPU ms": 0.0, "copy ms": 0.0}
+    for number in map(int, os.listdir("/proc/self/task")):
+        if number != os.getpid():
+            of = "copy ms" if names.get(number) in COPIERS else "CPU ms"
+            with contextlib.suppress(OSError):  # a thread that has ended
+                times[of] += time.clock_gettime(~number << 3 | 6) * 1e3  # pthread_getcpuclockid
+    return {**counted, **times}
+
+
+rings.Member.spent = spent
+
+
+def turn(ring: Any, tokens: int, layout: str, check: bool = False) -> dict[str, float]:
+    """Run one request, and return what it took on all ranks."""
+
+    def total() -> dict[str, float]:
+        found = [one for side in rings.SIDES for one in ring.ask(side, "spent")]
+        return {name: sum(one[name] for one in found) for name in COUNTED[:-1]}
+
+    if check:
+        ring.ask("decode", "empty")
+    ring.open(tokens, layout)
+    before = total()
+    ring.tell("decode", "conclude")
+    ring.tell("prefill", "send")
+    seconds = max(ring.hear("decode")) - min(ring.hear("prefill"))
+    time.sleep(SETTLE_S)
+    after = total()
+    if check and (wrong := sum(ring.ask("decode", "wrong"))):
+        raise SystemExit(f"{wrong} wrong bytes")
+    ring.clear()
+    return {"ms": seconds * 1e3, **{name: after[name] - before[name] for name in before}}
+
+
+class Ways:
+    """A ring of each way for a drafter, a page size and a backend."""
+
+    def __init__(self, drafter: str, page: int, backend: str, most: int) -> None:
+        os.environ["SGLANG_MIXKV_DATA_PLANE"] = backend  # without RDMA, it would be Mooncake's
+        os.environ["SGLANG_MIXKV_STAGING_MB"] = "512"  # the rig halves one side's: 4 MiB slots
+        before = dict.fromkeys(itertools.product(rings.SIDES, [0]), count)
+        self._given = {"page_size": page, "backend": backend, "special": Special(before=before)}
+        self._draft, self._most = DRAFTERS[drafter], most
+        self._rings = {way: self._ring(way) for way in WAYS}
+
+    def _ring(self, way: str) -> Any:
+        draft = None if way == "target" else self._draft
+        return rings.Ring(way, 1, 1, self._most, draft=draft, **self._given)
+
+    def measure(self, tokens: int, layout: str, turns: int) -> dict[str, list[dict[str, float]]]:
+        """Return the turns of each way that does not fail. A first one compares bytes."""
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        order = random.Random(tokens)
+        for number in range(turns + 1):
+            for way in order.sample([*found], len(found)):
+                try:
+                    found[way].append(turn(self._rings[way], tokens, layout, check=not number))
+                except RuntimeError as error:
+                    if rings.FAILURE not in str(error):
+                        raise
+                    del found[way]  # SGLang may reject a peer after a failure
+                    self._rings[way].end()
+                    self._rings[way] = self._ring(way)
+        return {way: taken[1:] for way, taken in found.items()}
+
+    def end(self) -> None:
+        for ring in self._rings.values():
+            ring.end()
+
+
+def rows(arguments: argparse.Namespace, backend: str, drafter: str, page: int) -> list[Record]:
+    sizes = TOKENS[:1] if arguments.quick else TOKENS
+    turns = arguments.repeats or (1 if arguments.quick else 11)
+    found, ways = list[Record](), Ways(drafter, page, backend, max(sizes))
+    for tokens, layout in itertools.product(sizes, rings.LAYOUTS):
+        print(backend, drafter, page, tokens, layout, file=sys.stderr)
+        made = ways.measure(tokens, layout, turns)
+        record: Record = {"drafter": drafter, "page": page, "pages": layout, "tokens": tokens}
+        for name, way in itertools.product(COUNTED, WAYS[:2]):
+            record[f"{name}: {way}"] = _added(made, way, name)
+        del record["copy ms: stock"]
+        if len(made) == len(WAYS):
+            pairs = zip(made["channel"], made["stock"], strict=True)
+            record["whole ms, ratio"] = statistics.median(a["ms"] / b["ms"] for a, b in pairs)
+        found.append(record)
+    ways.end()
+    return found
+
+
+def _added(made: dict[str, list[dict[str, float]]], way: str, name: str) -> float | str:
+    """Return the median of what a way took more than the target alone, turn by turn."""
+    if way not in made or "target" not in made:
+        return "fails"
+    turns = zip(made[way], made["target"], strict=True)
+    return statistics.median(one[name] - alone[name] for one, alone in turns)
+
+
+def main() -> None:
+    arguments = options(__doc__ or "").parse_args()
+    rings.load_sglang()
+    cases = [*itertools.product(DRAFTERS, PAGES)][:: 5 if arguments.quick else 1]
+    show(arguments, {
+        backend: [row for case in cases for row in rows(arguments, backend, *case)]
+        for backend in BACKENDS
+    })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
