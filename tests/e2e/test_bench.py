@@ -52,3 +52,12 @@ def test_the_channels_benchmark_writes_its_figures(tmp_path: Path) -> None:
     parts = quick("channel", tmp_path)
     assert all(one["decode us per slot"] > 0 for one in parts["control plane"])
     assert all(one["p50 ms"] > 0 for one in parts["readers"])
+
+
+def test_the_first_token_is_compared_with_sglang(tmp_path: Path) -> None:
+    """Every part of the wait is found, and each of a crowd's requests is counted on both sides."""
+    parts = quick("first_token", tmp_path)
+    assert {row[""] for row in parts["crowd"]} == {"first token", "whole answer"}
+    assert all(row["p50"] <= row["p99"] for row in parts["waits"])
+    assert all(row["128 tokens, ms"] > 0 for row in parts["parts"])
+    assert {"pack", "read", "unpack", "poll"} <= {row["part"] for row in parts["parts"]}

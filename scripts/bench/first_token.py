@@ -1,0 +1,184 @@
+"""The first token with the plugin beside stock SGLang, and what the wait for draft KV consists of.
+
+`pairs`: two small pairs of real servers at TP 1 -> 1, one without the plugin, answer the same
+prompts of 128 tokens by turns; `crowd`: 16 at once. Medians in ms, and the median ratio of two
+answers to one prompt. `waits`: bucket bounds of decode's `sglang:mixkv_wait_seconds` and prefill's
+`sglang:mixkv_ready_seconds`, over the plugin's requests.
+
+`parts`: a request of one chunk in a ring, from SGLang's `send` to the poll that says Success; the
+time between two calls, median. The ring polls every 0.2 ms; SGLang's scheduler, once per forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import requests
+import rings
+from common import Record, options, show
+
+from mixkv_demo.launch import Topology
+from mixkv_demo.pair import BOS, SEP, SYMBOLS, request_body
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import Deployment, disaggregated
+from sglang_mixkv.tools import client, status
+
+TP1, ENABLE, CROWD = ("--tp", "1"), ("--enable-mixkv",), 16
+WAYS = {"stock": Topology(TP1, TP1), "channel": Topology(TP1, TP1, ENABLE, ENABLE)}
+TOKENS = (128, 1024)  # of `parts`
+
+Times = dict[str, list[tuple[float, float]]]
+
+
+def timed(of: Deployment, prompt: list[int]) -> tuple[float, float]:
+    """Stream an answer; return the ms until its first token and until its end."""
+    body, began = {**request_body(prompt), "stream": True}, time.perf_counter()
+    with client.session() as made, made.post(f"{of.url}/generate", json=body, stream=True) as reply:
+        assert reply.status_code == requests.codes.ok, reply.text
+        events = (line for line in reply.iter_lines(chunk_size=1) if line.startswith(b"data:"))
+        next(events)
+        first = time.perf_counter() - began
+        assert sum(1 for _ in events)
+    return first * 1e3, (time.perf_counter() - began) * 1e3
+
+
+def answers(
+    made: dict[str, Deployment], turns: int, ask: Callable[[Deployment, list[Any]], list[Any]]
+) -> Times:
+    """Ask each way the same in each turn, in a random order."""
+    draw, found = random.Random(turns), Times((way, []) for way in made)
+    for _ in range(turns):
+        asked = [[BOS, *draw.sample(SYMBOLS, 126), SEP] for _ in range(CROWD)]
+        for way in draw.sample([*made], len(made)):
+            found[way] += ask(made[way], asked)
+    return found
+
+
+def one_by_one(of: Deployment, asked: list[Any]) -> list[tuple[float, float]]:
+    return [timed(of, asked[0])]
+
+
+def at_once(of: Deployment, asked: list[Any]) -> list[tuple[float, float]]:
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return [*pool.map(lambda prompt: timed(of, prompt), asked)]
+
+
+def compared(found: Times) -> list[Record]:
+    rows = []
+    for number, name in enumerate(("first token", "whole answer")):
+        stock, mine = ([one[number] for one in found[way]] for way in WAYS)
+        ratio = statistics.median(a / b for a, b in zip(mine, stock, strict=True))
+        medians = statistics.median(stock), statistics.median(mine)
+        rows.append({"": name, "stock ms": medians[0], "channel ms": medians[1], "ratio": ratio})
+    return rows
+
+
+def page(of: Deployment, number: int) -> status.Page:
+    server = of.servers[number]
+    (found,) = status.read(server.url, client.request("GET", f"{server.url}/metrics").text).values()
+    return found
+
+
+def engine(pairs: int, crowds: int) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {"waits": []}
+    with ExitStack() as stack:
+        made = {
+            way: disaggregated(stack.enter_context(Fleet()), "mla", topology)
+            for way, topology in WAYS.items()
+        }
+        answers(made, 3, one_by_one)  # to warm up
+        for name, turns, ask in (("pairs", pairs, one_by_one), ("crowd", crowds, at_once)):
+            before = [page(made["channel"], number) for number in (0, 1)]
+            found[name] = compared(answers(made, turns, ask))
+            made["channel"].counters()  # once they stop changing
+            for number, series in enumerate(("ready_seconds", "wait_seconds")):
+                added = page(made["channel"], number).since(before[number])
+                bounds = {f"p{share}": added.within(series, share / 100) for share in (50, 99)}
+                found["waits"].append({"of": name, "series": series, **bounds})
+    return found
+
+
+# ---------------------------------------------------------------- parts of the wait
+
+stamps: dict[str, float] = {}  # in a rank's process: when each call was last made
+CALLS = {
+    "prefill": {
+        "Worker.add_chunk": "", "Machine.add_chunk": "hand-over, query of events",
+        "Machine.copied": "pack", "Worker._send": "READY, until it is sent",
+    },
+    "decode": {
+        "Machine.ready": "READY, until it is handled", "Machine.read_ended": "read",
+        "Machine.copied": "unpack", "Worker._decide": "verdict",
+    },
+}  # fmt: skip
+
+
+def stamp(rank: Any) -> None:
+    """Note when the plugin's steps begin, in a rank's process."""
+    from sglang_mixkv.decode import machine as decode
+    from sglang_mixkv.decode import worker as decode_worker
+    from sglang_mixkv.prefill import machine as prefill
+    from sglang_mixkv.prefill import worker as prefill_worker
+
+    owners: dict[str, dict[str, Any]] = {
+        "prefill": {"Machine": prefill.Machine, "Worker": prefill_worker.PrefillWorker},
+        "decode": {"Machine": decode.Machine, "Worker": decode_worker.DecodeWorker},
+    }
+    for call in CALLS[rank.side]:
+        owner, name = call.split(".")
+        _note(owners[rank.side][owner], name, f"{rank.side} {call}")
+
+
+def _note(owner: Any, name: str, key: str) -> None:
+    original = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        stamps[key] = time.monotonic()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, noted)
+
+
+rings.Member.stamps = lambda _: stamps
+
+
+def parts(tokens: int, turns: int) -> list[Record]:
+    special = rings.special.Special(before={(side, 0): stamp for side in rings.SIDES})
+    names = [(f"{side} {call}", part) for side in CALLS for call, part in CALLS[side].items()]
+    taken: dict[str, list[float]] = {part: [] for _, part in names[1:]}
+    with rings.rings(("channel",), 1, 1, tokens, special=special) as made:
+        ring = made["channel"]
+        for number in range(turns + 1):
+            ring.open(tokens, "random")
+            ring.tell("decode", "conclude")
+            ring.ask("prefill", "send")
+            (polled,) = ring.hear("decode")
+            at = {k: v for side in rings.SIDES for k, v in ring.ask(side, "stamps")[0].items()}
+            ring.clear()
+            if number:
+                for (before, _), (after, part) in itertools.pairwise(names):
+                    taken[part].append((at[after] - at[before]) * 1e3)
+                taken.setdefault("poll", []).append((polled - at[names[-1][0]]) * 1e3)
+    return [{"part": part, f"{tokens} tokens, ms": statistics.median(of)}
+            for part, of in taken.items()]  # fmt: skip
+
+
+def main() -> None:
+    arguments = options(__doc__ or "").parse_args()
+    turns = arguments.repeats or (2 if arguments.quick else 160)
+    found = engine(turns, -(-turns // 8))
+    rings.load_sglang()
+    columns = [parts(tokens, turns) for tokens in TOKENS]
+    found["parts"] = [a | b for a, b in zip(*columns, strict=True)]
+    show(arguments, found)
+
+
+if __name__ == "__main__":
+    main()
