@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.slots import share_of, slots_of
+from sglang_mixkv.draft.descriptors import Descriptors, descriptors
 from sglang_mixkv.draft.layout import readers_of
 from sglang_mixkv.tools import as_json, bounded, parser, point
 from sglang_mixkv.tools.plan_launch import read_row
@@ -22,6 +23,7 @@ from sglang_mixkv.tools.plan_server import GPUS, Server, read
 from sglang_mixkv.tools.plan_text import load
 
 ROLES = ("prefill", "decode")
+CHUNK = 8192  # tokens: SGLang's usual --chunked-prefill-size
 ABOUT = """\
 Print whether a prefill and a decode server need the plugin, what decode would read from prefill,
 and what would be refused. SGLang, which must be installed, resolves the launch lines. No GPU is
@@ -97,7 +99,7 @@ def _plan(args: dict[str, Any]) -> PairReport | None:
 class Transfer(msgspec.Struct, frozen=True):
     """What the plugin would move, its memory, and how ranks share that at worst: when every decode
     rank reads from every server. `slots`: those that two ranks share, which hold `tokens`; with 0,
-    `enough_mb` of staging gives each a slot."""
+    `enough_mb` of staging gives each a slot. `chunk`: descriptors for one of CHUNK tokens."""
 
     heads: int
     bytes_per_token: int
@@ -109,6 +111,7 @@ class Transfer(msgspec.Struct, frozen=True):
     slots: int
     tokens: int
     enough_mb: int
+    chunk: Descriptors
 
 
 def transfer(plan: PairReport, prefills: int = 1, decodes: int = 1) -> Transfer | None:
@@ -130,6 +133,7 @@ def transfer(plan: PairReport, prefills: int = 1, decodes: int = 1) -> Transfer 
         sides[1].config.staging_mb, readers, sources, slots,
         slots * facts.tokens_in(min(sizes), heads),
         -(-16 * max(readers, sources) // 3),  # three quarters of the slots are shared, of 4 MiB
+        descriptors(facts, CHUNK, plan.decode.page_size or 1, min(sizes), heads, ranks),
     )  # fmt: skip
 
 
@@ -189,6 +193,8 @@ def _transfer(moved: Transfer, prefills: int, decodes: int) -> Iterator[str]:
     size = f"{moved.bytes_per_token:,} bytes per token"
     where += "rank" * (moved.ranks == 1)
     yield f"reads    {moved.heads} of the drafter's heads, {size}, {where}"
+    ranges = f"{moved.chunk.channel:,} for {CHUNK:,} tokens on a decode rank"
+    yield f"ranges   {ranges}; SGLang's own transfer takes up to {moved.chunk.stock:,}"
     each = f"{moved.prefill_mb:,} MiB on each prefill rank, {moved.decode_mb:,} MiB on each decode"
     yield f"staging  {each} rank, outside --mem-fraction-static"
     share = f"two ranks then share {moved.slots} slots, which hold {moved.tokens:,} tokens"

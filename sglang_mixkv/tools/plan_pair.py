@@ -36,7 +36,7 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_model import Model
 from sglang_mixkv.tools.plan_server import Server
 
-SCHEMA = 8
+SCHEMA = 9
 
 
 class Need(msgspec.Struct, frozen=True):

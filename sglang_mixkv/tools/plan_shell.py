@@ -86,7 +86,7 @@ def lines_of(
     text: str, environ: Mapping[str, str], unknown: Mapping[str, str], branch: str = ""
 ) -> Iterator[Line]:
     """Yield the launch lines of a script. `unknown`: why variables are not known; `branch`: why
-    none is that is set or has a default."""
+    none is that is set or has a default. Raises ValueError for text that no shell would take."""
     known, exported, whys, notes = dict(environ), {*environ}, dict(unknown), dict[str, None]()
     stop, last = "", -1
 
@@ -103,7 +103,7 @@ def lines_of(
         commands = [*_commands(_split(line, look))]
         if last == number and line.lstrip().startswith("--"):
             why = "is cut off from its command by a comment or a missing backslash"
-            raise unreadable(f"{line.split()[0].split('=')[0]} {why}: a shell does not pass it on")
+            raise ValueError(f"{line.split()[0].split('=')[0]} {why}: a shell does not pass it on")
         for words in commands:
             texts = [word for word, _ in words]
             first = next((text for text in texts if text not in _KEYWORDS), texts[0])
@@ -176,7 +176,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
         line = found[0] if found else ""
         at += len(line) + 1
         if text[at - 1 : at] not in ("", "\n"):
-            raise unreadable(f"line {number}: No closing quotation")
+            raise ValueError(f"line {number}: No closing quotation")
         yield number, line
         number += 1 + line.count("\n")
 

@@ -15,14 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_mixkv.tools.plan_shell import (
-    LAUNCHER,
-    Line,
-    line_of,
-    lines_of,
-    unreadable,
-    value_of,
-)
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools.plan_shell import LAUNCHER, Line, line_of, lines_of, unreadable, value_of
 
 LIMIT = 4 << 20
 CONTAINER = ("entrypoint", "command", "args")
@@ -61,9 +55,15 @@ def split(given: Given | str, role: str) -> Line:
     """Return the only launch line for this role. Raises MixKVError if there is none, more than one,
     or one that only a shell can read."""
     given = Given(given) if isinstance(given, str) else given
-    found, is_script = _found(given), not re.search(r"^-?$|\.(?:ya?ml|json)$", given.file)
+    is_script = not re.search(r"^-?$|\.(?:ya?ml|json)$", given.file)
     command = f"bash {shlex.quote(given.file)}" if is_script else "COMMAND"
     ask = ASK.format(role=role, command=command)
+    try:
+        found = _found(given)
+    except MixKVError:
+        raise
+    except ValueError as error:  # from shlex and plan_shell.py
+        raise unreadable(f"{error}. {ask}") from None
     own = [one for one in found if one[1].mode == role]
     own = own or [one for one in found if one[1].mode not in ("prefill", "decode")] or found
     fitting = [one for one in own if one[1].launcher] or own
@@ -202,15 +202,12 @@ def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Ite
     notes += (
         f"{key}: its variables were not read" for key in ("envFrom", "env_file") if own.get(key)
     )
-    try:
-        parts = (
-            shlex.split(one) if isinstance(one, str) else one
-            for one in map(own.get, CONTAINER)
-            if isinstance(one, str | list)
-        )
-        words = [fill(str(word), environ, outside, notes) for part in parts for word in part]
-    except ValueError as error:
-        raise unreadable(str(error)) from None
+    parts = (
+        shlex.split(one) if isinstance(one, str) else one
+        for one in map(own.get, CONTAINER)
+        if isinstance(one, str | list)
+    )
+    words = [fill(str(word), environ, outside, notes) for part in parts for word in part]
     for line in line_of(words, environ, outside):
         path = value_of(line.flags, "--config") or value_of(line.flags, "--disagg-config")
         file = next(iter(_documents(_mounted(path, own, node, maps))), None) or {}

@@ -208,6 +208,21 @@ def test_a_plan_says_how_servers_share_slots(readers: int, staging_mb: int, shar
     assert "busy     24 decode ranks" in tool.text(make_plan(prefill, groups), 1, 3)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "heads", "page", "channel", "stock"),
+    [((2, 1), 8, 1, 8, 16_384), ((2, 1), 8, 64, 8, 256), ((1, 4), 16, 16, 4, 1_024)],
+)
+def test_a_plan_compares_the_descriptors(
+    sizes: tuple[int, int], heads: int, page: int, channel: int, stock: int
+) -> None:
+    """A slot holds 2,049 tokens of 4 heads. In the first two cases decode reads two ranks."""
+    prefill, decode = (replace(side, page_size=page) for side in pair(*sizes, heads))
+    plan = make_plan(prefill, decode)
+    ranges = f"ranges   {channel} for 8,192 tokens on a decode rank; SGLang's own transfer takes "
+    assert f"\n{ranges}up to {stock:,}\n" in tool.text(plan)
+    assert tool.whole(plan, 1, 1)["transfer"].chunk == (stock, channel)
+
+
 # ---------------------------------------------------------------- findings
 
 

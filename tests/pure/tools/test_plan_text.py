@@ -308,9 +308,10 @@ def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
     [
         ("", "expected a launch line of SGLang or Dynamo, found none"),
         ("prefill.sh --enable-metrics", "nor is it a file here"),
-        ("--model-path 'm", "No closing quotation"),
+        ("--model-path 'm", "No closing quotation. Let the launch itself say it"),
+        ("command: [sh, -c]\nargs: serve 'm", "No closing quotation. Let the launch itself say it"),
         (f"{RUN} \\\n  # --dp 8 \\\n  --tp 8", "--tp is cut off from its command"),
-        (f"{RUN}\n  --tp 8", "--tp is cut off from its command"),
+        (f"{RUN}\n  --tp 8", "--tp is cut off .* SGLANG_MIXKV_PLAN=prefill.json COMMAND ends"),
         ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "none"),
         ("args: [--model-path, m, --tp, {{ .Values.tp }}]", "render it first"),
         ("a: &a [*a]", "expected a launch line"),
