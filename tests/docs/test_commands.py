@@ -92,10 +92,10 @@ def stripped(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def test_plan_accepts_the_readmes_launch_lines(
+def test_the_readmes_launch_lines_have_no_findings(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan` has no finding for the README's two launch lines, and reads TP 8 -> 1."""
+    """`plan` reads TP 8 -> 1 from the README's two launch lines, which need the newest release."""
     monkeypatch.chdir(checkout)
     lines = [c for block in bash(PAGES[0]) for c in block.commands() if "launch_server" in c]
     servers = [plan_server.read(role, " ".join(words(line, READER)))
