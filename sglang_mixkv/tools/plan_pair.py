@@ -72,6 +72,16 @@ def make_plan(prefill: Server, decode: Server) -> PairReport:
 
 def need_of(prefill: Server, decode: Server) -> Need:
     """Say whether the pair needs the plugin, given that one attention-TP size divides the other."""
+    need = _need_to_move(prefill, decode)
+    is_shared = prefill.store is not None and prefill.store == decode.store
+    is_cut = prefill.attention_tp != decode.attention_tp and not decode.target.kv_heads
+    if need.needed or not (is_shared and is_cut and decode.facts) or _has("_is_tp_sharded_sidecar"):
+        return need
+    text = "in Mooncake's store, which both use, draft heads are named by the rank, not by the size"
+    return Need(True, text, None)
+
+
+def _need_to_move(prefill: Server, decode: Server) -> Need:
     sizes = theirs, ours = prefill.attention_tp, decode.attention_tp
     if prefill.draft is None or decode.draft is None:
         without = [side.role for side in (prefill, decode) if side.draft is None]
@@ -113,17 +123,21 @@ def need_of(prefill: Server, decode: Server) -> Need:
 
 def _has(method: str) -> bool:
     """Say whether Mooncake's manager has what a patch of upstream/ adds."""
-    return f"def {method}(" in _source("common/conn.py") + _source("mooncake/conn.py")
+    return any(f"def {method}(" in _source(file) for file in _PATCHED)
+
+
+_CONN = "disaggregation/common/conn.py"
+_PATCHED = _CONN, "disaggregation/mooncake/conn.py", "mem_cache/hicache_storage.py"
 
 
 @cache
 def _source(file: str) -> str:
-    """Read a file of SGLang's disaggregation/; "" without SGLang. Importing one would take as long
-    as all the rest."""
+    """Read a file of SGLang's srt/; "" without SGLang. Importing one would take as long as all the
+    rest."""
     found = find_spec("sglang")
     if found is None or found.origin is None:
         return ""
-    return (Path(found.origin).parent / "srt" / "disaggregation" / file).read_text()
+    return (Path(found.origin).parent / "srt" / file).read_text()
 
 
 def _row_bytes(model: Model, tp: int) -> set[int]:
@@ -146,7 +160,7 @@ def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
 
 def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
     """Run SGLang's own check of a pair that meets, except for what _findings reports itself."""
-    if not _source("common/conn.py"):
+    if not _source(_CONN):
         return
     none, target = {"kv_layout": None, "dsv41_spec_layout": None}, decode.target
     published = msgspec.structs.asdict(prefill) | prefill.target.met | {
@@ -180,7 +194,7 @@ _OF_MANAGER = "try_ensure_parallel_info", "_resolve_rank_mapping"
 def _check_of_sglang(requests: Any) -> dict[str, Any]:
     """Compile SGLang's check of a pair from its source, without the classes it does not use."""
     wanted = list[ast.stmt]()
-    for file in ("base/conn.py", "common/conn.py"):
+    for file in ("disaggregation/base/conn.py", _CONN):
         for node in ast.parse(_source(file)).body:
             if isinstance(node, ast.ClassDef) and node.name in ("StateType", "PrefillServerInfo"):
                 wanted.append(node)

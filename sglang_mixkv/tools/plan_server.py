@@ -42,8 +42,9 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """FLAGS are SGLang's, resolved. `enabled`: opted in. `gpu`: the one it was resolved for.
     `mode`: its own, where `role` is the one asked for. `sglang`: the release that resolved it;
     `resolved`: whether to the end. `attention_tp`: 0 if TP does not divide. `stage`: the target's
-    part in the first pipeline stage. `tcp`: Mooncake is told to use TCP. `stock`: why SGLang does
-    not start it; `refused`: why the plugin does not."""
+    part in the first pipeline stage. `tcp`: Mooncake is told to use TCP. `store`: the settings of
+    Mooncake's store, if it is used. `stock`: why SGLang does not start it; `refused`: why the
+    plugin does not."""
 
     attn_cp_size: int = 1
     enable_kv_cache_sharding: bool | None = False
@@ -69,6 +70,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     resolved: bool = True
     tcp: bool = False
+    store: str | None = None
     stock: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -157,7 +159,10 @@ def server_of(
         if is_none or draft.facts.algorithm in ("EAGLE3", "STANDALONE"):
             text = "needs --speculative-draft-model-path: the target has no such drafter"
             stock.append(f"{draft.facts.algorithm} {text}")
-    if draft and draft.kv_heads and view.hicache_storage_backend == refusals.STORED:
+    store = None
+    if view.hicache_storage_backend == refusals.STORED:
+        store = str(view.hicache_storage_backend_extra_config or "")
+    if draft and draft.kv_heads and store is not None:
         text = f"only servers of attention TP {attention_tp} find its draft KV in Mooncake's store"
         notes.append(f"with the plugin, {text}")
     given, tokens = made.speculative_num_draft_tokens, view.speculative_num_draft_tokens
@@ -176,6 +181,7 @@ def server_of(
         stock=tuple(f"{role}: {why}" for why in stock or _ends(view, stage)),
         resolved=not stock, refused=tuple(refused), notes=tuple(f"{role}: {n}" for n in notes),
         tcp=forces_tcp() or os.environ.get("MOONCAKE_PROTOCOL") == "tcp",
+        store=store,
     )  # fmt: skip
 
 

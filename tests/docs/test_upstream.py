@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 REFUSES, MOVES = "refuse-draft-layout", "draft-heads"
 TOGETHER = [name for name in NAMES if name != REFUSES]
 ON_PATCHED = ROOT / "tests" / "protocol" / "on_patched.py"
-ENDS = {"draft-heads": (22, 20), "dcp-hybrid-draft": (4, 1)}
+ENDS = {"draft-heads": (22, 20), "dcp-hybrid-draft": (4, 1), "l3-draft-keys": (1, 1)}
 """By patch: the number of pairs in on_patched.py, and how many of them are wrong without it."""
 
 
@@ -73,6 +73,11 @@ def test_draft_heads_is_correct_in_the_ring(tmp_path: Path) -> None:
     need no plugin."""
     said = ring(patched(tmp_path / "site", [MOVES]), "-k", "draft_heads")
     assert re.match(rf"{ENDS[MOVES][0]} passed", said), said
+
+
+def test_plan_detects_l3_draft_keys(tmp_path: Path) -> None:
+    said = ring(patched(tmp_path / "site", ["l3-draft-keys"]), "-k", "l3_draft_keys")
+    assert re.match(r"1 passed", said), said
 
 
 @pytest.mark.full

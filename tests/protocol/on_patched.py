@@ -68,6 +68,12 @@ def test_dcp_hybrid_draft(name: str) -> None:
     check(DCP[name])
 
 
+def test_l3_draft_keys() -> None:
+    """`plan` reports that no pair needs the plugin for its store. The patch's own test compares the
+    keys."""
+    assert not need_of(*pair(8, 16, 8, store="")).needed
+
+
 def check(case: Case) -> None:
     """Check that all bytes are correct, and that `plan` reports that no plugin is needed."""
     mla = replace(MLA, hybrid=case.hybrid)

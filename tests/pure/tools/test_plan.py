@@ -123,6 +123,32 @@ def test_whether_it_is_needed_beside_a_target_with_kv_heads(
     assert reason in " ".join(answer.split())
 
 
+@pytest.mark.parametrize(
+    ("sizes", "stores", "changes", "is_needed"),
+    [
+        ((8, 16), ("", ""), {}, True),
+        ((8, 16), ("tag", "tag"), {"target": replace(MLA, hybrid=True)}, True),
+        ((8, 16), (None, None), {}, False),
+        ((8, 16), ("", None), {}, False),
+        ((8, 16), ("tag", "other"), {}, False),
+        ((8, 8), ("", ""), {}, False),
+        ((8, 16), ("", ""), {"target": GQA}, False),  # as SGLang names the target's own heads
+        ((8, 16), ("", ""), {"draft": LATENT}, False),
+    ],
+)
+def test_whether_it_is_needed_for_mooncakes_store(
+    sizes: tuple[int, int],
+    stores: tuple[str | None, str | None],
+    changes: dict[str, Any],
+    is_needed: bool,
+) -> None:
+    """With 8 heads, each rank holds one, so nothing is wrong but what the store brings back: rank 1
+    of 8 holds head 1, and rank 1 of 16 head 0."""
+    sides = zip(pair(*sizes, 8, **changes), stores, strict=True)
+    need = need_of(*(replace(side, store=store) for side, store in sides))
+    assert (need.needed, "Mooncake's store" in need.reason) == (is_needed, is_needed)
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 @pytest.mark.parametrize("sizes", [(1, 4), (1, 16), (2, 8), (4, 2), (4, 4)])
