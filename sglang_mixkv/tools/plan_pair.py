@@ -222,7 +222,7 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
             yield f"[MIXKV-START-03] {server.role}: {text}. {hint}"
     on = [side.role for side in (prefill, decode) if side.enabled]
     if len(on) == 1:
-        both = "both" if is_needed else "both, or on neither"
+        both = "both" if is_needed else "both, or on neither if no other pair needs it"
         yield f"[MIXKV-PAIR-01] --enable-mixkv: only on {on[0]}. Set it on {both}."
     elif not on and is_needed and not (prefill.refused or decode.refused):
         yield "[MIXKV-PAIR-01] --enable-mixkv: on neither side, and the pair needs it."
@@ -305,8 +305,9 @@ def _notes(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     if not prefill.tcp and _is_cut(prefill, decode):
         yield f"{_TCP}; over RDMA and NIXL they do not"
     if need and not need.needed and decode.facts and prefill.enabled and decode.enabled:
-        cost = f"{decode.config.staging_mb} MiB a rank and two draft KV copies"
-        yield f"--enable-mixkv is of no use here, and costs {cost}: drop it on both sides"
+        cost = f"costs {decode.config.staging_mb} MiB a rank and two draft KV copies"
+        text = "drop it on both sides, unless another pair with one of these servers needs it"
+        yield f"--enable-mixkv is of no use here, and {cost}: {text}"
     if prefill.draft is None and decode.draft is not None:
         yield "only decode speculates, so drafters start cold: give prefill the same flags for it"
     if decode.draft is not None and decode.draft.window is not None:
