@@ -45,7 +45,7 @@ _FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
 _R = ColdReason
 
 NOTES: dict[str, NoteSpec] = {  # by a note's `what`
-    _R.DEADLINE: NoteSpec("draft KV did not arrive in time", NETWORK),
+    _R.DEADLINE: NoteSpec("draft KV did not arrive in time", f"{NETWORK}. Slots full? {MEMORY}"),
     _R.LOST: NoteSpec(
         "the channel's connection is lost", "Is it up? Its port (SGLANG_MIXKV_PORT) must be open"
     ),

@@ -1,4 +1,4 @@
-"""A replacement for a CUDA stream call, since a CPU has no streams."""
+"""CUDA streams, which a CPU does not have."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:
             text = f"for {len(silent)} of {len(answers)} answers: turn it on"
             yield f"the {name} reports no speculative decoding {text}"
     if 0 < (length := compared.single.accept_length) < LEAST:
-        text = f"is of no use (accept length {length:.3f}). Give it the right one"
+        text = f"is of no use (accept length {length:.3f}). Give it the right one, or other prompts"
         yield f"the single server's own drafter {text}"
     drafted = [{a.drafted for a in answers} - {0} for answers in sides]
     if all(drafted) and drafted[0] != drafted[1]:
