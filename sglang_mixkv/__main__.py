@@ -14,10 +14,10 @@ from collections.abc import Callable
 from sglang_mixkv import __version__
 
 COMMANDS = {
-    "plan": "whether two launch lines need the plugin, what it would move, and what is refused",
-    "doctor": "versions, SGLang's functions, settings, a real read: paste this into an issue",
-    "status": "running servers on one screen: drafters, transfers, what is wrong and what to do",
-    "accept": "accept length of your pair of servers against a single server's, on your prompts",
+    "plan": "check two launch lines: do they need the plugin, what would it move or refuse?",
+    "doctor": "check this host: versions, SGLang's functions, settings, a test read (for issues)",
+    "status": "show running servers on one screen: drafters, transfers, problems and remedies",
+    "accept": "compare your pair's accept length with a single server's, on your prompts",
 }
 """Maps a module in `tools` to its line in the help text."""
 
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def run(tool: Callable[[], int] = main) -> int:
-    """Run a `main`. Exit silently on Ctrl-C, or when its output is closed (as by `head`)."""
+    """Run `tool`. Exit silently on Ctrl-C, or when its output is closed (as by `head`)."""
     try:
         try:
             return tool()

@@ -28,7 +28,7 @@ END_S = 0.5
 
 class Stoppable(Protocol):
     def stop(self) -> None:
-        """Have the threads end, without waiting for them."""
+        """Tell the threads to end, without waiting for them."""
 
 
 stoppable: WeakSet[Stoppable] = WeakSet()
@@ -61,7 +61,7 @@ def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 class Background:
-    """An event loop in its own thread. `threads`: how many blocking calls may run at once."""
+    """An event loop in its own thread. `threads`: the limit of concurrent blocking calls."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name, self._places = name, asyncio.Semaphore(threads)

@@ -27,7 +27,7 @@ ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
 PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
 API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # for servers with --api-key; only the tools read it
-# The file to which a launch writes what it resolved, instead of serving, and the GPU to assume.
+# The file to which a launch writes its resolved arguments instead of serving; the GPU to assume.
 PLAN_ENV, PLAN_GPU_ENV = "SGLANG_MIXKV_PLAN", "SGLANG_MIXKV_PLAN_GPU"
 
 
@@ -121,7 +121,7 @@ SETTINGS = (
     ),
     Setting(
         "allow_untested_sglang", ALLOW_UNTESTED_ENV, *_TRUTH,
-        "Start even with an SGLang that is refused, and log each difference.",
+        "Start even with an SGLang that the plugin refuses, and log each difference.",
     ),
     Setting(
         "patience", PATIENCE_ENV, *_between(float, 0.1, 60), "Multiplies the channel's times."
@@ -133,17 +133,17 @@ SETTINGS = (
     ),
     Setting(
         "data_plane", PLANE_ENV, *_one_of("mooncake", "nixl"),
-        "What decode reads slots with; the same on both sides. If unset, chosen by the transfer "
-        "backend.",
+        "The library with which decode reads slots; set the same on both sides. If unset, it is "
+        "chosen by the transfer backend.",
     ),
     Setting(
         "gpu_copies", "SGLANG_MIXKV_GPU_COPIES", *_one_of("kernels", "torch", "auto"),
-        "What copies draft KV on a GPU. auto: kernels, or torch, with a warning, if they cannot.",
+        "How draft KV is copied on a GPU. auto: by kernels or, if these fail, torch and a warning.",
     ),
     Setting(
         "nixl_params", "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS", "a JSON object of strings",
         partial(msgspec.json.decode, type=dict[str, str]),
-        "SGLang's own: parameters of NIXL's backend. The plugin's NIXL gets them, too.",
+        "SGLang's variable for parameters of NIXL's backend. The plugin's NIXL gets them, too.",
     ),
 )  # fmt: skip
 
@@ -176,7 +176,7 @@ def _is_of_service(name: str, text: str) -> bool:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word: the closest known word, if any is."""
+    """Return the end of a message about an unknown word: the closest known word, if any."""
     found = difflib.get_close_matches(word, known, 1, 0.85)
     return f"; the closest match is {found[0]}" if found else ""
 
@@ -207,8 +207,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Make the record. `flags`: None if the launcher lacks the plugin's flags. Raises MixKVError
-    for the first invalid variable."""
+    """Make a Config. `flags`: None if the launcher lacks the plugin's flags. Raises MixKVError for
+    the first invalid variable."""
     found = {name: variable(name, environ[name]) for name in sorted(environ)}
     values = {setting.field: found.get(setting.environ) for setting in SETTINGS}
     for setting in SETTINGS:

@@ -23,7 +23,7 @@ from typing import Any
 
 VALIDATION = "handle_other_validations"
 _hook = functools.cache(pkgutil.resolve_name)
-_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}  # and the ServerArgs it is for
+_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}  # (ServerArgs, class)
 
 
 def register() -> None:
@@ -51,7 +51,7 @@ def _register() -> None:
 
     for target, name in HOOKS.items():
         HookRegistry.register(target, functools.partial(_around, name), HookType.AROUND)
-    if os.environ.get(PLAN_ENV):  # the row lists all that `validate` would refuse
+    if os.environ.get(PLAN_ENV):  # `plan` reports what `validate` would refuse
         return _hook("sglang_mixkv.tools.plan_launch.register")()
     register_resolution_hook(VALIDATION)(validate)
 

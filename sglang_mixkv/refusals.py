@@ -166,8 +166,8 @@ def other_head(architecture: str, algorithm: str) -> str:
 def broken(
     rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str], given: Any = None
 ) -> list[str]:
-    """Return a message for each rule that resolved server arguments break, and for a refused
-    variable. `given`: the arguments before SGLang resolved them, since it may set some itself."""
+    """Return a message for each rule that the resolved arguments break, and for a refused variable.
+    `given`: the arguments before SGLang resolved them, since it may set some itself."""
     found = [
         str(rule)
         if given is None or rule.applies(given)

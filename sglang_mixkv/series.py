@@ -47,7 +47,7 @@ _R = ColdReason
 NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     _R.DEADLINE: NoteSpec("draft KV did not arrive in time", f"{NETWORK}. Slots full? {MEMORY}"),
     _R.LOST: NoteSpec(
-        "the channel's connection is lost", "Is it up? Its port (SGLANG_MIXKV_PORT) must be open"
+        "the channel's connection is lost", "Check that it runs, and its SGLANG_MIXKV_PORT is open"
     ),
     _R.READ: NoteSpec("its staging buffer could not be read", NETWORK),
     _R.SLOTS: NoteSpec("no slot of this rank was free", MEMORY),
@@ -144,7 +144,7 @@ _DRAFT = ("prefill", "state", "reason")
 SERIES = (
     Series(
         "rooms_total", (DECODE,),
-        "Requests on this rank, by how their drafter started; `closed`: ended before.",
+        "Requests on this rank, by how their drafter started; `closed`: they ended before that.",
         ("state", "reason"),
         (("warm", ""), *(("cold", reason) for reason in ColdReason), ("failed", ""),
          ("failed", "reused"), ("closed", ""), ("closed", "prefill_aborted")),
@@ -178,7 +178,7 @@ SERIES = (
     ),
     Series("expired_slots_total", (PREFILL,), "Slots set aside because no ACK came."),
     Series("copy_seconds_total", _BOTH, "Seconds spent packing or unpacking."),
-    Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch has to.", (), ()),
+    Series("gpu_kernels", _BOTH, "On a GPU: 1 if kernels copy, 0 if torch does.", (), ()),
     Series("slots", _BOTH, "Slots of the staging buffer.", ("release",), ((__version__,),)),
     Series("slots_used", _BOTH, "Slots in use."),
     Series("weights_total", _BOTH, "Requests with a peer, by how both sides' weights compare.",

@@ -17,21 +17,21 @@ from tests.pure.tools.test_recipes import MODELS, RECIPES
 DOCS = Path(__file__).parents[2] / "docs"
 
 LINKS = {
-    "an SGLang that is refused": "compatibility.md#releases",
+    "an SGLang that the plugin refuses": "compatibility.md#releases",
     "the channel's times": "protocol.md#times",
     "by the transfer backend": "#mooncake-or-nixl",
 }
-"""Words in the descriptions, and where the documents explain them."""
+"""Maps words in the descriptions to the places that explain them."""
 TARGETS = {
     "DeepSeek-V3.1": "DeepSeek-V3, R1, V3.1", "GLM-5.2": "GLM-5", "Kimi-K2.5": "Kimi-K2 to K2.7",
     "Kimi-K3": "Kimi-K3, K3.1", "Llama-3.1-70B": "Llama-3", "QwQ-32B": "Qwen2.5, QwQ",
 }  # fmt: skip
-"""Judged models, and others of the same shape."""
+"""Maps a judged model to the row's name, with other models of the same shape."""
 JUDGED = {True: "needed", False: "not needed", None: "refused"}
 
 
 def settings() -> list[tuple[str, ...]]:
-    """(flag, variable, values, default, meaning) of each setting."""
+    """Return (flag, variable, values, default, meaning) for each setting."""
     found = [("flag", "variable", "values", "default", "meaning")]
     for one in config.SETTINGS:
         text = one.help
@@ -44,8 +44,8 @@ def settings() -> list[tuple[str, ...]]:
 
 
 def pairs() -> list[tuple[str, ...]]:
-    """By model and drafter, what was judged of pairs of unequal sizes. Manifests and scripts, and
-    lines that something else is wrong with, are left out."""
+    """Return the verdicts on pairs of unequal sizes, by model and drafter. Manifests, scripts, and
+    lines with other faults are left out."""
     read = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for names, kind in (
         ("--tp --tp-size", int), ("--dp --dp-size --attn-dp-size", int), ("--dcp-size", int),

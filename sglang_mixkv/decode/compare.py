@@ -226,10 +226,10 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
     if here is None:
         return
     if there is None:
+        remedy = "Start prefill with the same --speculative-draft-model-path"
         yield Difference(
-            Severity.COLD, NO_DRAFTER, "none", here.facts.architecture, "its KV cannot be fetched",
-            "Start prefill with the same --speculative-draft-model-path",
-        )  # fmt: skip
+            Severity.COLD, NO_DRAFTER, "none", here.facts.architecture, "its KV is missing", remedy
+        )
         return
     planes = [row.staging.data_plane if row.staging else "none" for row in (prefill, decode)]
     if planes[0] != planes[1]:
@@ -240,13 +240,11 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
             "draft KV could not be read",
             "Set the same SGLANG_MIXKV_DATA_PLANE on both sides",
         )
+    remedy = "Start both sides with the same drafter and draft KV dtype"
     for field, what, consequence in _COMPARED:
         left, right = getattr(there.facts, field), getattr(here.facts, field)
         if left != right:
-            yield Difference(
-                Severity.MISMATCH, what, str(left), str(right), consequence,
-                "Start both sides with the same drafter and draft KV dtype",
-            )  # fmt: skip
+            yield Difference(Severity.MISMATCH, what, str(left), str(right), consequence, remedy)
     if prefill.topk != decode.topk:
         yield Difference(
             Severity.MISMATCH, "--speculative-eagle-topk", str(prefill.topk), str(decode.topk),

@@ -1,4 +1,4 @@
-"""The commands, one module each, and the helpers they share for arguments and output."""
+"""The commands, one module each, and their shared helpers for arguments and output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hidden(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Show a server's text without characters that control a terminal, except line ends."""
+    """Replace a server's characters that could control a terminal, except line ends."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
@@ -47,7 +47,7 @@ def bounded(least: int, most: int) -> Callable[[str], int]:
 
 
 def point(text: str, first: str = "") -> list[str]:
-    """Wrap a paragraph into lines; `first` goes before the first, spaces before the others."""
+    """Wrap a paragraph. `first` goes before the first line, as many spaces before the others."""
     return wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first),
         break_long_words=False, break_on_hyphens=False,
@@ -55,7 +55,7 @@ def point(text: str, first: str = "") -> list[str]:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Format rows as columns two spaces apart, those of numbers to the right; the first row is the
+    """Format rows as columns two spaces apart, with numbers right-aligned. The first row is the
     header."""
     columns = []
     for head, *cells in zip(*rows, strict=True):

@@ -9,9 +9,9 @@ acceptance by position, and whether the outputs agree. The loss of accept length
 confidence, over all prompts and on each of decode's DP ranks. A prompt that fails with status 502
 or 503 is sent once more.
 
-Exit status: 0 within `--gate`; 1 the accept length is lower, or the outputs differ too early too
-often; 2 no verdict: too few prompts, a failed request, or a server that does not answer or does not
-speculate.
+Exit status: 0 within `--gate`; 1 the accept length is lower, or too many outputs differ in their
+first tokens; 2 no verdict: too few prompts, a failed request, or a server that does not answer or
+does not speculate.
 
 If the servers require an API key, set SGLANG_MIXKV_API_KEY to it.
 """
@@ -36,9 +36,9 @@ from sglang_mixkv.tools.accept_figures import Asked, Comparison, Decision, compa
 from sglang_mixkv.tools.client import RequestFailed, read_event, request, stream
 
 MAX_NEW_TOKENS = 128
-LEAST = 1.1  # the least accept length of a useful drafter; below it there is nothing to lose
+LEAST = 1.1  # the least accept length of a useful drafter; below it, no loss could be seen
 NOT_JUDGED, INTERRUPTED = 2, 130
-AWAY, PAUSE_S = (502, 503), 2.0  # a router's statuses while it reaches no server
+AWAY, PAUSE_S = (502, 503), 2.0  # the statuses of a router that reaches no server
 EXIT = {Decision.WITHIN: 0, Decision.UNDECIDED: NOT_JUDGED}  # 1 for others
 
 
@@ -47,8 +47,8 @@ Prompt = tuple[int, ...] | dict[str, Any]
 
 
 class _PromptRow(msgspec.Struct):
-    """A prompt in JSON, which has one of these. `turns`: as in SPEED-Bench (speed_bench.py in
-    SGLang's benchmark/datasets/); only the first turn is asked."""
+    """A prompt in JSON, with one of these fields. `turns`: as in SPEED-Bench (speed_bench.py in
+    SGLang's benchmark/datasets/); only the first turn is sent."""
 
     input_ids: tuple[int, ...] = ()
     text: str = ""
@@ -105,15 +105,15 @@ class Baseline(msgspec.Struct):
 
 
 def to_ask(args: argparse.Namespace) -> tuple[Sequence[Any], int]:
-    """Read the prompts, or an earlier run's from the file that it wrote with `--json`, and the
-    token limit. Raises ValueError or OSError."""
+    """Read the prompts and the token limit, from `--prompts` and the options or from an earlier
+    run's `--json` file. Raises ValueError or OSError."""
     if args.prompts:
         return read_prompts(args.prompts), args.max_new_tokens or MAX_NEW_TOKENS
     path: Path = args.baseline
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except ValueError as error:
-        text = f"{path} is not what accept wrote with --json ({error}). Record it again"
+        text = f"{path} is no file that accept wrote with --json ({error}). Record it again"
         raise ValueError(text) from None
     if not found.each:
         raise ValueError(f"{path} has no prompts: its run failed. Record it again")
@@ -121,7 +121,7 @@ def to_ask(args: argparse.Namespace) -> tuple[Sequence[Any], int]:
 
 
 def ask(args: argparse.Namespace, number: int, prompt: Any, again: bool = True) -> Any:
-    """Ask both deployments for answers of at most `number` tokens, again if a server was away.
+    """Send a prompt to both deployments, for at most `number` tokens; retry if a server was away.
     Return Asked or RequestFailed."""
     sampling = {"max_new_tokens": number, "temperature": 0}
     try:
@@ -140,13 +140,13 @@ def ask(args: argparse.Namespace, number: int, prompt: Any, again: bool = True) 
 
 
 def ask_all(args: argparse.Namespace, number: int, prompts: Sequence[Any]) -> list[Any]:
-    """Ask all prompts, or until Ctrl-C, and return what `ask` did. Say how far it is: on a terminal
-    after each prompt, else after the first. Raises RequestFailed if that, sent alone, fails."""
+    """Send all prompts, until Ctrl-C, and return the results of `ask`. Print the progress after the
+    first, on a terminal after each. Raises RequestFailed if the first, sent alone, fails."""
     begin, once, screen = time.monotonic(), partial(ask, args, number), sys.stderr.isatty()
     found = [once(prompts[0])]
     if isinstance(found[0], RequestFailed):
         raise found[0]
-    begin += (time.monotonic() - begin) * (1 - 1 / args.at_once)  # others will run beside
+    begin += (time.monotonic() - begin) * (1 - 1 / args.at_once)  # others will run concurrently
     with ThreadPool(min(args.at_once, len(prompts))) as pool, suppress(KeyboardInterrupt):
         answers = pool.imap(once, prompts[1:])
         while len(found) < len(prompts):
@@ -167,11 +167,11 @@ def progress(found: list[Any], number: int, seconds: float) -> str:
 
 
 def judge(args: argparse.Namespace) -> int:
-    """Ask all prompts, print and write the comparison, and return the exit status. Raises
+    """Send all prompts, print and write the comparison, and return the exit status. Raises
     ValueError, OSError, or RequestFailed if the first prompt, sent alone, fails."""
     prompts, number = to_ask(args)
     if args.json:
-        args.json.open("a").close()  # raise OSError before the work, not after it
+        args.json.open("a").close()  # raises OSError before the run, not after it
     found = ask_all(args, number, prompts)
     asked, left = [one for one in found if isinstance(one, Asked)], len(prompts) - len(found)
     failed = [str(one) for one in found if isinstance(one, RequestFailed)]
@@ -198,7 +198,7 @@ def judge(args: argparse.Namespace) -> int:
 
 
 def why_invalid(asked: list[Asked], compared: Comparison) -> Iterator[str]:
-    """Say why these answers show nothing about the pair's drafter."""
+    """Yield the reasons why these answers show nothing about the pair's drafter."""
     sides = [one.single for one in asked], [one.pair for one in asked]
     for name, answers in zip(("single server", "pair"), sides, strict=True):
         silent = [answer for answer in answers if not answer.verify_rounds]
@@ -235,7 +235,7 @@ def main(argv: list[str]) -> int:
     if args.single and not args.prompts:
         made.error("--single needs --prompts")
     if args.baseline and (args.prompts or args.max_new_tokens):
-        made.error("--prompts and --max-new-tokens are the baseline's: leave them out")
+        made.error("--baseline replaces --prompts and --max-new-tokens: leave them out")
     try:
         return judge(args)
     except (ValueError, RequestFailed, OSError) as error:

@@ -1,5 +1,5 @@
-"""Compare a pair's answers with a single server's, prompt by prompt. An accept length here is the
-tokens per verify round, right drafts plus one; an answer's first token comes before any round."""
+"""Compare a pair's answers with a single server's, prompt by prompt. Accept length: tokens per
+verify round, correct drafts plus one. An answer's first token comes before all rounds."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Side(msgspec.Struct, frozen=True):
 
 class Comparison(msgspec.Struct, frozen=True):
     """`ratio`: the pair's accept length over the single server's; None if one has no rounds.
-    `interval`: the confidence interval of `ratio`; None for too few prompts. `differs`: outputs
-    differ too early too often. `gate`: the share of accept length that the pair may lose.
-    `by_dp_rank`: one per DP rank of decode if several answered, since one may be broken."""
+    `interval`: the confidence interval of `ratio`; None for too few prompts. `differs`: too many
+    outputs differ within EARLY tokens. `gate`: the share of accept length that the pair may lose.
+    `by_dp_rank`: a comparison per DP rank of decode, if several answered: one may be broken."""
 
     prompts: int
     same_output: int
@@ -68,8 +68,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> Decision:
-        """WITHIN needs enough prompts on each rank to find a loss, not to rule one out: that
-        would take as many on each rank as on all together."""
+        """WITHIN needs enough prompts on each rank to detect a loss, not to rule one out, which
+        would take as many prompts on each rank as on all together."""
         each = (self, *self.by_dp_rank.values())
         if any(one.differs for one in each):
             return Decision.OTHER_OUTPUT
@@ -81,12 +81,12 @@ class Comparison(msgspec.Struct, frozen=True):
         return Decision.UNDECIDED
 
     def words(self) -> str:
-        """Say the verdict in a sentence."""
+        """Return the verdict as a sentence."""
         number = max(2 * self.prompts, FEWEST * len(self.by_dp_rank))
         return {
             Decision.WITHIN: f"accept length within the gate of {self.gate:.0%}",
             Decision.BELOW: f"accept length OUTSIDE the gate of {self.gate:.0%}",
-            Decision.OTHER_OUTPUT: f"OTHER OUTPUT: it differs too often within {EARLY} tokens. The "
+            Decision.OTHER_OUTPUT: f"OTHER OUTPUT: too many differ within {EARLY} tokens. The "
             "pair runs a different model or flags, or the target's KV is wrong",
             Decision.UNDECIDED: f"too few prompts to decide: send {number} or more",
         }[self.verdict]
@@ -136,8 +136,8 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
 
 
 def _at_least(answers: list[Answer]) -> Any:
-    """[answers, longest draft + 1]: in column k, each answer's verify rounds with k or more right
-    drafts. Column 0 counts all rounds; a row adds up to the tokens that its rounds yielded."""
+    """Return [answers, longest draft + 1]: in column k, each answer's verify rounds with at least k
+    correct drafts. Column 0 counts all rounds; a row's sum is the tokens of its rounds."""
     rows = [answer.rounds_by_right_drafts for answer in answers]
     padded = np.array([*zip_longest(*rows, (0,), fillvalue=0)], float).T[:-1]
     return padded[:, ::-1].cumsum(axis=1)[:, ::-1]
@@ -162,9 +162,9 @@ def _interval(tables: list[Any], tail: float) -> tuple[float, float] | None:
 
 
 def is_chance(early: int, number: int) -> bool:
-    """True if `early` of `number` outputs may differ within EARLY tokens by chance, as right
-    servers' do where two tokens are equally likely. It may be chance if, were each output to differ
-    with probability 0.1, so many or more would in at least one of a thousand runs. In whole
-    numbers, since the binomials overflow a float."""
+    """Return whether `early` of `number` outputs may differ within EARLY tokens by chance, as those
+    of correct servers do where two tokens are equally likely: if each output differed with
+    probability 0.1, at least `early` would differ in one of a thousand runs or more. Computed in
+    integers, since the binomials overflow a float."""
     ways = (math.comb(number, k) * 9 ** (number - k) for k in range(early, number + 1))
     return 1000 * sum(ways) >= 10**number

@@ -1,5 +1,5 @@
-"""SGLang as a wheel has it: the parameters of its functions and the attributes of its classes, read
-from the source. Nothing is installed or imported."""
+"""Names in a wheel of SGLang: the parameters of its functions and the attributes of its classes,
+read from the source. Nothing is installed or imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, lacking
 
 ASSEMBLED = {"sglang.srt.server_args:ServerArgs": "sglang/srt/arg_groups/fields/"}
-"""Classes whose fields are those of all classes in a folder."""
+"""Maps a class to the folder with the classes that declare its fields."""
 
 
 class Wheel:
@@ -38,7 +38,7 @@ class Wheel:
         return [file for file in self._zip.namelist() if file.startswith(folder)]
 
     def has(self, path: str) -> bool:
-        """True if the source of a module, or of one inside it, has these words, or a base does."""
+        """Return whether a module or submodule has the names in `path`, or a class's bases do."""
         parent, _, name = path.partition(":")
         first, *more = name.split(".")
         for module, words in ((f"{parent}.{first}", more), (parent, [first, *more])):
@@ -71,7 +71,7 @@ class Wheel:
     def _lineage(self, module: str, node: Any) -> Iterator[tuple[str, Any]]:
         yield module, node
         for base in node.bases:
-            with suppress(LookupError):  # of another package
+            with suppress(LookupError):  # a base in another package
                 yield from self._lineage(*self._find(module, ast.unparse(base)))
 
 
@@ -85,7 +85,7 @@ def _attributes(owner: ast.ClassDef) -> Iterator[str]:
 
 
 def taken(source: str) -> Iterator[str]:
-    """Yield what a module imports from SGLang, and the attributes that it uses of that."""
+    """Yield the names that a module imports from SGLang, and their attributes that it uses."""
     nodes, found = [*ast.walk(ast.parse(source))], dict[str, str]()
     for node in (one for one in nodes if isinstance(one, ast.ImportFrom)):
         if f"{node.module}.".startswith("sglang."):
@@ -95,7 +95,7 @@ def taken(source: str) -> Iterator[str]:
 
 
 def changes(wheel: Wheel) -> list[str]:
-    """List what the plugin and `plan` use of the newest supported SGLang and this wheel lacks."""
+    """List what the plugin and `plan` use in the newest supported SGLang but this wheel lacks."""
     found = lacking(
         SUPPORTED_SGLANG[-1], lambda path, due: [n for n in wheel.names(path) if n in due]
     )

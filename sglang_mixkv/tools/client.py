@@ -60,7 +60,7 @@ def session() -> requests.Session:
     made.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
     if key := os.environ.get(API_KEY_ENV, "").strip():
         if not (key.isascii() and key.isprintable()):
-            raise RequestFailed(f"{API_KEY_ENV} has characters that no key may have")
+            raise RequestFailed(f"{API_KEY_ENV} has characters that a key must not have")
         made.headers["Authorization"] = f"Bearer {key}"
     return made
 
@@ -77,7 +77,7 @@ def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[req
                     text += f" (put the server's --api-key into {API_KEY_ENV})"
                 raise RequestFailed(f"HTTP {code} from {shown}: {text}", code)
             yield response
-    except (OSError, UnicodeError) as error:  # requests' are all OSErrors
+    except (OSError, UnicodeError) as error:  # as are all errors of requests
         # requests reports a stream's timeout as a broken connection.
         if isinstance(error, requests.Timeout) or "Read timed out" in str(error):
             raise RequestFailed(f"no answer from {shown} within {timeout:.0f} s") from error
@@ -102,8 +102,8 @@ def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -
 
 
 def read_stream(url: str, lines: Iterable[bytes]) -> Answer:
-    """Read an answer's events, or the only line of one that is not streamed. An event has all
-    tokens so far or, from a server with --incremental-streaming-output, only the new ones. Raises
+    """Read an answer's events, or its only line if it is not streamed. An event has all tokens so
+    far or, from a server with --incremental-streaming-output, only the new ones. Raises
     RequestFailed, also if the request was aborted."""
     event, tokens = None, ()
     for line in lines:

@@ -67,7 +67,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def as_asked(args: argparse.Namespace, one: Finding) -> Finding:
-    """Clear a problem that only the plugin minds, unless this host's server would opt in."""
+    """Clear a problem that matters only to the plugin, unless this host's servers opt in."""
     variable = os.environ.get(config.ENABLE_ENV, "").strip().lower()
     if args.enable_mixkv or variable not in ("", *config.OFF) or not one.problem:
         return one
@@ -76,7 +76,7 @@ def as_asked(args: argparse.Namespace, one: Finding) -> Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """Report the versions of the plugin, of what it needs, and of the host."""
+    """Report the versions of the plugin, of its dependencies, and of the host."""
     sglang, newest, advice, missing = version_of("sglang"), SUPPORTED_SGLANG[-1], "", ""
     engines = [f"{version_of(name)} ({name})" for name in MOONCAKE if version_of(name) != "none"]
     if sglang == "none":
@@ -106,15 +106,15 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Report the variables that decide how servers started from this shell would transfer KV.
-    Secrets are not shown, since the report is pasted into public places."""
+    """Report the variables that affect how servers started from this shell transfer KV. Secrets are
+    not shown, since operators paste the report into public places."""
     for name in sorted(filter(_SHOWN.match, environ)):
         problem = ""
         try:
             config.variable(name, environ[name])
             problem = "".join(refusals.broken((), None, {name: environ[name]}))
         except MixKVError as error:
-            problem = f"{error}. The server does not start before that"
+            problem = f"{error}. Until then, the server does not start"
         value = "(set, not shown)" if _SECRET.search(name) else environ[name]
         yield Finding("environment", name, hidden(value), problem)
 
@@ -167,7 +167,7 @@ def by_gpu(devices: str) -> list[str]:
 
 
 def rdma(names: list[str]) -> Iterator[Finding]:
-    """Report the devices, and check that those in `names`, which servers are to use, are active."""
+    """Report the devices, and check that those in `names`, the servers' devices, are active."""
     here = devices()
     for name, ports in (here or {"devices": "none"}).items():
         yield Finding("RDMA", name, ports)
@@ -205,8 +205,8 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.environ) -> Finding:
-    """Say which transport the plane's reads took. `used`: the devices that it had open; NIXL may
-    not have used them."""
+    """Report the transport that the plane's reads took. `used`: the devices that the plane had
+    open; NIXL may not have used them."""
     here, mooncake = devices(), plane == "mooncake"
     value, problem = "TCP" if mooncake else "no RDMA device", ""
     if used:
@@ -248,17 +248,17 @@ def main(argv: list[str]) -> int:
     """Run the checks, print the report, and return the exit status."""
     made = parser("doctor", __doc__)
     add, where = made.add_argument, made.add_mutually_exclusive_group()
-    where.add_argument("--listen", metavar="PORT", type=bounded(1, 65535),
-                       help="wait up to 10 minutes for one --peer")  # fmt: skip
+    waits = "wait up to 10 minutes for one --peer"
+    where.add_argument("--listen", metavar="PORT", type=bounded(1, 65535), help=waits)
     where.add_argument("--peer", metavar="HOST:PORT", type=_address, help="read from a --listen")
+    flag, kinds = "--disaggregation-transfer-backend", (*refusals.BACKENDS, OVER_TCP)
     backend = "the servers' backend; it decides the data plane (default: %(default)s)"
-    add("--disaggregation-transfer-backend", choices=(*refusals.BACKENDS, OVER_TCP), help=backend,
-        default=refusals.BACKENDS[0], dest="backend")  # fmt: skip
-    names = "the servers' RDMA devices, as SGLang takes them (default: the transport's choice)"
+    add(flag, choices=kinds, default=kinds[0], dest="backend", help=backend)
+    names = "the servers' RDMA devices, in SGLang's format (default: the transport's choice)"
     add(DEVICES_FLAG, metavar="DEVICES", default=[""], dest="devices", type=by_gpu, help=names)
     add("--no-transfer", action="store_true", help="skip the data plane and its reads")
     add("--no-seams", action="store_true", help="do not import SGLang")
-    against = "only compare this wheel of SGLang, whose source is read, with the newest supported"
+    against = "only compare the source in this wheel of SGLang with the newest supported release"
     add("--against", metavar="WHEEL", type=_wheel, help=against)
     add("--json", action="store_true", help="print JSON instead of text")
     config.add_flags(made)

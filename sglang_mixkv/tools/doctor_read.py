@@ -3,8 +3,8 @@
     serve   listens on a port, fills slots, and answers each reader with their StagingFacts
     read    asks a listener, reads its slots, compares each byte, and reports the wrong ones
 
-Each sets up the memory and data plane of a server's rank, in a process of its own, since a
-transport may end it. The port is a ZMQ socket, which port scanners and health checks do not upset.
+Both set up the memory and data plane of a server's rank, each in its own process, since a transport
+may end it. The port is a ZMQ socket, which port scanners and health checks do not disturb.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ReadFailed(RuntimeError):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """What a server's flags and variables choose."""
+    """The choices of a server's flags and variables."""
 
     backend: str = "mooncake"
     devices: str = ""
@@ -60,7 +60,7 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """What one side found. `used`: the RDMA devices that it had open. `wrong`: the first wrong byte
+    """One side's result. `used`: the RDMA devices that it had open. `wrong`: the first wrong byte
     of each wrong slot. A listener has no bytes or seconds."""
 
     memory: str
@@ -74,12 +74,12 @@ class Ask(msgspec.Struct, tag="ask 5"):
     """A reader's request. Releases with different messages have different tags."""
 
     plane: str
-    host: str  # the listener's address, as the reader reaches it
+    host: str  # the listener's address, as seen by the reader
     wrong: list[str] | None = None  # set once the reader is done
 
 
 Offer = StagingFacts | str
-"""A listener's slots, or why it has none."""
+"""A listener's slots, or the reason why it has none."""
 
 
 def text_of(file: Path) -> str:
@@ -99,7 +99,7 @@ def devices_in_use() -> list[str]:
 
 
 def pattern(number: int, size: int) -> Any:
-    """Return a slot's test bytes, which show a shifted, missing, repeated or foreign piece."""
+    """Return a slot's test bytes, in which any piece that is shifted, missing or foreign shows."""
     words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return (words + np.uint64(number + 1)).view(np.uint8)
 
@@ -193,10 +193,11 @@ def _read_slots(side: LocalEnd, peer: RemoteMemory, offer: StagingFacts) -> Resu
     what = f"a read of {READ} x {size:,} bytes"
     for first in (0, READ):
         begin = time.monotonic()
-        side.plane.start(first, peer, [
+        ranges = [
             (side.slot(first + n).data_ptr(), offer.base + n * offer.slot_bytes, size)
             for n in range(READ)
-        ])  # fmt: skip
+        ]
+        side.plane.start(first, peer, ranges)
         while not (ended := side.plane.ended()):
             if time.monotonic() - begin > READ_S:
                 raise ReadFailed(f"{what} did not end within {READ_S} s")
@@ -223,8 +224,8 @@ def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None =
 
 
 def apart(seconds: int, *calls: Sequence[Any]) -> Any:
-    """Run each function with its arguments in its own process, since an import or a transport may
-    end it, and return the last one's result. Raises ReadFailed if one fails, dies or is too slow.
+    """Run each function with its arguments in its own process, which an import or a transport may
+    end, and return the last function's result. Raises ReadFailed if one fails, dies or is too slow.
     """
     with (
         NamedTemporaryFile() as log,
@@ -235,19 +236,19 @@ def apart(seconds: int, *calls: Sequence[Any]) -> Any:
         try:
             running = [pool.submit(_run, *call) for call in calls]
             futures.wait(running, return_when=futures.FIRST_EXCEPTION)
-            # If one has failed, the other may never end: only ended ones are looked at.
+            # If one has failed, the other may never end: collect only those that have ended.
             return [one.result() for one in running if one.done()][-1]
         except BrokenProcessPool:
             last = b" | ".join(log.read().splitlines()[-3:]).decode(errors="replace")
             raise ReadFailed(f"a process died, or took {seconds} s: {last}") from None
         finally:
-            for process in pool._processes.values():  # a listener would wait on without its reader
+            for process in pool._processes.values():  # a listener would wait forever for its reader
                 process.kill()
 
 
 def _confine(log: str, seconds: int) -> None:
-    """End this process with the doctor, or after `seconds`. What its transports print goes to
-    `log`; only Python's own stderr stays as it is."""
+    """Make this process end with the doctor, or after `seconds`, and send its transports' output to
+    `log`. Only Python's own stderr stays as it is."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.alarm(seconds)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)

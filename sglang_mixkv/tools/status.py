@@ -3,7 +3,7 @@
     python -m sglang_mixkv status URL... [--seconds N] [--json]
 
 A URL is a server's, or a metrics page of a router or Prometheus. Requests are counted since each
-server's start; with --seconds N, those that end in the next N seconds.
+server's start; with --seconds N, only those that end in the next N seconds are counted.
 
 Exit status: 0 nothing is wrong; 1 something is; 2 a page could not be read.
 
@@ -30,13 +30,13 @@ from sglang_mixkv.tools.client import RequestFailed, request
 
 COLD_SHARE = 0.01  # of requests, as in the alert MixKVColdDrafters
 OURS, NONE, TIMEOUT_S = "sglang_mixkv_", "-", 5.0
-NO_PAGE = ". Start it with --enable-metrics. Of a router, give its servers, or its /engine_metrics"
+NO_PAGE = ". Start it with --enable-metrics. For a router, give its servers or its /engine_metrics"
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
 
 
 def samples(text: str) -> Iterator[Sample]:
-    """Read the finite samples of a metrics page. A server's names begin with `sglang:`, a router's,
-    and those returned, with `sglang_`. Raises ValueError."""
+    """Read the finite samples of a metrics page. Names on a server's page begin with `sglang:`;
+    those on a router's, and those returned, with `sglang_`. Raises ValueError."""
     for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
         if isfinite(one.value):
             yield one._replace(name=one.name.replace(":", "_", 1))
@@ -63,16 +63,16 @@ class Page(list[Sample]):
     def counts(
         self, name: str, by: str = "", but: str = "*", **labels: Collection[str]
     ) -> Counter[str]:
-        """Count requests by a label. The ranks of a DP rank serve the same requests, so the rank
-        with the most, not counting `but`, stands for them."""
+        """Count requests by a label. The ranks of a DP rank serve the same requests, so take the
+        rank with the most, not counting `but`."""
         groups = {sample.labels.get("dp_rank", "") for sample in self}
         each = (self.ranks(name, by, dp_rank=[one], **labels) for one in groups)
         most = (max(one, key=lambda n: n.total() - n[but], default=Counter()) for one in each)
         return sum(most, Counter())
 
     def within(self, name: str, share: float) -> float | None:
-        """Return the bucket bound within which `share` of a histogram lies, at most its last finite
-        one, on the rank where it is largest, since a request waits for all of its ranks."""
+        """Return the bucket bound within which `share` of a histogram lies, or its last finite one
+        if that is less. Take the rank where it is largest: a request waits for all of its ranks."""
         found = list[float]()
         for one in (rank for rank in self.ranks(f"{name}_bucket", "le") if rank.total()):
             below = sum(number < share * max(one.values()) for number in one.values())
@@ -115,8 +115,8 @@ def page_url(url: str) -> str:
 
 
 def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[MetricPages, dict[str, str]]:
-    """Read all pages concurrently, and say why any could not be read. A silent page is given up
-    after `timeout` seconds, one that drips after twice as long."""
+    """Read all pages concurrently. Return them, and why others could not be read. Give up on a
+    server that sends nothing after `timeout` seconds, on a slow one after twice as long."""
     pages, unread, wholes = MetricPages(), dict[str, str](), [*map(page_url, urls)]
     end = time.monotonic() + 2 * timeout
     with ThreadPool(len(wholes)) as pool:
@@ -134,9 +134,9 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[MetricPages, 
 
 
 class ServerSlots(msgspec.Struct, frozen=True):
-    """`ranks`: those with series of the plugin. `slots_used`: on the rank that uses most. `p50`,
-    `p99`: seconds within which 50 and 99 % of requests had their draft KV, or, on prefill, chunks
-    their READY. `release`: the plugin's, NONE before 0.4."""
+    """`ranks`: how many have series of the plugin. `slots_used`: on the rank that uses most. `p50`,
+    `p99`: seconds within which 50 and 99 % of requests had their draft KV or, on prefill, of chunks
+    had their READY. `release`: the plugin's, NONE before 0.4."""
 
     name: str
     role: str
@@ -155,8 +155,8 @@ class ServerSlots(msgspec.Struct, frozen=True):
 
 class Pair(msgspec.Struct, frozen=True):
     """A decode server and a prefill server's bootstrap address. `rooms`: requests by cold reason or
-    `warm`; those that ended before either are left out. `accept_lengths`: tokens per verify round
-    of requests that have ended, over all ranks, by state; None without any."""
+    `warm`, without those that ended earlier. `accept_lengths`: tokens per verify round of requests
+    that have ended, over all ranks, by state; None without any."""
 
     decode: str
     prefill: str
@@ -237,7 +237,7 @@ def _server(name: str, page: Page) -> ServerSlots:
 def _pairs(since: MetricPages) -> Iterator[Pair]:
     for name, page in sorted(since.items()):
         for prefill in sorted({one.labels.get("prefill", "") for one in page} - {""}):
-            # A request is warm only if no rank says cold: the rank with the most cold ones counts.
+            # A request is warm only if no rank is cold: take the rank with the most cold requests.
             rooms = page.counts(
                 "prefill_rooms_total", "reason", "", prefill=[prefill], state=["warm", "cold"]
             )
@@ -251,10 +251,10 @@ def _pairs(since: MetricPages) -> Iterator[Pair]:
 
 
 def _of_server(server: ServerSlots, page: Page) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a server, and what to do."""
+    """Yield each problem of a server, and its remedy."""
     if not server.ranks:
-        what = "its page, which should be a server's own, has no series of the plugin"
-        yield what, "Start it with --enable-mixkv; if it has that, search its log for MIXKV-"
+        what = "its page (give a server's own page) has no series of the plugin"
+        yield what, "Start it with --enable-mixkv; if it has that flag, search its log for MIXKV-"
     elif 0 < server.slots <= server.slots_used:
         yield "all slots of a rank are in use", f"{MEMORY} if this persists"
     if not all(one.total() for one in page.ranks("gpu_kernels")):

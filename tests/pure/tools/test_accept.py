@@ -406,7 +406,7 @@ def test_an_invalid_baseline_is_an_error(tmp_path: Path, capsys: Capture, text: 
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ("--baseline b --prompts p", "are the baseline's"),
+        ("--baseline b --prompts p", "--baseline replaces"),
         ("--single http://a", "--single needs --prompts"),
         ("--baseline b --gate nan", "expected --gate from 0 to 1"),
         ("--baseline b --at-once 0", "of 1 or more"),

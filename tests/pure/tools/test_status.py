@@ -223,7 +223,7 @@ def test_the_exit_status_and_output_of_the_command(capsys: pytest.CaptureFixture
     text = " ".join(capsys.readouterr().out.split())
     for words in (
         "http://127.0.0.1:9/metrics: HTTPConnection(host='127.0.0.1', port=9): Failed to establish",
-        "Start it with --enable-metrics. Of a router, give its servers, or its /engine_metrics",
+        "Start it with --enable-metrics. For a router, give its servers or its /engine_metrics",
         "/html/metrics is not a metrics page",
         "from http://***@127", "/404?***:", "from http://[::1/metrics: Failed to parse",
         "from http:/metrics: Invalid URL 'http:/metrics': No host supplied", ONE,
@@ -251,7 +251,7 @@ def test_invalid_numbers_and_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert session().headers["Authorization"] == "Bearer key"
     for odd in ("two\nlines", "clé"):
         monkeypatch.setenv(API_KEY_ENV, odd)
-        with pytest.raises(RequestFailed, match="characters that no key may have") as refused:
+        with pytest.raises(RequestFailed, match="characters that a key must not have") as refused:
             session()
         assert odd not in str(refused.value)
 
