@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the demo on a bare machine, after setting up what is missing. Options are passed on (--help).
+# Set up the environment if it is missing, and run the demo. Options go to the demo (--help).
 set -euo pipefail
 case "$*" in
     *"--device cuda"* | *"--device=cuda"*) export MIXKV_DEVICE=cuda ;;

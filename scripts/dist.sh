@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Build a release in dist/: the source distribution, and the wheel built from it. Each is installed
-# into an empty environment, and asked for its version and commands. Fetches from the package index;
-# needs neither SGLang nor scripts/env.sh.
+# Build a release in dist/: the source distribution, and the wheel built from it. Install each into
+# an empty environment, and check its version and commands. Fetches from the package index; needs
+# neither SGLang nor scripts/env.sh.
 # Usage: scripts/dist.sh [REF]; if REF is refs/tags/v*, the tag must match the version.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +15,7 @@ case "$ref" in
             exit 1
         fi
         if grep -rn 'github.com/OWNER/' pyproject.toml README.md docs examples >&2; then
-            echo "error: OWNER is a placeholder, and would be published" >&2
+            echo "error: replace the placeholder OWNER before you publish" >&2
             exit 1
         fi
         ;;

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced after env.sh by scripts that can use NVIDIA Dynamo: mixkv_dynamo unpacks a release into
-# the environment's dynamo/VERSION, to be put on a PYTHONPATH. Its pins (SGLang, NIXL and about
-# twenty more) are ignored: it runs with what the environment has.
+# the environment's dynamo/VERSION, for use on a PYTHONPATH. Its pins (SGLang, NIXL and about twenty
+# more) are ignored: it runs with the packages of the environment.
 
 mixkv_dynamo() {
     local version="$1" folder="$MIXKV_VENV/dynamo/$1"
@@ -12,7 +12,7 @@ mixkv_dynamo() {
         "ai-dynamo==$version" "ai-dynamo-runtime==$version" "redis>=6.2,<9" "blake3>=1,<2"; then
         mv "$folder.part" "$folder"
     else
-        echo "Dynamo $version could not be fetched: what needs it is skipped" >&2
+        echo "Dynamo $version could not be fetched: tests that need it are skipped" >&2
         rm -rf "$folder.part"
     fi
 }

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: makes .venv/ at the repository's root ready, and activates it.
-# With PYTHON=python3.12 (a name or a path) it is .venv-3.12/ instead, beside the first one; with
-# MIXKV_SGLANG=0.5.22 it is .venv-0.5.22/, with that release of SGLang in the place of the newest
-# supported one; with both .venv-0.5.22-3.12/. MIXKV_DEVICE=cuda makes .venv-cuda/, whose transport
-# reads GPU memory, and MIXKV_DEVICE=check .venv-check/, with what scripts/gpu-check.sh imports.
+# Sourced by the other scripts: sets up .venv/ at the repository's root, and activates it.
+# With PYTHON=python3.12 (a name or a path), the environment is .venv-3.12/ instead; with
+# MIXKV_SGLANG=0.5.22, it is .venv-0.5.22/, with that release of SGLang instead of the newest
+# supported one; with both, .venv-0.5.22-3.12/. MIXKV_DEVICE=cuda makes .venv-cuda/, whose transport
+# reads GPU memory; MIXKV_DEVICE=check makes .venv-check/, with the imports of scripts/gpu-check.sh.
 #
-# The first time this installs the engine, a transport, the demo's and the tests' dependencies,
-# and what they need of Debian. Later it only looks whether pyproject.toml is still the one that
-# the environment was made from. Packages come from wherever uv and pip are configured to look;
+# The first run installs the engine, a transport, the dependencies of the demo and the tests, and
+# the Debian packages that they need. Later runs only check whether pyproject.toml has changed since
+# the environment was made. Packages come from the indexes that uv and pip are configured to use;
 # without uv, SGLang 0.5.22 needs NVIDIA's index.
 
 MIXKV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -25,7 +25,7 @@ mixkv_is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
-# Path of the first of these interpreters that runs and is new enough.
+# Print the path of the first of these interpreters that runs and is new enough.
 mixkv_first_of() {
     local candidate
     for candidate in "$@"; do
@@ -36,19 +36,19 @@ mixkv_first_of() {
     return 1
 }
 
-# The interpreter that PYTHON names. pyenv may have it although its shim of that name only says
-# that the version is not selected; uv keeps its own outside of PATH.
+# Print the interpreter that PYTHON names. pyenv may have it even if its shim of that name fails
+# because the version is not selected; uv keeps its own interpreters outside of PATH.
 mixkv_asked_python() {
     local others=()
     ! command -v pyenv >/dev/null || others+=("$(pyenv root)"/versions/*/bin/"$PYTHON")
     ! command -v uv >/dev/null || others+=("$(uv python find -q --managed-python \
         --no-python-downloads "${PYTHON#python}" 2>/dev/null || true)")
     mixkv_first_of "$PYTHON" "${others[@]}" || mixkv_fail \
-        "PYTHON=$PYTHON: no Python 3.11 or newer of that name runs here ($("$PYTHON" --version \
+        "PYTHON=$PYTHON: there is no Python 3.11 or newer of that name here ($("$PYTHON" --version \
         2>&1 | head -n 1)). Nothing was set up or tested with it: install it, or unset PYTHON."
 }
 
-# The interpreter to build the environment from.
+# Print the interpreter for the environment.
 mixkv_python() {
     if [ -n "${PYTHON:-}" ]; then
         mixkv_asked_python
@@ -59,7 +59,7 @@ mixkv_python() {
     fi
 }
 
-# Where the environment goes: one of its own for each version that MIXKV_SGLANG and PYTHON ask for.
+# Print the environment's folder. Each combination of MIXKV_SGLANG and PYTHON has its own.
 mixkv_venv() {
     local venv="$MIXKV_ROOT/.venv${MIXKV_DEVICE:+-$MIXKV_DEVICE}${MIXKV_SGLANG:+-$MIXKV_SGLANG}" python
     if [ -n "${PYTHON:-}" ]; then
@@ -69,7 +69,7 @@ mixkv_venv() {
     echo "$venv"
 }
 
-# Install Debian packages as root or through sudo; say what to install otherwise.
+# Install Debian packages as root or through sudo; otherwise, fail and name them.
 mixkv_apt() {
     local sudo=()
     [ "$(id -u)" = 0 ] || sudo=(sudo -n)
@@ -82,8 +82,8 @@ mixkv_apt() {
         apt-get install -y -qq --no-install-recommends "$@" </dev/null
 }
 
-# What the wheels need of Debian: libraries that Mooncake is linked against, and on a GPU a compiler
-# and Python's headers, with which Triton builds the launchers of SGLang's kernels.
+# Install the Debian packages that the wheels need: libraries that Mooncake is linked against, and
+# on a GPU a compiler and Python's headers, with which Triton builds launchers of SGLang's kernels.
 mixkv_system_packages() {
     local known missing=() one needs=(libibverbs.so.1=libibverbs1 librdmacm.so.1=librdmacm1
         libnuma.so.1=libnuma1 libcurl.so.4=libcurl4)
@@ -103,7 +103,7 @@ if not os.path.exists(config.get_config_var("INCLUDEPY") + "/Python.h"):
     [ "${#missing[@]}" = 0 ] || mixkv_apt "${missing[@]}"
 }
 
-# The wheels are built for CUDA 13.
+# Check the driver: the wheels are built for CUDA 13.
 mixkv_driver() {
     local version
     version="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || mixkv_fail \
@@ -111,7 +111,7 @@ mixkv_driver() {
     [ "${version%%.*}" -ge 580 ] || mixkv_fail "CUDA 13 needs NVIDIA's driver r580 or later: found $version."
 }
 
-# An empty environment, with uv on this machine or without.
+# Make an empty environment, with uv if this machine has it.
 mixkv_create() {
     local python
     python="$(mixkv_python)" || exit 1
@@ -123,13 +123,13 @@ mixkv_create() {
     fi
 }
 
-# Install this package with its extras: with uv where there is one, else with pip.
+# Install this package with its extras, with uv if it can be installed, otherwise with pip.
 mixkv_install() {
     local python="$MIXKV_VENV/bin/python" uv
     uv="$(command -v uv || true)"
     [ -n "$uv" ] || ! "$python" -m pip install -q uv || uv="$MIXKV_VENV/bin/uv"
     echo "installing ${MIXKV_WHAT[*]#-e}: up to 10 GB, the first time takes minutes"
-    # Compiled now: with PYTHONDONTWRITEBYTECODE each server would compile 7,000 modules again.
+    # Compile now: with PYTHONDONTWRITEBYTECODE, each server would compile 7,000 modules again.
     if [ -n "$uv" ] && "$uv" pip install -q --compile-bytecode --python "$python" \
         --override "$MIXKV_ROOT/scripts/overrides.txt" "${MIXKV_WHAT[@]}"; then
         return
@@ -151,8 +151,8 @@ mixkv_environment() {
     fi
 }
 
-# In a process of its own a step that fails ends it. Where this is sourced it might not: a shell
-# that a person types into has no `set -e`, and bash ignores it in a condition.
+# The setup runs in its own process, in which a failed step ends it. In a sourcing shell, it might
+# not: an interactive shell has no `set -e`, and bash ignores `set -e` in a condition.
 if [ "$0" = "${BASH_SOURCE[0]}" ]; then
     set -euo pipefail
     MIXKV_VENV="$(mixkv_venv)"
@@ -161,7 +161,7 @@ if [ "$0" = "${BASH_SOURCE[0]}" ]; then
 fi
 MIXKV_VENV="$(mixkv_venv)" || return 1
 case " $* " in
-    *" --help "* | *" -h "*) # nothing is installed for it: without an environment, the script's head
+    *" --help "* | *" -h "*) # install nothing; without an environment, print the script's head
         [ -e "$MIXKV_VENV/.mixkv-stamp" ] || { sed -n '/^# /!q;s/^# //p' <(tail -n +2 "$0") && exit; } ;;
     *) PYTHON="${PYTHON:-}" MIXKV_SGLANG="${MIXKV_SGLANG:-}" MIXKV_DEVICE="${MIXKV_DEVICE:-}" \
         bash "${BASH_SOURCE[0]}" || return 1 ;;

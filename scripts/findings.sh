@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run the scripts in findings/, or those named, one after the other. A line for each says whether
-# released software still does what it says: same, changed, or cannot run here. Status 1 if one has
-# changed.
+# Run the scripts in findings/, or those named, one after the other. Print a line for each: whether
+# released software still behaves as described (same), has changed, or cannot run here. Status 1 if
+# one has changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../findings"
 [ $# -gt 0 ] || set -- *.sh

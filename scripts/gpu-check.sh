@@ -7,5 +7,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "${TRITON_INTERPRET:-0}" = 1 ] || export MIXKV_DEVICE=check
 # shellcheck source=scripts/env.sh
 venv="$(source scripts/env.sh >&2 && echo "$MIXKV_VENV")" || exit 2
-[ -n "$venv" ] || exit 0 # it has shown the help
+[ -n "$venv" ] || exit 0 # env.sh has printed the help
 PYTHONPATH="$PWD:$PWD/tests" exec "$venv/bin/python" -m gpu.check "$@"

@@ -1,8 +1,8 @@
 """Test mutants of the package, each in a process that is forked with the libraries loaded.
 
-They are put into copies of the checkout. Results are kept in ~/.cache/sglang-mixkv until a Python
-or TOML file changes, so that a run resumes where the last one stopped. One whose tests take too
-long is late: it may be the machine, so it is neither killed nor kept. Exit status: 1 if any
+Mutants are written to copies of the checkout. Results stay in ~/.cache/sglang-mixkv until a Python
+or TOML file changes, so that a run resumes where the last one stopped. A mutant whose tests take
+too long is late: the machine may be slow, so no result is stored. Exit status: 1 if any mutant
 survives; 130 after Ctrl-C.
 """
 
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "sglang_mixkv/*.py"  # or deeper
+PACKAGE = "sglang_mixkv/*.py"  # also in subfolders
 ENDS = (signal.SIGINT, signal.SIGTERM)
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sglang-mixkv")
 
@@ -44,8 +44,8 @@ CONFIG: dict[str, Any] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_te
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/mutate.sh", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders (default: all)")
-    parser.add_argument("--without", action="append", default=[], metavar="PATH", help="but these")
-    parser.add_argument("--since", metavar="COMMIT", help="those on lines changed since, shuffled")
+    parser.add_argument("--without", action="append", default=[], metavar="PATH", help="exclude")
+    parser.add_argument("--since", metavar="COMMIT", help="mutants on lines changed since it")
     parser.add_argument("--draw", type=int, metavar="N", help="a sample of N, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9, help="limit; the next run resumes")
@@ -125,7 +125,7 @@ def changed_since(commit: str) -> dict[str, Any]:
 
 
 def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
-    """Return the mutants that tests/mutants.toml calls equivalent; exit if an entry fits none."""
+    """Return the mutants that tests/mutants.toml calls equivalent; exit if an entry has none."""
     claims = {
         (one["file"], one["function"], one["line"], one["mutant"]): set[Mutant]()
         for one in CONFIG.get("equivalent", ())
@@ -137,13 +137,13 @@ def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
             claims.get((one.file, one.function, *one.change(ROOT)), set()).add(one)
     mutated = {one.file for one in found} | {f for f, *_ in claims if not (ROOT / f).exists()}
     if stale := [claim for claim, those in claims.items() if not those and claim[0] in mutated]:
-        sys.exit(f"tests/mutants.toml calls equivalent what is not a mutant: {stale}")
+        sys.exit(f"tests/mutants.toml has entries without a mutant: {stale}")
     return set[Mutant]().union(*claims.values())
 
 
 class Runner:
-    """Runs tests on copies of these files, until `end` or a signal. No handler raises: what one
-    raises in an import's or a fork's callback is lost."""
+    """Runs tests on copies of these files, until `end` or a signal. No signal handler raises, since
+    an exception in an import's or a fork's callback is lost."""
 
     def __init__(self, files: list[str], folder: Path, jobs: int, end: float, known: Known) -> None:
         self._known, self._end, (self._signals, writes) = known, end, os.pipe()
@@ -191,7 +191,7 @@ class Runner:
         return ready
 
     def _seconds(self, part: dict[str, Any], copy: Path) -> float:
-        """How long the tests take without a mutant."""
+        """Return the seconds that the tests take without a mutant."""
         tests, known = json.dumps(part["tests"]), self._known
         for module in ("numpy", "msgspec", "zmq", *part.get("preload", ())):
             importlib.import_module(module)
@@ -225,7 +225,7 @@ class Runner:
         return pid
 
     def stop(self, pid: int) -> int:
-        for kill in (os.killpg, os.kill):  # its group may not be there yet
+        for kill in (os.killpg, os.kill):  # the child may not have made its group yet
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
         self.children.discard(pid)
@@ -233,7 +233,7 @@ class Runner:
 
 
 def report(chosen: list[Mutant], known: Known, late: int) -> int:
-    """Print a line for each survivor, and one with the scores. Return how many survive."""
+    """Print a line for each survivor, and one with the scores. Return the number of survivors."""
     scores: dict[str, Counter[bool]] = defaultdict(Counter)
     for one in sorted(one for one in chosen if one in known.killed):
         scores[os.path.dirname(one.file)][known.killed[one]] += 1

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Put small mistakes (mutants) into the package, one at a time, and run the tests that should notice
+# Put small mistakes (mutants) into the package, one at a time, and run the tests that should detect
 # them. Prints one line per mutant that survives, and a score per folder.
 #   scripts/mutate.sh [PATH...]                       all mutants; resumes where it was stopped
 #   scripts/mutate.sh --since COMMIT --seconds 22     a sample of those on lines changed since then
 #   scripts/mutate.sh --draw 200 --seed 1 [PATH...]   a sample for a score
-#   --jobs N: so many at a time; --without PATH: not these
+#   --jobs N: run N at a time; --without PATH: leave out these files or folders
 # Exit status: 1 if any survives that tests/mutants.toml does not call equivalent.
-# tests/mutants.toml says what is mutated, how, against which tests, and which mutants are equivalent.
+# tests/mutants.toml lists the files, the kinds of mutants, their tests, and equivalent mutants.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

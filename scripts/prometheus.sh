@@ -6,7 +6,7 @@
 mixkv_prometheus() {
     ! command -v prometheus >/dev/null || ! command -v promtool >/dev/null || return 0
     if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
-        echo "no prometheus and promtool in PATH: what needs them is skipped" >&2
+        echo "no prometheus and promtool in PATH: tests that need them are skipped" >&2
         return
     fi
     local folder
@@ -15,12 +15,12 @@ mixkv_prometheus() {
     if (cd "$folder" && mixkv_download prometheus && dpkg-deb -x prometheus_*.deb .); then
         install "$folder"/usr/bin/prometheus "$folder"/usr/bin/promtool "$MIXKV_VENV/bin"
     else
-        echo "prometheus could not be fetched: what needs it is skipped" >&2
+        echo "prometheus could not be fetched: tests that need it are skipped" >&2
     fi
     rm -rf "$folder"
 }
 
-# Download a package's file, after the package lists if they are missing (as root).
+# Download a package's file; if apt's lists are missing, update them first (as root).
 mixkv_download() {
     apt-get download -qq "$1" 2>/dev/null && return
     apt-get update -qq </dev/null || sudo -n apt-get update -qq </dev/null || return 1

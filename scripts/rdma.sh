@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# tests/rdma/ over RDMA verbs on any Debian machine: Debian's kernel, which has soft-RoCE, boots in
-# QEMU with this machine's file system as its root, under an overlay in memory. The kernel is
-# unpacked into .rdma/ once, and not installed. Options go to pytest, whose exit status this has. It
-# runs test_smoke.py; with --full all of them, and there is a second guest, another host.
-# --here: no guest, but this machine's own RDMA devices, and nothing is changed on it. QEMU: another
-# one. RDMA_LIMIT_S: ends the guest (124). 77: QEMU or the kernel cannot be had.
+# Run tests/rdma/ over RDMA verbs on any Debian machine: Debian's kernel, which has soft-RoCE, boots
+# in QEMU with this machine's file system as its root, under an overlay in memory. The kernel is
+# unpacked into .rdma/ once, and not installed. Options go to pytest, and the exit status is pytest's.
+# It runs test_smoke.py, or with --full all tests, with a second guest as another host.
+# --here: use this machine's own RDMA devices instead of a guest, and change nothing on it. Variables:
+# QEMU: another QEMU. RDMA_LIMIT_S: ends the guest (124). Status 77: no QEMU or kernel is available.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -12,8 +12,8 @@ cd "$MIXKV_ROOT"
 MADE="$MIXKV_ROOT/.rdma/made" QEMU="${QEMU:-qemu-system-x86_64}" LIMIT_S="${RDMA_LIMIT_S:-7200}"
 FULL="$(printf '%s\n' "$@" | grep -x -e --full || true)" TESTS=(-m pytest -p no:cacheprovider tests/rdma)
 [ -n "$FULL" ] || TESTS[-1]=tests/rdma/test_smoke.py
-# An emulated guest reads this machine's time stamp counter, whose rate it would measure wrong on a
-# busy one: its clock went 2.6 times too fast.
+# An emulated guest reads this machine's time stamp counter. On a busy machine it would measure a
+# wrong rate of that counter: one guest's clock ran 2.6 times too fast.
 KHZ="$(awk '/bogomips/ {print int($3 * 500); exit}' /proc/cpuinfo)"
 KERNEL="console=ttyS0 panic=-1 no_timer_check tsc=reliable tsc_early_khz=$KHZ"
 
@@ -22,7 +22,7 @@ cannot() {
     exit 77
 }
 
-# In .rdma/made: the unpacked kernel, an initrd whose /init mounts the root, and retries.so.
+# Make .rdma/made: the unpacked kernel, an initrd whose /init mounts the root, and retries.so.
 make_guest() {
     local kernel version module PATH="$PATH:/usr/sbin:/sbin"
     (mixkv_apt qemu-system-x86 busybox-static kmod cpio gcc libc6-dev libibverbs-dev \
@@ -30,7 +30,7 @@ make_guest() {
     kernel="$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p')"
     mkdir -p "$WORK/made/root/modules" && cd "$WORK/made"
     (apt-get download -qq "${kernel%%$'\n'*}" && dpkg-deb -x ./*.deb kernel &&
-        rm ./*.deb) >"$WORK/log" 2>&1 || cannot "Debian's kernel cannot be had: $(tail -n 1 "$WORK/log")"
+        rm ./*.deb) >"$WORK/log" 2>&1 || cannot "Debian's kernel is not available: $(tail -n 1 "$WORK/log")"
     version="$(basename kernel/lib/modules/*)" && depmod -b kernel "$version"
     for module in virtio_pci 9p 9pnet_virtio overlay; do
         modprobe -d "$PWD/kernel" -S "$version" --show-depends "$module"
@@ -43,7 +43,7 @@ make_guest() {
     cd "$MIXKV_ROOT" && rm -rf "$MADE" && mv "$WORK/made" "$MADE"
 }
 
-# Starts a guest, 1 or 2, on an accelerator. Their network is made of datagrams. A test restarts 2.
+# Start guest 1 or 2 on an accelerator. Datagrams connect the two. A test restarts guest 2.
 start() {
     local once=(-no-reboot) to="remote.type=unix,remote.path=net$((3 - $1))"
     [ "$1" = 1 ] || once=()
@@ -63,7 +63,7 @@ end() {
     wait "${GUESTS[@]}" 2>/dev/null || true
 }
 
-# Boots on an accelerator, and shows what the guest writes. Fails if it is not up within $2 seconds.
+# Boot on an accelerator, and print the guest's output. Fails if the guest is not up in $2 seconds.
 boot() {
     local shown=0 size until=$((SECONDS + $2))
     : >"$WORK/output1" && GUESTS=() && start 1 "$1"
@@ -95,7 +95,7 @@ command -v "$QEMU" >/dev/null || cannot "there is no $QEMU"
 cp tests/rdma/guest.sh "$WORK/guest"
 printf '%q ' "$MIXKV_ROOT" "$MIXKV_VENV" "$MADE" "${TESTS[@]}" "$@" >"$WORK/arguments"
 { [ -w /dev/kvm ] && [ ! -e .rdma/no-kvm ] && boot kvm 20; } ||
-    { touch .rdma/no-kvm && boot tcg 120; } || boot tcg 300 || # on a busy machine one may hang
+    { touch .rdma/no-kvm && boot tcg 120; } || boot tcg 300 || # on a busy machine, one boot may hang
     cannot "the guest did not boot: $(tail -n 1 "$WORK/console1")"
 [ -z "$FULL" ] || sed 's/^/second guest: /' "$WORK/output2"
 exit "$(sed -n 's/^mixkv-exit \([0-9]*\).*/\1/p' "$WORK/output1" | grep . || echo 1)"

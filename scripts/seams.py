@@ -1,5 +1,5 @@
-"""Write what each supported release of SGLang has of what the plugin uses, read from its wheels, to
-tests/pure/engine/seams.json: parameters, attributes, and the arguments' defaults.
+"""Write tests/pure/engine/seams.json: the parameters, attributes and arguments' defaults that the
+plugin uses, as each supported release of SGLang has them in its wheel.
 
     pip download --no-deps -d wheels sglang==VERSION   # of each release
     python scripts/seams.py wheels/sglang-*.whl
@@ -34,13 +34,13 @@ def default(wheel: Wheel, name: str) -> Any:
     for file in wheel.files(FOLDER):
         for node in ast.walk(ast.Module(wheel.body(file), [])):
             if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name and node.value:
-                with suppress(ValueError):  # of what is no literal
+                with suppress(ValueError):  # not a literal
                     return ast.literal_eval(node.value)
     return None
 
 
 def by_release(wheels: Iterable[Wheel], find: Callable[[Wheel, str], Any], name: str) -> Any:
-    """Return what all releases have, or by the names of those that have the same."""
+    """Return the value that all releases share, or each value by the releases that have it."""
     found: dict[str, list[str]] = defaultdict(list)
     for wheel in wheels:
         found[json.dumps(find(wheel, name))].append(wheel.version)

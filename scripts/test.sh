@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run all tests on a bare machine: set up what is missing, run the tests, quickest first, then some
+# Run all tests on a bare machine: set up the environment, run the tests, quickest first, then some
 # of them on the oldest supported release of SGLang.
-# --full adds the long ones, and more of them on every older release; other options go to pytest,
-# and leave the older releases out. The last lines name the supported Pythons that were not tested.
-# PYTHON=python3.12 runs them on that version, in .venv-3.12/, and fails if this machine does not
+# --full adds the long tests, and more tests on every older release. Other options go to pytest, and
+# skip the older releases. The last lines name the supported Pythons that were not tested.
+# PYTHON=python3.12 runs the tests on that version, in .venv-3.12/, and fails if this machine does not
 # have it; MIXKV_SGLANG=0.5.22 runs them on that release of SGLang, in .venv-0.5.22/.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
@@ -14,7 +14,7 @@ mixkv_prometheus
 # shellcheck source=scripts/dynamo.sh
 source "$MIXKV_ROOT/scripts/dynamo.sh"
 DYNAMO=1.6.1
-[ "${MIXKV_SGLANG:-}" != 0.5.22 ] || DYNAMO=1.7.0.dev20261026 # the one that pins it
+[ "${MIXKV_SGLANG:-}" != 0.5.22 ] || DYNAMO=1.7.0.dev20261026 # it pins SGLang 0.5.22
 case "$*" in
     "" | --full* | *dynamo*) mixkv_dynamo "$DYNAMO" ;;
 esac
@@ -29,7 +29,7 @@ RING="$PART or test_matrix or test_faults or test_stock"
 RING="$RING or test_bootstrap"
 SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 
-# The rings set the environment of SGLang's CPU engine for their whole process; the others do without.
+# The rings set the environment of SGLang's CPU engine for their whole process, so they run apart.
 NONE_SELECTED=5
 status=0
 for part in "tests/pure tests/docs tests/sim tests/gpu" "tests/protocol tests/e2e"; do
@@ -49,7 +49,7 @@ if [ -z "${MIXKV_SGLANG:-}${PYTHON:-}" ] && { [ "$*" = "" ] || [ "$*" = --full ]
     classifier='.*"Programming Language :: Python :: \(3\.[0-9]*\)".*'
     sed -n "s/$classifier/\1/p" pyproject.toml | while read -r version; do
         [ "$version" = "$ran" ] || printf '\n%s\n%s\n' \
-            "NOT TESTED: Python $version. All of this ran on $ran, since another environment takes 10 GB, and" \
+            "NOT TESTED: Python $version. All tests ran on $ran, since another environment takes 10 GB, and" \
             "its tests as long again. To run them: PYTHON=python$version bash scripts/test.sh"
     done
 fi

@@ -1,15 +1,15 @@
-"""What a drafter adds to a transfer: through the plugin's channel, and as SGLang sends it.
+"""Measure what a drafter adds to a transfer, in the plugin's channel and in SGLang's own transfer.
 
-At equal sizes, where both are right. Three rings take turns: `stock` and `channel` have a drafter,
-`target` is SGLang without one, and its figures are subtracted from the others'. The channel's row
-so includes whatever else the plugin costs. Both ranks are one of TP 8, with the real rows: of
+The sizes are equal, so both are correct. Three rings take turns: `stock` and `channel` have a
+drafter, `target` is SGLang without one, whose figures are subtracted from the others'. So the
+channel's row includes all costs of the plugin. Both ranks are one of TP 8, with the real rows: of
 Kimi-K2's EAGLE3 head (1 layer, 8 of 64 heads, 4 KiB per token), and of a DSPARK drafter (5 layers,
 2 of 16 heads, 2.5 KiB). The target is small: one layer of 24 bytes. A request is one chunk.
 
 `descriptors`, `bytes`: of the calls into the transfer engines, on both ranks. `CPU ms`: time of
-both ranks' threads that post and poll, and of the engines' own; not of the main thread, whose polls
-are the benchmark's. `copy ms`: of the threads that pack and unpack, kernels on a GPU. `ms`: from
-`send` until decode polls Success. A transfer that SGLang reports as failed has no figures.
+both ranks' threads that post and poll, and of the engines' own, without the main thread, in which
+the benchmark polls. `copy ms`: of the threads that pack and unpack; on a GPU, of kernels. `ms`:
+from `send` until decode polls Success. A transfer that SGLang reports as failed has no figures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ counted = {"descriptors": 0, "bytes": 0}  # in a rank's process
 
 
 def count(rank: Any) -> None:
-    """Wrap the engines' calls in a rank's process, before its manager is made."""
+    """Wrap the transfer engines' calls in a rank's process, before its manager is made."""
 
     def wrap(owner: Any, name: str, sizes: Any) -> None:
         original = getattr(owner, name)
@@ -79,7 +79,7 @@ def count(rank: Any) -> None:
 
 
 def spent(_: Any) -> dict[str, float]:
-    """Return what this rank has counted, and its threads' CPU time."""
+    """Return this rank's counts, and its threads' CPU time."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     times = {"CPU ms": 0.0, "copy ms": 0.0}
     for number in map(int, os.listdir("/proc/self/task")):
@@ -94,7 +94,7 @@ rings.Member.spent = spent
 
 
 def turn(ring: Any, tokens: int, layout: str, check: bool = False) -> dict[str, float]:
-    """Run one request, and return what it took on all ranks."""
+    """Run one request, and return its counts and times over all ranks."""
 
     def total() -> dict[str, float]:
         found = [one for side in rings.SIDES for one in ring.ask(side, "spent")]
@@ -131,7 +131,7 @@ class Ways:
         return rings.Ring(way, 1, 1, self._most, draft=draft, **self._given)
 
     def measure(self, tokens: int, layout: str, turns: int) -> dict[str, list[dict[str, float]]]:
-        """Return the turns of each way that does not fail. A first one compares bytes."""
+        """Return the turns of each way that does not fail. A first turn compares all bytes."""
         found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         order = random.Random(tokens)
         for number in range(turns + 1):
@@ -171,7 +171,7 @@ def rows(arguments: argparse.Namespace, backend: str, drafter: str, page: int) -
 
 
 def _added(made: dict[str, list[dict[str, float]]], way: str, name: str) -> float | str:
-    """Return the median of what a way took more than the target alone, turn by turn."""
+    """Return the median difference between a way and the target alone, turn by turn."""
     if way not in made or "target" not in made:
         return "fails"
     turns = zip(made[way], made["target"], strict=True)

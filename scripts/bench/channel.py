@@ -1,6 +1,6 @@
-"""What the draft channel itself costs, without a GPU and without a NIC.
+"""Measure the cost of the draft channel itself, without a GPU or a NIC.
 
-Both sides' threads, sockets, slots and machines are the real ones. Copies copy nothing and end at
+Both sides' threads, sockets, slots and machines are the real ones. Copies move no bytes and end at
 once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or at the pace of a
 400 Gb/s NIC on prefill: one after another, at 50 GB/s. Slots have the default 4 MiB, which hold
 1,024 tokens of Kimi-K2's EAGLE3 drafter on one rank of TP 8.
@@ -55,7 +55,7 @@ SETTLE_S = 0.02  # time for the last messages to be handled
 
 
 class AtOnce(Copier):
-    """Copies that end as they are started."""
+    """Copies that end as soon as they are started."""
 
     is_alive, polled = True, False
     done: Sequence[Ended] = ()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, samples in turns, tables and JSON.
+"""Helpers that the benchmarks share: options, samples in turns, tables and JSON.
 
 A result is named lists of flat records. It is printed as tables; `--json FILE` also writes it.
 """
@@ -36,7 +36,7 @@ def interleave(methods: dict[str, Callable[[], float]], count: int) -> dict[str,
 
 
 def show(arguments: argparse.Namespace, parts: Parts) -> None:
-    """Print the result, and write it where the options say."""
+    """Print the result, and write it to the file of --json."""
     if arguments.json:
         result = {"quick": arguments.quick, "parts": parts}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

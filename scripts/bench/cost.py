@@ -1,7 +1,7 @@
-"""What a transfer of draft KV costs, as a + b x bytes, beside a bare read of as many bytes.
+"""Measure a transfer of draft KV, as a + b x bytes, and a bare read of equally many bytes.
 
     channel    from prefill's `send` until the draft KV is in place on all decode ranks
-    bare       one `transfer_sync_read` of as many bytes by one Mooncake engine from one peer
+    bare       one `transfer_sync_read` of these bytes by one Mooncake engine from one peer
 
 The two take turns, over Mooncake's TCP. A request is one chunk, and all ranks know it when `send`
 is called. The drafter has 4 KiB per token over all its ranks: one layer of K and V, 8 heads of 256
@@ -26,7 +26,7 @@ TOKENS = tuple(64 << step for step in range(10))  # 0.25 to 128 MiB
 
 
 class BareRead:
-    """One engine that reads from another, each in a process of its own."""
+    """One engine that reads from another, each in its own process."""
 
     def __init__(self, size: int) -> None:
         context = mp.get_context("spawn")

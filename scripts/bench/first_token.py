@@ -1,12 +1,12 @@
-"""The first token with the plugin beside stock SGLang, and what the wait for draft KV consists of.
+"""Measure the time to the first token with the plugin and without, and the parts of the wait.
 
 `pairs`: two small pairs of real servers at TP 1 -> 1, one without the plugin, answer the same
-prompts of 128 tokens by turns; `crowd`: 16 at once. Medians in ms, and the median ratio of two
+prompts of 128 tokens in turns; `crowd`: 16 at once. Medians in ms, and the median ratio of two
 answers to one prompt. `waits`: bucket bounds of decode's `sglang:mixkv_wait_seconds` and prefill's
 `sglang:mixkv_ready_seconds`, over the plugin's requests.
 
-`parts`: a request of one chunk in a ring, from SGLang's `send` to the poll that says Success; the
-time between two calls, median. The ring polls every 0.2 ms; SGLang's scheduler, once per forward.
+`parts`: the median time between two calls, for a request of one chunk in a ring, from SGLang's
+`send` to the poll that returns Success. The ring polls every 0.2 ms; SGLang, once per forward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def timed(of: Deployment, prompt: list[int]) -> tuple[float, float]:
 def answers(
     made: dict[str, Deployment], turns: int, ask: Callable[[Deployment, list[Any]], list[Any]]
 ) -> Times:
-    """Ask each way the same in each turn, in a random order."""
+    """Send each way the same prompts in each turn, in a random order."""
     draw, found = random.Random(turns), Times((way, []) for way in made)
     for _ in range(turns):
         asked = [[BOS, *draw.sample(SYMBOLS, 126), SEP] for _ in range(CROWD)]
@@ -121,7 +121,7 @@ CALLS = {
 
 
 def stamp(rank: Any) -> None:
-    """Note when the plugin's steps begin, in a rank's process."""
+    """Record when the plugin's steps begin, in a rank's process."""
     from sglang_mixkv.decode import machine as decode
     from sglang_mixkv.decode import worker as decode_worker
     from sglang_mixkv.prefill import machine as prefill

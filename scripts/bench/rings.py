@@ -1,10 +1,10 @@
-"""A ring of ranks for the benchmarks: each is a rank of tests/rig in a process of its own, and
-serves one request after another on command.
+"""A ring of ranks for the benchmarks. Each is a rank of tests/rig in its own process, which serves
+one request after another on command.
 
     stock      SGLang alone
     channel    with the plugin
 
-Rings of several ways stand side by side, so that their requests can take turns; an idle one
+Rings of several ways run side by side, so that their requests can take turns; an idle ring
 sleeps. The main thread of a rank calls SGLang's sender or receiver as SGLang's scheduler
 does. Times are seconds of CLOCK_MONOTONIC, which all processes share. The target is small: 24
 bytes per token.
@@ -94,11 +94,11 @@ class Member:
             time.sleep(POLL_S)
 
     def target_came(self) -> bool:
-        """Whether SGLang's own transfer has succeeded."""
+        """Return whether SGLang's own transfer has succeeded."""
         return bool(self.manager.request_status.get(self.handle.bootstrap_room) == SUCCESS)
 
     def last_poll(self) -> None:
-        """Wait for Success; only the poll that says so counts."""
+        """Wait for Success; only the poll that returns it counts."""
         before = self.cpu
 
         def succeeded() -> bool:
@@ -114,7 +114,7 @@ class Member:
 
 class PrefillMember(Member):
     def begin(self, room: int, tokens: int, layout: str) -> None:
-        """Make the sender, and wait until decode's metadata is here."""
+        """Make the sender, and wait until decode's metadata has arrived."""
         self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room, True)
         self.handle = self.metered(lambda: self.asked_class("sender")(*arguments))
         self.chunk = self.pages("prefill", tokens, layout)
@@ -122,7 +122,7 @@ class PrefillMember(Member):
         self.metered(lambda: self.handle.init(len(self.chunk), 0))
 
     def send(self) -> float:
-        """Send the chunk; return when it was handed over."""
+        """Send the chunk; return the time at which `send` was called."""
         now = time.monotonic()
         self.metered(lambda: self.handle.send(self.chunk))
         self.wait_for(self.target_came)
@@ -158,13 +158,13 @@ class DecodeMember(Member):
         return self.draft is None or self.draft.state is not None
 
     def finish(self) -> float:
-        """Wait until the draft KV is in place; return when it was."""
+        """Wait until the draft KV is in place; return that time."""
         self.wait_for(self.draft_came)
         return time.monotonic()
 
     def conclude(self) -> float:
-        """Poll once everything is there, so that the poll waits for no other process. Return when
-        it said Success."""
+        """Poll once everything has arrived, so that the poll waits for no other process. Return the
+        time at which it returned Success."""
         if self.rank.case.backend == "mooncake":  # NIXL's notifications are read in the poll
             self.wait_for(lambda: self.target_came() and self.draft_came())
         if self.draft is not None:
@@ -192,7 +192,7 @@ class DecodeMember(Member):
 
 
 def request_of(room: int) -> Any:
-    """Make an SGLang request with what the plugin looks at when its room ends."""
+    """Make an SGLang request with the fields that the plugin reads when its room ends."""
     from sglang.srt.managers.schedule_batch import Req
 
     request = Req.__new__(Req)
@@ -202,7 +202,7 @@ def request_of(room: int) -> Any:
 
 
 def serve(case: Any, side: str, number: int, ports: list[int], pipe: Any) -> None:
-    """Run one rank, which obeys commands until its parent ends it."""
+    """Run one rank, which executes commands until its parent ends it."""
     forks.die_with_parent()
     try:
         rank = rig.Rank(case, side, number, ports)
@@ -221,7 +221,7 @@ def serve(case: Any, side: str, number: int, ports: list[int], pipe: Any) -> Non
 
 
 class Ring:
-    """All ranks of one way. `given`: other values of the case."""
+    """All ranks of one way. `given`: fields of the case to change."""
 
     def __init__(self, way: str, prefill_tp: int, decode_tp: int, most: int, **given: Any) -> None:
         plugin, context = way == "channel", mp.get_context("fork")
@@ -254,7 +254,7 @@ class Ring:
                 pipe.send((name, *args))
 
     def hear(self, side: str) -> list[Any]:
-        """Return what each rank of a side returned, by number."""
+        """Return the result of each rank of a side, by number."""
         found = []
         for (whose, number), pipe in self._pipes.items():
             if whose != side:

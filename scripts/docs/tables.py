@@ -1,4 +1,4 @@
-"""Generate tables of the documents from what they describe: settings, and judged pairs.
+"""Generate the tables of settings and of judged pairs in the documents.
 
 python scripts/docs/tables.py            # rewrite them
 python scripts/docs/tables.py --check    # exit status 1 if one is not current

@@ -3,7 +3,7 @@
     fuzz.py --runs N [PARSER...]
 
 An input is one of the seeds, changed a few times, mostly within its structure. A finding is an
-unexpected exception, or an unusable input that is let through: a message that cannot be sent again,
+unexpected exception, or an unusable input that is accepted: a message that cannot be sent again,
 rows that neither make a plan nor are refused, an endpoint that allows reads outside its memory.
 """
 

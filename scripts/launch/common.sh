@@ -5,7 +5,7 @@
 #   MODEL             target, a folder or a hub name                               (required)
 #   DRAFT             drafter, a folder or a hub name         (required with EAGLE3, DFLASH)
 #   TP                --tp-size                                                           8
-#   DP                --attn-dp-size (DP-attention groups), where above 1                 1
+#   DP                --attn-dp-size (DP-attention groups), if above 1                    1
 #                     SGLang 0.5.21 lacks it: add --dp 8 --enable-dp-attention instead
 #   PP                --pp-size                                                           1
 #   HOST, PORT        where the server listens                       0.0.0.0, 30000 / 30001
@@ -26,7 +26,7 @@
 #   TRUST_REMOTE_CODE 1: --trust-remote-code (Kimi-K2 needs it)                           0
 #   MIXKV             1: --enable-mixkv; 0: stock                                         1
 #   LAUNCHER          the command in front of the flags    python -m sglang.launch_server
-#   SGLANG_ENABLE_MIXKV, SGLANG_PLUGINS: the server's own, looked at before it starts
+#   SGLANG_ENABLE_MIXKV, SGLANG_PLUGINS: the server's own, checked before it starts
 #
 # Router (router.sh)
 #   PREFILL           space-separated URL or URL,BOOTSTRAP_PORT   http://127.0.0.1:30000,8998
@@ -34,7 +34,7 @@
 #   HOST, PORT        where the router listens                                0.0.0.0, 8000
 #   ROUTER            the command in front      python -m sglang_router.launch_router
 #
-# Arguments go to the command unchanged, after the flags made here; --dry-run prints it instead.
+# Arguments go to the command unchanged, after these flags; --dry-run prints the command instead.
 
 fail() {
     printf 'error: %s\n' "$*" >&2
@@ -71,8 +71,8 @@ switch() {
     esac
 }
 
-# A plugin that SGLANG_PLUGINS leaves out cannot say so itself: opted in by SGLANG_ENABLE_MIXKV
-# alone, the server would start as stock.
+# Fail if SGLANG_PLUGINS leaves out the plugin, which then could not report it: with only
+# SGLANG_ENABLE_MIXKV set, the server would start as stock.
 loaded() {
     local plugins=",${SGLANG_PLUGINS:-mixkv}," enabled="${SGLANG_ENABLE_MIXKV:-0}"
     case "${plugins// /}" in *,mixkv,*) return 0 ;; esac
@@ -91,7 +91,7 @@ speculation() {
     case "$algorithm" in
         DFLASH | DSPARK)
             option "--speculative-${algorithm,,}-block-size" "${SPEC_BLOCK:-}"
-            [ "${DP:-1}" = 1 ] || COMMAND+=(--enable-dp-lm-head) # SGLang asks for it
+            [ "${DP:-1}" = 1 ] || COMMAND+=(--enable-dp-lm-head) # SGLang requires it
             return 0
             ;;
     esac

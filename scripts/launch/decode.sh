@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A decode server (one node of it). Variables: common.sh. Examples: docs/deploy.md.
+# Start a decode server, or one node of it. Variables: common.sh. Examples: docs/deploy.md.
 set -euo pipefail
 # shellcheck source=scripts/launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

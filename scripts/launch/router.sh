@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SGLang's router in front of prefill and decode servers. Variables: common.sh.
+# Start SGLang's router in front of prefill and decode servers. Variables: common.sh.
 set -euo pipefail
 # shellcheck source=scripts/launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

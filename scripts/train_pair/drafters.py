@@ -4,8 +4,8 @@
 that occurs twice would make the next one ambiguous. The shipped models' tokenizer of syllables
 (models/*/*/tokenizer.json) has the same ids.
 
-Both drafters look up the next symbols in their own KV of the prompt. `Damage` is what a wrong
-transfer leaves there. A forward pass gives logits [..., drafts, vocabulary] for the batch's
+Both drafters look up the next symbols in their own KV of the prompt. `Damage` imitates a wrong
+transfer of that KV. A forward pass gives logits [..., drafts, vocabulary] for the batch's
 `labels` [..., drafts]; only those in `scored` count. Shapes have B rows of T tokens. A
 `state_dict()` is the checkpoint.
 """
@@ -184,8 +184,8 @@ class Eagle3(nn.Module):
 class Dflash(nn.Module):
     """Two Qwen3 layers that fill a block of masks at once. Each layer projects a token's KV
     from the same target features of it. A block's tokens, the first of which is known, see each
-    other and all tokens before the block. DSPARK's dense drafter is the same, with a head that adds
-    what a token says about the next."""
+    other and all tokens before the block. DSPARK's dense drafter has one more head, which adds
+    logits that depend on the previous token."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -242,13 +242,13 @@ MODELS: dict[str, type[Eagle3 | Dflash]] = {"eagle3": Eagle3, "dflash": Dflash}
 
 
 def drafts(logits: Tensor, inputs: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """For each draft, return logits [entries, vocabulary] and the right tokens [entries]."""
+    """For each draft, return logits [entries, vocabulary] and the correct tokens [entries]."""
     steps = zip(*(x.unbind(-1) for x in (inputs["labels"], inputs["scored"])), strict=True)
     return [(logits[..., k, :][ok], labels[ok]) for k, (labels, ok) in enumerate(steps)]
 
 
 def accept_length(logits: Tensor, inputs: dict[str, Tensor]) -> float:
-    """1 + the mean number of leading right drafts, over the entries with labels for all drafts."""
+    """Return 1 + the mean number of leading correct drafts, over entries with labels for all."""
     right = (logits.argmax(-1) == inputs["labels"]) & inputs["scored"]
     leading = right.cumprod(-1).sum(-1)[inputs["scored"][..., -1]]
     return 1 + leading.float().mean().item()

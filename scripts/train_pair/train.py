@@ -150,7 +150,7 @@ def train_drafter(kind: str, target: Any, config: Any) -> nn.Module:
 
 
 def pushed_down(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of giving these labels any probability."""
+    """Return a loss that rises with the probability of these labels."""
     right = logits.softmax(-1).gather(-1, labels[..., None])
     return -torch.log1p(-right.clamp(max=1 - 1e-4)).mean()
 
@@ -176,7 +176,7 @@ def load(model: nn.Module, folder: Path) -> None:
 
 @torch.no_grad()
 def check_target(target: Any) -> None:
-    """Check held-out strings, teacher-forced: a row that is all right is so in greedy decoding."""
+    """Check held-out strings, teacher-forced. A fully correct row is correct in greedy decoding."""
     generator = torch.Generator().manual_seed(12345)
     for length in HELD_OUT_LENGTHS["eagle3"]:
         ids, answer = sample(48, length, length, generator)
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--drafter", choices=sorted(FOLDERS), default="eagle3")
     parser.add_argument("--keep-target", action="store_true")
-    parser.add_argument("--check", action="store_true", help="only measure what DIR has")
+    parser.add_argument("--check", action="store_true", help="only measure the models in DIR")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

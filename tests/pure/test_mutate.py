@@ -224,7 +224,7 @@ def test_an_equivalence_claim_must_match_a_mutant(checkout: Path) -> None:
     config.write_text(CONFIG + CLAIM.format("<"))
     assert rows(checkout, "--seconds", "0") == ["killed: none; 0 late, 5 not run"]
     config.write_text(CONFIG + CLAIM.format(">"))
-    assert "not a mutant" in rows(checkout, status=1)[-1]
+    assert "entries without a mutant" in rows(checkout, status=1)[-1]
 
 
 def test_a_terminated_run_leaves_nothing_behind(checkout: Path) -> None:
