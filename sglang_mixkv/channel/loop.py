@@ -69,9 +69,11 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Worker(ABC, Generic[M]):
-    """A rank's channel thread. `names`: its name, and that of the thread for host copies."""
+    """A rank's channel thread. `names`: its name, and that of the thread for host copies. The
+    simulator replaces `_clock`."""
 
     names: tuple[str, str]
+    _clock = staticmethod(time.monotonic)
 
     def __init__(self, machine: M, reporter: Reporter, times: Times, store: Store | None) -> None:
         """`store`: None on a rank without a drafter, which copies nothing."""
@@ -133,8 +135,8 @@ class Worker(ABC, Generic[M]):
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
                 self._take(self._calls(self._poller.wait(TICK, polled or self._must_poll())))
-                if time.monotonic() - self._ticked >= TICK:  # even if every poll raises
-                    self._ticked = time.monotonic()
+                if self._clock() - self._ticked >= TICK:  # even if every poll raises
+                    self._ticked = self._clock()
                     self._take([(self._machine.tick, ()), (self._reporter.ticked, ())])
                 self._act()
         except Exception:
@@ -161,7 +163,7 @@ class Worker(ABC, Generic[M]):
             try:
                 for method, args in found:
                     name = method.__name__
-                    self._machine.advance(time.monotonic())
+                    self._machine.advance(self._clock())
                     method(*args)
                 return
             except Exception:
@@ -180,8 +182,8 @@ class Worker(ABC, Generic[M]):
                     logger.exception("[MIXKV-SELF-01] the draft channel failed on %s", name)
                     self._call(self._machine.on_action_failed, action, error)
             if wanted:
-                self._poller.came = time.monotonic()
+                self._poller.came = self._clock()
             while not ((copies := self._copies) and copies.done):
-                if not (copies and copies.polled and time.monotonic() < copies.launched + ASKED):
+                if not (copies and copies.polled and self._clock() < copies.launched + ASKED):
                     return
             self._take(self._copied())

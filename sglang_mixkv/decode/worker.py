@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -129,7 +128,7 @@ class DecodeWorker(Worker[Machine]):
     def target_arrived(self, handle: ReceiveHandle) -> None:
         """Start the wait for draft KV, unless there is a verdict."""
         if handle.arrived is None:
-            handle.arrived = time.monotonic()
+            handle.arrived = self._clock()
             if handle.state is None:
                 # it only starts a clock, so the thread need not wake now
                 self._call(self._machine.target_arrived, handle.opened.generation, wake=False)
@@ -148,7 +147,7 @@ class DecodeWorker(Worker[Machine]):
         """Return whether the channel will never decide this request, since its threads have ended
         or twice the allowed time has passed. The scheduler must then call `clear_now`."""
         since = handle.arrived
-        return self.broken or (since is not None and time.monotonic() - since > self._slowest)
+        return self.broken or (since is not None and self._clock() - since > self._slowest)
 
     def clear_now(self, handle: ReceiveHandle) -> None:
         """Clear all rows of the request in the caller's thread, and make it cold. Nothing else
@@ -159,7 +158,7 @@ class DecodeWorker(Worker[Machine]):
             if handle.event is not None and not handle.event.query():
                 return
         except Exception as error:
-            if handle.arrived and time.monotonic() - handle.arrived > 2 * self._slowest:
+            if handle.arrived and self._clock() - handle.arrived > 2 * self._slowest:
                 handle.gate.close()
                 self._decide(handle, act.State.FAILED, f"an earlier forward: {error!r}")
             return
@@ -178,7 +177,7 @@ class DecodeWorker(Worker[Machine]):
 
     def _decide(self, handle: ReceiveHandle, state: act.State, reason: str) -> None:
         """Set `state` last, since the scheduler polls it."""
-        handle.reason, handle.decided, handle.state = reason, time.monotonic(), state
+        handle.reason, handle.decided, handle.state = reason, self._clock(), state
 
     # -- the channel thread
 

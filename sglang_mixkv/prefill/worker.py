@@ -7,7 +7,6 @@ machine's actions, and adds a chunk to the machine once the chunk's forward has 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +51,7 @@ class PrefillWorker(Worker[Machine]):
     read the slots of `store` over its data plane."""
 
     names = "mixkv-prefill", "mixkv-pack"
+    _handle = SendHandle
 
     def __init__(
         self, machine: Machine, store: Store, times: Times, reporter: Reporter, host: str, port: int
@@ -71,7 +71,7 @@ class PrefillWorker(Worker[Machine]):
     # -- the scheduler's thread
 
     def begin(self, room: int) -> SendHandle:
-        handle = SendHandle(room)
+        handle = self._handle(room)
         self._call(self._machine.begin, handle, room, wake=False)  # the first chunk wakes
         return handle
 
@@ -90,11 +90,11 @@ class PrefillWorker(Worker[Machine]):
         pages any more. After a request was given up, packing may still be queued; the closed gate
         stops it."""
         if handle.sent is None:
-            handle.sent = time.monotonic()
+            handle.sent = self._clock()
             if not handle.pages_released:
                 self._call(self._machine.target_sent, handle, wake=False)  # only starts a clock
         if not handle.pages_released:
-            overdue = time.monotonic() - handle.sent > self._slowest
+            overdue = self._clock() - handle.sent > self._slowest
             if not (self.broken or overdue):
                 return False
             logger.error(
@@ -179,7 +179,7 @@ class PrefillWorker(Worker[Machine]):
                 self._call(self._lost.discard, action.peer)
             return
         for chunk in action.chunks:
-            self._reporter.announced(time.monotonic() - chunk.pages.written)
+            self._reporter.announced(self._clock() - chunk.pages.written)
 
 
 def _copy_of(segment: Segment) -> Copy:

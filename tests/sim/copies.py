@@ -25,7 +25,7 @@ class Copiers(Copier):
     AT_ONCE = 0.3
 
     def __init__(self, rank: PrefillRank | DecodeRank) -> None:
-        super().__init__(rank.worker._store, rank.worker.moved)
+        super().__init__(rank.worker._store, rank.worker._reporter.moved)
         self._rank = rank
         self._idle = deque(("copier", number) for number in range(rank.world.spec.copiers))
         self._work: deque[Copy] = deque()
@@ -134,7 +134,7 @@ class Device:
         self._stream: deque[Batch] = deque()
         self.failed = False
         rank.worker._store.device = self
-        self.copies = Prepared(rank.worker._store, rank.worker.moved)
+        self.copies = Prepared(rank.worker._store, rank.worker._reporter.moved)
 
     @property
     def can_start(self) -> bool:

@@ -10,16 +10,15 @@ from sglang_mixkv.channel.messages import Message, encode
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.decode.transfer import Source, instance_of
-from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.copier import Copy, HeldBack
 from sglang_mixkv.draft.slot_format import SlotCheck
-from tests.sim import memory
+from tests.sim import memory, workers
 from tests.sim.copies import Copiers, Device
 from tests.sim.judge import Judge
 from tests.sim.network import Link, Read
 from tests.sim.process import Gated, Process
 from tests.sim.wire import Wire
-from tests.sim.workers import Borrowed, Event, Receiving
+from tests.sim.workers import Event, Receiving
 
 if TYPE_CHECKING:
     from tests.sim.spec import Request
@@ -127,10 +126,9 @@ class DecodeRank(Process):
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
         self.judge, self.wire = Judge(self), Wire(self)
         self.links = Links(self)
-        self.worker = Borrowed(
-            DecodeWorker, self, {"Link": Link}, _links=self.links, _held=HeldBack(),
-            _forget_peer=self._forget_peer, _check_peer=self._check_peer,
-            _new_generation=world.next_number,
+        self.worker = workers.Decode(
+            self, _links=self.links, _held=HeldBack(), _forget_peer=self._forget_peer,
+            _check_peer=self._check_peer, _new_generation=world.next_number,
         )  # fmt: skip
         self.pool = memory.Pool(place.server.page, len(place.layout.heads))
         self.device = Device(self) if place.server.device else None

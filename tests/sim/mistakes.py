@@ -448,7 +448,7 @@ def decode_has_no_last_resort(patch: Patch) -> None:
 @mistake("last resort", "hung")
 def the_last_resort_comes_early(patch: Patch) -> None:
     def is_lost(self: Any, handle: Any) -> bool:
-        return handle.arrived is not None and self.monotonic() - handle.arrived > self._slowest / 2
+        return handle.arrived is not None and self._clock() - handle.arrived > self._slowest / 2
 
     patch.setattr(DecodeWorker, "is_lost", is_lost)
 
@@ -457,7 +457,7 @@ def the_last_resort_comes_early(patch: Patch) -> None:
 def prefill_has_no_last_resort(patch: Patch) -> None:
     def release(self: Any, handle: Any) -> bool:
         if handle.sent is None:
-            handle.sent = self.monotonic()
+            handle.sent = self._clock()
             self._call(self._machine.target_sent, handle, wake=False)
         return bool(handle.pages_released and handle.gate.try_close())
 

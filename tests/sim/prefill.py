@@ -14,11 +14,10 @@ from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill.actions import Action, PagesReleased
 from sglang_mixkv.prefill.machine import Machine
-from sglang_mixkv.prefill.worker import PrefillWorker
-from tests.sim import memory
+from tests.sim import memory, workers
 from tests.sim.copies import Copiers, Device
 from tests.sim.process import Gated, Process
-from tests.sim.workers import Borrowed, Event, Sending
+from tests.sim.workers import Event
 
 if TYPE_CHECKING:
     from tests.sim.spec import Request
@@ -93,10 +92,9 @@ class PrefillRank(Process):
             instance, place.layout.heads, self._segment_tokens, self.slots, place.times,
             world.next_number,
         )  # fmt: skip
-        self.worker = Borrowed(
-            PrefillWorker, self, {"SendHandle": Sending},
-            _socket=Socket(self), _poller=self, _held=HeldBack(), _lost=set(),
-        )  # fmt: skip
+        self.worker = workers.Prefill(
+            self, _socket=Socket(self), _poller=self, _held=HeldBack(), _lost=set()
+        )
         self.pool = memory.Pool(place.server.page, 1)
         self.device = Device(self) if place.server.device else None
         self.worker._copies = self.device.copies if self.device else Copiers(self)

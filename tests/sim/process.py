@@ -20,7 +20,7 @@ from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.prefill import machine as prefill_machine
 from tests.rig.channel.invariants import outstanding
 from tests.sim import memory
-from tests.sim.workers import Blocked, Borrowed
+from tests.sim.workers import Blocked, Simulated
 
 if TYPE_CHECKING:
     from sglang_mixkv.draft.gate import Gate
@@ -60,7 +60,7 @@ class Process:
     judge: Any = None
     device: Any = None
     machine: Any
-    worker: Borrowed
+    worker: Simulated
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         self.world, self.clock, self.rng = world, world.clock, world.clock.rng

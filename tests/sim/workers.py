@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.loop import Call
-from sglang_mixkv.decode.worker import ReceiveHandle
+from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.gate import Gate
-from sglang_mixkv.prefill.worker import SendHandle
+from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 if TYPE_CHECKING:
     from tests.sim.process import Process
@@ -93,53 +92,11 @@ class Store:
         self._rank.clear_at_once(rows.tolist())
 
 
-class _Quiet:
-    """A logger without output."""
+class Queue:
+    """A worker's queue of calls."""
 
-    def error(self, *_: Any) -> None: ...
-
-    warning = exception = info = error
-
-
-class Borrowed:
-    """A worker that runs the methods of the class `of` without its threads and sockets.
-
-    The methods see `other` instead of their module's globals of the same names, and the rank's
-    clock instead of `time`.
-    """
-
-    def __init__(self, of: type, rank: Process, other: dict[str, Any], **more: Any) -> None:
-        self._of, self._rank, self._code = of, rank, {}
-        self._other = {"time": self, "logger": _Quiet(), **other}
-        self._machine, self._queue, self._reporter = rank.machine, self, self
-        self._slowest = rank.place.times.last_resort
-        self._store = Store(rank)
-        self._copies: Any = None
-        self.broken = False
-        self.__dict__.update(more)
-
-    def __getattr__(self, name: str) -> Any:
-        found = next((of.__dict__[name] for of in self._of.__mro__ if name in of.__dict__), None)
-        if type(found) is not FunctionType:
-            return getattr(self._of, name)
-        module = found.__module__
-        if module not in self._code:
-            self._code[module] = {**found.__globals__, **self._other}
-        own = FunctionType(
-            found.__code__, self._code[module], name, found.__defaults__, found.__closure__
-        )
-        own.__kwdefaults__ = found.__kwdefaults__
-        method = self.__dict__[name] = MethodType(own, self)
-        return method
-
-    # -- the time
-
-    def monotonic(self) -> float:
-        return self._rank.time
-
-    perf_counter = monotonic
-
-    # -- its queue and its reporter
+    def __init__(self, rank: Process) -> None:
+        self._rank = rank
 
     def put(self, call: Call, wake: bool = True) -> None:
         """Queue a call, which the channel thread may take before this method returns."""
@@ -147,6 +104,10 @@ class Borrowed:
             self._rank.handle(call)
         else:
             self._rank.post(call)
+
+
+class Quiet:
+    """A reporter that records nothing."""
 
     def __call__(self, note: object) -> None: ...
 
@@ -158,3 +119,24 @@ class Borrowed:
     def moved(self, *_: object) -> None: ...
 
     def announced(self, *_: object) -> None: ...
+
+
+class Simulated:
+    """A worker without its threads, sockets and data plane, on its rank's clock."""
+
+    broken = False
+
+    def __init__(self, rank: Process, **fields: Any) -> None:
+        self._machine, self._queue, self._reporter = rank.machine, Queue(rank), Quiet()
+        self._clock = lambda: rank.time
+        self._slowest = rank.place.times.last_resort
+        self._store = Store(rank)
+        self._copies: Any = None
+        vars(self).update(fields)
+
+
+class Prefill(Simulated, PrefillWorker):
+    _handle = Sending
+
+
+class Decode(Simulated, DecodeWorker): ...
