@@ -97,9 +97,10 @@ def _plan(args: dict[str, Any]) -> PairReport | None:
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """What the plugin would move, its memory, and how ranks share that at worst: when every decode
-    rank reads from every server. `slots`: those that two ranks share, which hold `tokens`; with 0,
-    `enough_mb` of staging gives each a slot. `chunk`: descriptors for one of CHUNK tokens."""
+    """What the plugin would move, its memory, and how ranks share that memory in the worst case, in
+    which every decode rank reads from every prefill server. Two ranks share `slots`, which hold
+    `tokens`. If that is 0, `enough_mb` of staging give each a slot. `chunk`: descriptors for CHUNK
+    tokens."""
 
     heads: int
     bytes_per_token: int
@@ -115,7 +116,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def transfer(plan: PairReport, prefills: int = 1, decodes: int = 1) -> Transfer | None:
-    """Size what the plugin moves, if it moves anything or is asked to."""
+    """Return these sizes; None if the plugin is neither needed nor asked for."""
     facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
     is_asked = plan.need and (plan.need.needed or any(side.enabled for side in sides))
     if not is_asked or facts is None or facts != plan.prefill.facts:
@@ -138,7 +139,7 @@ def transfer(plan: PairReport, prefills: int = 1, decodes: int = 1) -> Transfer 
 
 
 def whole(plan: PairReport, prefills: int, decodes: int) -> dict[str, Any]:
-    """Return the plan for JSON, with its sizes; equal widths of heads as counts."""
+    """Return the plan for JSON, with its sizes, and the number of buffers of each width."""
     found: dict[str, Any] = msgspec.to_builtins(plan)
     for side in ROLES:
         for model in filter(None, (found[side]["target"], found[side]["draft"])):

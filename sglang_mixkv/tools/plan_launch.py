@@ -1,9 +1,9 @@
-"""A launch that is only planned: with SGLANG_MIXKV_PLAN=FILE, a server writes what SGLang makes of
-its arguments as one row, and ends before it loads a model. `plan` reads rows beside lines.
+"""With SGLANG_MIXKV_PLAN=FILE, a launch writes its resolved arguments as one row, and exits before
+it loads a model. `plan` reads rows as well as lines.
 
 HTTP, gRPC and Dynamo starts resolve their arguments (`resolve_once`), may add to them, and check
-them (`check_server_args`): both are hooked, and nothing is unless the variable is set. Without a
-GPU, arguments are resolved as for `plan --gpu`.
+them (`check_server_args`). Both steps are hooked, but only if the variable is set. Without a GPU,
+arguments are resolved as for `plan --gpu`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _for_good = ExitStack()  # this process ends before it could be left
 
 
 class LaunchRow(msgspec.Struct, frozen=True):
-    """What a launch wrote. `error`: why there is no server, in SGLang's words or the plugin's."""
+    """The row of a launch. `error`: why it has no `server`, as SGLang or the plugin says it."""
 
     sglang_mixkv_plan: int
     plugin: str
@@ -50,8 +50,8 @@ def rows_in(text: str) -> list[dict[str, Any]]:
 
 
 def read_row(given: Given, role: str) -> Server | None:
-    """Read the row in a text; None if it has none. Raises MixKVError for one that is of another
-    version, damaged or foreign, and for several."""
+    """Read the row in a text; None if it has none. Raises MixKVError for a row that is damaged, not
+    plan's or of another version, and for several different rows."""
     if given.pointer or not re.search(MARK, given.text):
         return None
     again = f"write it again with sglang-mixkv {__version__}"
@@ -83,7 +83,7 @@ def register() -> None:
 
 
 def around_resolve(original: Callable[[Any], None], server_args: Any) -> None:
-    """Resolve for a GPU on which SGLang starts these arguments; end with the errors if none is."""
+    """Resolve for a GPU on which SGLang starts these arguments; if none will do, exit."""
     if hasattr(server_args, _SEEN) or getattr(server_args, "_resolution_finished", False):
         return original(server_args)
     try:
@@ -118,7 +118,7 @@ def around_check(original: Callable[[Any], None], server_args: Any) -> None:
 
 
 def _gpus(server_args: Any) -> list[str]:
-    """Return the GPUS to try; none on a host that has one, or for another device."""
+    """Return the GPUs to try, or [""] on a host that has a GPU and for another device."""
     import torch
 
     named, is_cpu = os.environ.get(PLAN_GPU_ENV), truth("SGLANG_USE_CPU_ENGINE", os.environ)

@@ -16,7 +16,7 @@ from sglang_mixkv.tools.plan_shell import unreadable
 
 
 class Facts(DraftFacts, frozen=True):
-    """Without a wire's bounds: 0 heads if each rank has the same rows (MLA)."""
+    """Facts without the bounds of messages. `total_heads`: 0 if ranks have the same rows (MLA)."""
 
     architecture: str
     algorithm: str
@@ -26,9 +26,9 @@ class Facts(DraftFacts, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """`hybrid`: some layers have a state
-    instead of KV. `window`: how far back a drafter reads (draft/window.py). `states`: beside KV,
-    what SGLang does not cut by heads. `met`: more values that SGLang compares when a pair meets."""
+    """`hybrid`: some layers have a state instead of KV. `window`: how far back a drafter reads
+    (draft/window.py). `states`: the states beside KV that SGLang does not cut by heads. `met`: more
+    values that SGLang compares when a pair meets."""
 
     facts: Facts
     layers: int

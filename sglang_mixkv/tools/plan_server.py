@@ -34,17 +34,17 @@ from sglang_mixkv.tools.plan_text import Given, split
 OF_HOST = (
     "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
 )  # fmt: skip
-"""Flags whose devices and files SGLang looks for on the host that resolves a line."""
+"""Flags that name devices and files of the server's host, which SGLang looks for."""
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """FLAGS are SGLang's, resolved. `enabled`: opted in. `gpu`: the one it was resolved for.
-    `mode`: its own, where `role` is the one asked for. `sglang`: the release that resolved it;
-    `resolved`: whether to the end. `attention_tp`: 0 if TP does not divide. `stage`: the target's
-    part in the first pipeline stage. `tcp`: Mooncake is told to use TCP. `store`: the settings of
-    Mooncake's store, if it is used. `stock`: why SGLang does not start it; `refused`: why the
-    plugin does not."""
+    """FLAGS are SGLang's, resolved. `enabled`: it has opted in. `gpu`: the GPU that it was
+    resolved for. `mode`: its --disaggregation-mode; `role`: the role that plan was asked about.
+    `sglang`: the release that resolved it; `resolved`: that succeeded. `attention_tp`: 0 if TP does
+    not divide. `stage`: the target's layers in the first pipeline stage. `tcp`: Mooncake is told to
+    use TCP. `store`: the settings of Mooncake's store; None without it. `stock`: why SGLang does
+    not start it; `refused`: why the plugin does not."""
 
     attn_cp_size: int = 1
     enable_kv_cache_sharding: bool | None = False
@@ -186,7 +186,7 @@ def server_of(
 
 
 def _ends(view: Any, stage: Target) -> Iterator[str]:
-    """Say what ends SGLang in the constructors of its two queues (disaggregation/prefill.py and
+    """Yield why SGLang exits in the constructors of its two queues (disaggregation/prefill.py and
     decode.py)."""
     from sglang.srt.environ import envs
 
@@ -255,8 +255,8 @@ SPECULATION = ("num_steps", "eagle_topk", "num_draft_tokens")
 
 
 def _words(error: Exception, made: Any) -> str:
-    """Return an error's text. SGLang has none of its own for speculative flags without the
-    others."""
+    """Return an error's text. SGLang's errors about incomplete speculative flags have none, so add
+    the missing flags."""
     text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
     values = {
         f"--speculative-{name.replace('_', '-')}": getattr(made, f"speculative_{name}", None)
@@ -314,7 +314,7 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 
 def _flags(settings: Mapping[Any, Any]) -> Iterator[str]:
-    """Write a mapping as flags: true is a flag alone, and false none."""
+    """Write a mapping as flags. A value of true is a flag without a value, and false no flag."""
     for key, value in settings.items():
         if value is not False:
             yield f"--{key}"
@@ -348,7 +348,7 @@ _DYNAMOS = re.compile(
     r"|fpm-trace|frontend-decoding|health-check-payload|output-modalities|kv-(?:state-endpoint"
     r"|events)|sglang-trace-level|exclude-tools-\S*|disable-piecewise-cuda-graph)"
 )
-"""Flags of dynamo.sglang 1.6 and 1.7, for where Dynamo is not installed."""
+"""The flags of dynamo.sglang 1.6 and 1.7, which are used if Dynamo is not installed."""
 _OF_DYNAMO = (
     "dynamo.common.configuration.groups.router_args:parse_worker_router_config",
     "dynamo.common.configuration.groups.runtime_args:DynamoRuntimeArgGroup",
@@ -389,8 +389,8 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def alone(environ: Mapping[str, str]) -> Iterator[None]:
-    """Let only the line's variables of SGLang and Mooncake count; keep SGLang from logging and
-    downloading."""
+    """Set the line's variables in place of this shell's variables for SGLang and Mooncake, and keep
+    SGLang from logging and downloading."""
     level = logging.root.manager.disable
     line_only = "SGLANG_", "MC_", "MOONCAKE_"
     of_shell = {name: v for name, v in os.environ.items() if not name.startswith(line_only)}

@@ -1,6 +1,6 @@
-"""Read launch lines out of shell commands, without a shell: words, quotes, continuations and plain
-assignments. A variable that decides anything has to be set once, on a line of its own, with no
-branch, loop or function before it; what only a shell can know stops the line."""
+"""Read launch lines in shell commands without a shell: words, quotes, continuations and plain
+assignments. A variable that plan needs must be set once, on a line of its own, with no branch, loop
+or function before it. Otherwise `Line.stop` says why only a shell can read the line."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ HOST = re.compile(
     rf"{_DROPPED}|--(?:host|dist-init-addr|served-model-name|log-level[\w-]*|ssl-[\w-]+|"
     r"(?:disaggregation|mooncake)-ib-device|[\w-]+-(?:url|dir|log))"
 )
-"""Flags that plan does not need: a value that only the host knows is a note."""
+"""Flags that plan does not need. It adds a note if only the host knows their values."""
 _ELSEWHERE = {"docker", "podman", "nerdctl", "kubectl", "ssh"}
 Word = tuple[str, str]
-"""A word, and why it is not known; "" if it is."""
+"""A word, and why it is unknown; "" if it is known."""
 
 
 def unreadable(text: str) -> MixKVError:
@@ -47,9 +47,9 @@ def unreadable(text: str) -> MixKVError:
 
 
 class Line(NamedTuple):
-    """A server's flags. `launcher`: the command that takes them, "" if unknown. `stop`: why only a
-    shell could read it, if so. `config`: flags that a recipe lists as a mapping, or those of
-    --config's file if a ConfigMap has it."""
+    """A server's flags. `launcher`: the command before them; "" if unknown. `stop`: why only a
+    shell can read the line; "" if plan can. `config`: flags that a recipe lists as a mapping, or
+    those in --config's file, if a ConfigMap contains it."""
 
     environ: Mapping[str, str]
     flags: list[str]
@@ -85,8 +85,9 @@ def value_of(flags: list[str], name: str) -> str:
 def lines_of(
     text: str, environ: Mapping[str, str], unknown: Mapping[str, str], branch: str = ""
 ) -> Iterator[Line]:
-    """Yield the launch lines of a script. `unknown`: why variables are not known; `branch`: why
-    none is that is set or has a default. Raises ValueError for text that no shell would take."""
+    """Yield the launch lines of a script. `unknown`: why the values of these variables are unknown;
+    `branch`: why those of all variables are that are set or have a default. Raises ValueError for
+    text that a shell would not accept."""
     known, exported, whys, notes = dict(environ), {*environ}, dict(unknown), dict[str, None]()
     stop, last = "", -1
 
@@ -182,7 +183,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _commands(words: list[Word]) -> Iterator[list[Word]]:
-    """Yield the commands of a line. What follows a redirection is its file, then flags again."""
+    """Yield the commands of a line, without redirections and their files."""
     command, is_file = list[Word](), False
     for word, why in [*words, (";", "")]:
         if not set(word) - set("();<>|&") and word:
@@ -211,7 +212,7 @@ def line_of(
     words: list[Word], environ: Mapping[str, str], unknown: Mapping[str, str], number: int = 0,
     stop: str = "", branch: str = "",
 ) -> Iterator[Line]:  # fmt: skip
-    """Find a command's launch line, or those of a script in one of its words."""
+    """Yield the launch line in a command, or those in a script that is one of its words."""
     texts = [text for text, _ in words]
     begin = next((n for n, word in enumerate(texts, 1) if LAUNCHER.fullmatch(word)
                   or LAUNCHER.fullmatch(" ".join(texts[max(0, n - 2) : n]))), 0)  # fmt: skip
@@ -250,8 +251,8 @@ def line_of(
 
 
 def _kept(words: list[Word], number: int) -> tuple[list[str], list[str], str]:
-    """Return the flags that are known or that plan does not need, notes on those it leaves, and
-    why others stop it. No word's text is shown: it may hold a key."""
+    """Return the known flags and those that plan does not need, notes on unknown ones among these,
+    and why another unknown flag stops it. No word is printed, since it may be a key."""
     kept, notes = list[str](), list[str]()
     for before, (text, why) in zip(["", *(text for text, _ in words)], words, strict=False):
         name = text.partition("=")[0] if text.startswith("--") else before

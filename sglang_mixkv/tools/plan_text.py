@@ -1,8 +1,7 @@
-"""Find a server's launch line in what people have: a line, a script, or a node of a YAML or JSON
-file.
+"""Find a server's launch line in a text, a script, or a node of a YAML or JSON file.
 
-Data is pointed at: `FILE#/DOC/key/0` is a JSON Pointer (RFC 6901) with the document's number first.
-Without one, the file has to hold exactly one launch for the role. Scripts: plan_shell.py.
+`FILE#/DOC/key/0` names a node by a JSON Pointer (RFC 6901) with the document's number first.
+Without a pointer, the file must have exactly one launch for the role. plan_shell.py reads scripts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Given(NamedTuple):
 
 def load(given: str, stdin: str = "") -> Given:
     """Read what `given` names: a file or stdin, with a pointer or without, or the text itself.
-    Raises MixKVError for a file that is none, or too large."""
+    Raises MixKVError for a path that is no regular file, and for a file that is too large."""
     path, mark, pointer = (given, "", "") if os.path.lexists(given) else given.partition("#")
     if path == "-":
         return Given(stdin, path, pointer)
@@ -87,7 +86,7 @@ def split(given: Given | str, role: str) -> Line:
 
 
 class _Node(NamedTuple):
-    """A node of a file: `where` it is, its volumes, and the mappings above it, the inmost last."""
+    """A node of a file: its value, `where` it is, and the mappings above it, the innermost last."""
 
     value: Any
     where: str
@@ -102,7 +101,7 @@ class _Node(NamedTuple):
         return any("services" in one for one in self.above)
 
     def steps(self) -> Iterator[_Node]:
-        """Yield the children, into a string that is YAML itself, too."""
+        """Yield the children. A string that is YAML itself has children, too."""
         value = self.value
         if isinstance(value, str) and re.search(r"disaggregation|model", value):
             value = next(iter(_documents(value)), None)
@@ -118,7 +117,7 @@ class _Node(NamedTuple):
 
 
 def _found(given: Given) -> list[tuple[str, Line]]:
-    """Find all launches, or that of the pointer, with their pointers or lines."""
+    """Find all launches, or the one at the pointer, with their pointers or line numbers."""
     documents = _documents(given.text)
     if given.pointer or any(isinstance(one, dict | list) for one in documents):
         maps, seen, found = _maps(documents), set[int](), list[tuple[str, Line]]()
@@ -150,8 +149,8 @@ def _documents(text: str) -> list[Any]:
 
 
 def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[Line]:
-    """Read a node: a container, flags, words, or a line or YAML in a string. One that no pointer
-    names has to be a launch itself."""
+    """Read a node: a container, flags, words, or a string with a line or YAML. A node that no
+    pointer names must be a launch by itself."""
     value = node.value
     inner = next(iter(_documents(value)), None) if isinstance(value, str) else value
     is_whole = is_named or node.where.count("/") == 1
