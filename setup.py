@@ -1,6 +1,6 @@
-"""README.md as a package index shows it: links into the repository are absolute.
+"""Build script: the README for package indexes, with absolute links into the repository.
 
-All else of the build is in pyproject.toml.
+The rest of the build is in pyproject.toml.
 """
 
 import re
@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
 
 
 def absolute(text: str, repository: str, version: str) -> str:
-    """The text, whose links lead to a release's tag, or to main; those of pictures to the file."""
+    """Make links absolute: to a release's tag, or to main; links of pictures, to the raw file."""
     ref = "main" if "dev" in version else f"v{version}"
     text = re.sub(r"(!\[[^]]*\]\()(?!https?:)([^)]+)", rf"\1{repository}/raw/{ref}/\2", text)
     return re.sub(r"(\]\()(?!https?:)", rf"\1{repository}/blob/{ref}/", text)

@@ -1,12 +1,11 @@
-"""What a server needs to run SGLang's CPU engine on a machine without a GPU or AMX.
+"""SGLang's CPU engine on a machine without a GPU or AMX.
 
-A server process takes its environment from :func:`launch_env` and its command line from
-:data:`LAUNCH_FLAGS`; the environment puts ``site/`` on the path. There ``import sgl_kernel``
-finds plain PyTorch kernels, and SGLang finds a plugin: the metadata of a distribution
-``mixkv-cpu``, whose entry point is :func:`mixkv_cpu.support.install`. Without ``site/`` on the
-path, no process imports any of this.
+Start a server with the environment of :func:`launch_env` and the flags in :data:`LAUNCH_FLAGS`.
+The environment puts ``site/`` on the path, where ``import sgl_kernel`` finds plain PyTorch kernels
+and SGLang finds a plugin: the metadata of a distribution ``mixkv-cpu``, with the entry point
+:func:`mixkv_cpu.support.install`. Without ``site/`` on the path, no process imports any of this.
 
-This module stays light: importing it imports neither torch nor SGLang.
+Importing this module imports neither torch nor SGLang, so it is fast.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ LAUNCH_FLAGS: tuple[str, ...] = (
     *("--max-total-tokens", "8192"),
     *("--dtype", "bfloat16"),
 )
-"""Flags of every CPU server. Speculation on CPU does not support overlap, and no graphs are
-captured. Memory for a decode server's retracted requests is by default pinned by CUDA. The
-all-to-all of a DP-attention decode server (``sglang::reg_all_to_all_single``, used if all DP ranks
-have equally many rows) is an operator that SGLang registers for CUDA only."""
+"""Flags of every CPU server. On CPU, SGLang supports neither speculation with overlap nor graphs.
+By default, CUDA pins the memory for a decode server's retracted requests. The all-to-all of a
+decode server with DP attention (``sglang::reg_all_to_all_single``, used if all DP ranks have
+equally many rows) is an operator that SGLang registers for CUDA only."""
 
 
 LOOPBACK_ENV = {
@@ -48,11 +47,11 @@ LOOPBACK_ENV = {
     "MC_FORCE_TCP": "1",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
 }
-"""For servers on one host without RDMA, whatever their engine."""
+"""Variables for servers on one host without RDMA, with either engine."""
 
 
 def launch_env(num_ranks: int = 1) -> dict[str, str]:
-    """Variables to add to the environment of a server with `num_ranks` scheduler processes."""
+    """Return the variables of a server with `num_ranks` scheduler processes."""
     env = {
         CPU_ENGINE_ENV: "1",
         "OMP_NUM_THREADS": "1",
@@ -67,12 +66,12 @@ def launch_env(num_ranks: int = 1) -> dict[str, str]:
 
 
 def _with_site(path: str) -> str:
-    """A PYTHONPATH with the site folder first, and only once."""
+    """Return a PYTHONPATH with the site folder first, and only once."""
     others = [folder for folder in path.split(os.pathsep) if folder and folder != str(SITE)]
     return os.pathsep.join([str(SITE), *others])
 
 
 def _core_of_each_rank(num_ranks: int) -> str:
-    """One core per rank, "0|1|0": without it SGLang asks for a NUMA node per rank."""
+    """Return one core per rank, as "0|1|0". By default, SGLang requires a NUMA node per rank."""
     cores = cycle(sorted(os.sched_getaffinity(0)))
     return "|".join(str(core) for core in islice(cores, num_ranks))

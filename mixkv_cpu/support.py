@@ -1,40 +1,40 @@
-"""What SGLang's CPU engine needs from inside its processes, as an SGLang plugin.
+"""Hooks that SGLang's CPU engine needs in its processes, as an SGLang plugin.
 
     seam                                              why
     overrides._attention_backend_platform_fallbacks   without AMX it swaps intel_amx for
-        (around)                                      torch_native, which does neither MLA
+        (around)                                      torch_native, which supports neither MLA
                                                       extend nor target verify
-    disaggregation.utils.get_kv_class                 Mooncake's sender would take page
-        (after)                                       indices over pinned memory and a CUDA
-                                                      event; NIXL would take KV for VRAM, and
+    disaggregation.utils.get_kv_class                 Mooncake's sender would copy page
+        (after)                                       indices with pinned memory and a CUDA
+                                                      event; NIXL would treat KV as VRAM, and
                                                       poll on the cores that compute
-    mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
-                                                      a Triton kernel
+    mem_cache.allocation.get_last_loc (around)        it starts a Triton kernel if a page has
+                                                      several tokens
     mem_cache.allocator.paged                         the same, up to SGLang 0.5.21
         .PagedTokenToKVPoolAllocator.__init__ (after)
-    mem_cache.pool_host.base.HostKVCache.__init__     the host cache's copies are CUDA's, and its
-        (around)                                      memory is pinned by CUDA
-    managers.scheduler.Scheduler.on_idle (after)      without --sleep-on-idle, as with
-                                                      DP-attention, whose ranks step together,
+    mem_cache.pool_host.base.HostKVCache.__init__     the host cache copies with CUDA kernels, and
+        (around)                                      pins its memory with CUDA
+    managers.scheduler.Scheduler.on_idle (after)      without --sleep-on-idle (as with
+                                                      DP attention, whose ranks step together)
                                                       ranks poll on the cores that compute
     managers.data_parallel_controller                 it polls nonstop on one of these cores
         .DataParallelController.__init__ (after)
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
-                                                      SGLang again, 10 s of a core
+                                                      SGLang again: 10 s of CPU time
 
-DFLASH and DSPARK need more. The last two hooks, and the rest that `_fit_block_drafter` does, wait
-until a process asks for such a drafter's worker, since others never import its model:
+DFLASH and DSPARK need more. `_fit_block_drafter` registers the last two hooks when a process
+creates the worker of one of these drafters, since other processes never import its model:
 
-    speculative_hook._handle_dflash, _handle_dspark   SGLang allows only devices it has tried
+    speculative_hook._handle_dflash, _handle_dspark   SGLang accepts only certain devices
         (around)
-    SpeculativeAlgorithm.create_worker (after)        the rest must be in place before the model
+    SpeculativeAlgorithm.create_worker (after)        it runs before the model is created
     models.dflash.DFlashAttention.__init__ (after)    a Triton kernel for norm and rotation
     models.dspark.DSparkDraftMixin                    a Triton kernel that writes the prompt's KV
         ._build_fused_kv_write_bundle (replace)
 
 SGLang finds the entry point if `site/` is on the path, and :func:`install` does nothing unless
-SGLANG_USE_CPU_ENGINE is 1, SGLang's own switch. With both, servers need all hooks whether or not
-they opt in to mixkv. Installing imports no SGLang module except its hook registry.
+SGLANG_USE_CPU_ENGINE, SGLang's own switch, is 1. With both, servers need all hooks, with or
+without --enable-mixkv. Of SGLang, `install` imports only the hook registry.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def install() -> None:
 
 
 def _stand_in_is_loaded() -> bool:
-    """Whether ``sgl_kernel`` is the one from ``site/``."""
+    """Return whether ``sgl_kernel`` is the one from ``site/``."""
     try:
         return getattr(importlib.import_module("sgl_kernel"), "IS_STAND_IN", False) is True
     except ImportError:
@@ -97,7 +97,7 @@ def _stand_in_is_loaded() -> bool:
 
 
 def _keep_intel_amx(original: Callable[[Any], dict[str, Any]], view: Any) -> dict[str, Any]:
-    """Leave the backend as it is if the stand-in has the kernels that it calls."""
+    """Keep intel_amx if its kernels are the stand-in's, which need no AMX."""
     asked = view.attention_backend == "intel_amx" and view.device == "cpu"
     return {} if asked and _stand_in_is_loaded() else original(view)
 
@@ -111,8 +111,8 @@ def _without_device_memory(kv_class: Any, transfer_backend: Any, class_type: Any
 
 
 def _fit_nixl() -> None:
-    """Make this process's NIXL agents take VRAM to mean host memory (SGLang's own setting for that,
-    kv_data_mem_kinds, is refused at unequal TP sizes), and wait for events."""
+    """Make this process's NIXL agents treat VRAM as host memory (SGLang refuses its own setting for
+    that, kv_data_mem_kinds, at unequal TP sizes), and wait for events instead of polling."""
     try:
         api = importlib.import_module("nixl._api")
     except ImportError:  # SGLang's manager reports that
@@ -132,8 +132,8 @@ def _fit_nixl() -> None:
 
 
 def _waiting(config: Any) -> Any:
-    """NIXL's configuration, with a progress thread that waits up to a millisecond for an event.
-    nixl_agent.__init__ asks it not to wait at all, which would take up a core per rank."""
+    """Return NIXL's configuration with a progress thread that waits up to 1 ms for an event. With
+    nixl_agent.__init__'s value of 0, the thread would occupy a core per rank."""
     delay = config.pthrDelay
 
     class Waiting(config):  # type: ignore[misc]
@@ -161,7 +161,7 @@ def _pages_in_torch(_result: None, *_args: Any, **_kwargs: Any) -> None:
 def _host_pool_in_torch(
     original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Make a host pool in plain memory, with the copies that its module imports only on CUDA."""
+    """Make a host pool in unpinned memory, with the copies that its module imports only on CUDA."""
     from mixkv_cpu.kernels.host_cache import COPIES
 
     base: Any = sys.modules[HOST_POOL.removesuffix(".HostKVCache.__init__")]
@@ -180,7 +180,7 @@ def _wait_where_none_sleeps(_result: None, scheduler: Any) -> None:
 
 
 def _wait_for_requests(_result: None, controller: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Wait where the controller's loop feeds the watchdog, before it looks for a request."""
+    """Let the controller's loop wait for a request, right after it feeds the watchdog."""
     feed = controller.soft_watchdog.feed
 
     def feed_and_wait() -> None:
@@ -191,7 +191,7 @@ def _wait_for_requests(_result: None, controller: Any, *_args: Any, **_kwargs: A
 
 
 def _fork(_result: None, _server_args: Any) -> None:
-    """Fork SGLang's processes. It starts them before any thread; CUDA could not be forked."""
+    """Fork SGLang's processes, which it starts before any thread. CUDA does not support forking."""
     multiprocessing.set_start_method("fork", force=True)
 
 
@@ -208,7 +208,7 @@ class _AsXpu:
 
 
 def _with_block_drafter(original: Callable[[Any], None], server_args: Any) -> None:
-    """Run SGLang's own resolution of DFLASH or DSPARK arguments, past its list of devices."""
+    """Run SGLang's resolution of DFLASH or DSPARK arguments without its check of the device."""
     from sglang.srt.arg_groups import speculative_hook
 
     _let_draft_with_intel_amx()
@@ -239,7 +239,7 @@ def _fit_block_drafter(_worker: type, algorithm: Any, _server_args: Any) -> None
 
     _let_draft_with_intel_amx()
     ignore_streams()
-    DFlashVerifyInput.tree_topk = property(lambda self: self.topk)  # intel_amx asks for it
+    DFlashVerifyInput.tree_topk = property(lambda self: self.topk)  # intel_amx reads it
     HookRegistry.register(BLOCK_ATTENTION, _rotate_in_torch, HookType.AFTER)
     HookRegistry.register(FUSED_WRITE, _write_in_torch, HookType.REPLACE)
     HookRegistry.apply_hooks()
@@ -250,4 +250,4 @@ def _rotate_in_torch(_result: None, attention: Any, *_args: Any, **_kwargs: Any)
 
 
 def _write_in_torch(_model: Any, _pool: Any) -> None:
-    """No fused write: SGLang then writes layer by layer, in PyTorch."""
+    """Return no fused write, so that SGLang writes layer by layer, in PyTorch."""

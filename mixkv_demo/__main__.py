@@ -1,10 +1,10 @@
-"""The demo: run a small trained pair in the real engine, three ways.
+"""The demo: run a small trained pair in SGLang's engine, in three deployments.
 
     single   one server: the reference
     stock    prefill + decode behind SGLang's router, without the plugin
     mixkv    the same with --enable-mixkv on both sides
 
-It needs no GPU, no download and no training. ``DISCLAIMER`` says what its figures mean.
+The demo needs no GPU, no download and no training. ``report.DISCLAIMER`` explains its figures.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help='flags of the decode server (default "--tp 1"); '
         'for example "--tp 2 --attn-dp-size 2"')  # fmt: skip
     add("--runs", type=_runs, default=RUNS, help="comma-separated (default single,stock,mixkv)")
-    add("--pair", choices=TARGETS, default=TARGETS[0], help="which target (default mla)")
+    add("--pair", choices=TARGETS, default=TARGETS[0], help="the target (default mla)")
     add("--drafter", choices=DRAFTERS, default=DRAFTERS[0],
-        help="which drafter (default eagle3, the only one of the gqa target)")  # fmt: skip
+        help="the drafter (default eagle3, the only one for the gqa target)")  # fmt: skip
     add("--backend", choices=BACKENDS, default=BACKENDS[0],
         help="SGLang's transfer backend (default mooncake)")  # fmt: skip
     add("--device", choices=DEVICES, default=DEVICES[0],
-        help="where the servers run (default cpu); on cuda, --base-gpu-id in --decode "
-        "chooses its GPUs")  # fmt: skip
+        help="the servers' device (default cpu); on cuda, --base-gpu-id in --decode "
+        "chooses decode's GPUs")  # fmt: skip
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
         help="more plugin flags, for both sides of the mixkv run")  # fmt: skip
     add("--repeat", type=int, default=1, metavar="N", choices=range(1, 10),
-        help="ask all prompts N times and show the last (default 1); from the second on, "
-        "prefixes come from the caches")  # fmt: skip
+        help="send all prompts N times and show the last round (default 1); from the second "
+        "round on, prefixes come from the caches")  # fmt: skip
     add("--serve", choices=RUNS, metavar="RUN",
-        help="start one deployment, print one line of JSON when it serves, and stay until "
+        help="start one deployment, print one line of JSON when it is ready, and run until "
         "standard input ends")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the figures to this file")
     add("--keep-logs", type=Path, metavar="DIR", help="keep the servers' logs in this folder")
@@ -104,7 +104,7 @@ def _builder(name: str, options: argparse.Namespace) -> Builder:
 
 
 def _version(package: str) -> str | None:
-    """Return a package's version; None if it is not installed (machines differ in transports)."""
+    """Return a package's version; None if it is not installed, as a transport may be."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 class Demo:
-    """The requested runs, one after another: two cores carry only one deployment at a time."""
+    """The requested runs, made one after another, since two cores serve only one deployment."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self._options = options
@@ -122,7 +122,7 @@ class Demo:
         self.runs: list[report.Run] = []
 
     def run(self, name: str) -> None:
-        """Start the servers of one run, ask all prompts, and stop the servers."""
+        """Start the servers of one run, send all prompts, and stop the servers."""
         self._console.rule(f"[bold]{name}")
         keep = self._options.keep_logs
         with Fleet(keep / name if keep else None) as fleet:
@@ -131,7 +131,7 @@ class Demo:
             self.runs.append(self._measure(name, deployment))
 
     def _measure(self, name: str, deployment: Deployment) -> report.Run:
-        """Ask all prompts; bytes of the warm-up request, and of earlier rounds, do not count."""
+        """Send all prompts. Draft bytes count from the last round, without the warm-up request."""
         for _ in range(self._options.repeat):
             before = deployment.draft_bytes()
             answers = self._ask_all(name, deployment)
@@ -142,7 +142,7 @@ class Demo:
         return report.summarise(name, answers, self._reference, draft)
 
     def _ask_all(self, name: str, deployment: Deployment) -> list[Answer | None]:
-        """Return the answers to all prompts. After one prompt without an answer, none is asked."""
+        """Return the answers to all prompts. If one prompt times out, send no more prompts."""
         asked = prompts(pair=pair_name(self._options.pair, self._options.drafter))
         answers: list[Answer | None] = []
         with suppress(NoAnswer):
@@ -151,7 +151,7 @@ class Demo:
         return [*answers, *[None] * (len(asked) - len(answers))]
 
     def _ask(self, name: str, deployment: Deployment, prompt: list[int]) -> Answer | None:
-        """Ask one prompt, and print a line about it. None is a failed request, also a result."""
+        """Send one prompt, print a line about it, and return its answer; None if it failed."""
         label = f"  {len(prompt) - 2:>3} symbols:"
         try:
             answer = deployment.ask(prompt)
@@ -169,7 +169,7 @@ class Demo:
         return answer
 
     def conclude(self) -> int:
-        """Print the table and the verdict, write the file, and return the exit status."""
+        """Print the table and the verdict, write the JSON file, and return the exit status."""
         options = self._options
         title = f"prefill {shlex.join(options.prefill)} -> decode {shlex.join(options.decode)}"
         title += f", {options.pair} target, {options.drafter} drafter, {options.backend}"
@@ -183,7 +183,7 @@ class Demo:
         return 1 if found else 0
 
     def _context(self) -> dict[str, object]:
-        """Describe what the figures were measured on, and which requests they leave out."""
+        """Return the measured flags and versions, and the failed requests."""
         names = ("prefill", "decode", "backend", "device", "mixkv_args", "pair", "drafter")
         packages = (
             "sglang", "sglang-mixkv", "sglang-router", "mooncake-transfer-engine-non-cuda", "nixl",
@@ -205,7 +205,7 @@ def _serve(options: argparse.Namespace, console: Console) -> int:
 
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
-    """Make all requested runs, and return the exit status for what they show."""
+    """Make all requested runs, and return the exit status."""
     demo = Demo(options, console)
     for name in options.runs:
         demo.run(name)
@@ -213,13 +213,13 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo. Return 0 if all outputs are identical, except for requests that fail with
-    stock, and mixkv's accept length is as good as the single server's."""
+    """Run the demo. Return 0 if all outputs are identical (unless requests fail in the stock run),
+    and mixkv's accept length is close to the single server's."""
     options = parse(argv)
     console = Console(highlight=False, stderr=options.serve is not None)
     if options.device == "cuda":
         if not (cards := one_gpu.cards()):
-            console.print("nvidia-smi, or CUDA_VISIBLE_DEVICES, names no GPU", style="red")
+            console.print("no GPU: nvidia-smi or CUDA_VISIBLE_DEVICES lists none", style="red")
             return 1
         for reason in one_gpu.setup(cards).reasons:
             console.print(reason)

@@ -1,4 +1,4 @@
-"""Requests to the demo's servers, and what their answers say about speculation and caches."""
+"""Requests to the demo's servers, and the acceptance and cache hits in their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, request
 
 
 class Answer(client.Answer, frozen=True):
-    """`seconds`: how long it took. `cached_tokens`: prompt tokens found in a radix cache;
+    """`seconds`: the request's duration. `cached_tokens`: prompt tokens found in a radix cache;
     `host_tokens`, `storage_tokens`: how many of them came from its host tier and from storage."""
 
     seconds: float = 0.0
@@ -28,13 +28,13 @@ class NoAnswer(RequestFailed):
 
 
 def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
-    """Send one request to a server, and return the response whatever its status."""
+    """Send one request to a server, and return the response, whatever its status is."""
     with client.session() as made:
         return made.post(url, json=body, timeout=timeout)
 
 
 def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
-    """Send one request to a server or router. Raises RequestFailed, which says why it failed."""
+    """Send one request to a server or router. Raises RequestFailed; NoAnswer after a timeout."""
     begin = time.monotonic()
     try:
         reply = request("POST", f"{url}/generate", timeout, json=body)
@@ -57,7 +57,7 @@ def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S)
 
 
 def acceptance_by_position(answers: Sequence[client.Answer], steps: int) -> list[float]:
-    """For i = 1 .. steps: the share of verify rounds with at least i right drafts."""
+    """Return, for i = 1 .. steps, the share of verify rounds with at least i correct drafts."""
     histograms = [answer.rounds_by_right_drafts for answer in answers]
     rounds = sum(map(sum, histograms))
     return [
@@ -67,6 +67,6 @@ def acceptance_by_position(answers: Sequence[client.Answer], steps: int) -> list
 
 
 def accept_length(answers: Sequence[client.Answer]) -> float:
-    """Completion tokens per verify round, over all prompts; 0 without any round."""
+    """Return completion tokens per verify round over all prompts; 0 if there was no round."""
     rounds = sum(answer.verify_rounds for answer in answers)
     return sum(len(answer.tokens) for answer in answers) / rounds if rounds else 0.0

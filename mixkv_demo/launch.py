@@ -20,16 +20,16 @@ DEVICES = ("cpu", "cuda")
 METRICS = "--enable-metrics"
 
 PATIENCE = "5"
-"""Servers on the CPU engine share few cores: no drafter is to go cold for lack of one."""
+"""Servers on the CPU engine share few cores. With longer times, no drafter goes cold for that."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The flags of a prefill and a decode server beyond what both share.
+    """The flags of a prefill and a decode server, in addition to those that both share.
 
     ``mixkv_*``: the plugin flags of that side; empty for a stock server. ``speculative``: False
-    leaves the drafter out on both sides. ``backend``: SGLang's transfer backend. ``device``: where
-    both sides run, one of DEVICES. ``spawn``: start ranks as on GPUs (mixkv_cpu.SPAWN_ENV).
+    leaves the drafter out on both sides. ``backend``: SGLang's transfer backend. ``device``: the
+    device of both sides, one of DEVICES. ``spawn``: start ranks as on GPUs (mixkv_cpu.SPAWN_ENV).
     ``env``: more variables for both sides.
     """
 
@@ -68,7 +68,7 @@ def ranks(flags: Sequence[str]) -> int:
 
 
 def local_env() -> dict[str, str]:
-    """Variables for local addresses without a proxy, no Hub, no compiler; only flags opt in."""
+    """Return variables: no proxy for local addresses, no Hub, no compiler, no plugin by default."""
     no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST, "localhost"]))
     return {
         "NO_PROXY": no_proxy,
@@ -80,9 +80,9 @@ def local_env() -> dict[str, str]:
 
 
 def _idle_flags(flags: Sequence[str]) -> tuple[str, ...]:
-    """Let idle schedulers sleep, so that the busy ones get the cores.
+    """Return the flag with which idle schedulers sleep, so that the busy ones get the cores.
 
-    Not with DP-attention: its ranks step together, and one asleep would hold up the others.
+    With DP attention, return none: ranks step together, and a sleeping one would delay the others.
     """
     dp_attention = {"--attn-dp-size", "--enable-dp-attention"} & set(flags)
     return () if dp_attention else ("--sleep-on-idle",)
@@ -96,7 +96,7 @@ def server(
     speculative: bool = True,
     device: str = "cpu",
 ) -> Launch:
-    """A ``sglang.launch_server`` with the models of a pair, on the CPU engine or on GPUs."""
+    """Make a ``sglang.launch_server`` with the models of a pair, on the CPU engine or on GPUs."""
     port = free_port()
     address = ("--host", HOST, "--port", str(port))
     models = model_flags(pair, speculative)
@@ -118,7 +118,7 @@ def _disaggregation(mode: str, backend: str, bootstrap_port: int) -> tuple[str, 
 
 
 def prefill_and_decode(pair: str, topology: Topology) -> tuple[Launch, Launch, int]:
-    """Both servers of a disaggregated pair, with metrics, and prefill's bootstrap port."""
+    """Return both servers of a disaggregated pair, with metrics, and prefill's bootstrap port."""
     bootstrap, spawn = free_port(), str(int(topology.spawn))
     patience = os.environ.get(PATIENCE_ENV, PATIENCE)
     env = {PATIENCE_ENV: patience, mixkv_cpu.SPAWN_ENV: spawn, **topology.env}
@@ -138,7 +138,7 @@ def prefill_and_decode(pair: str, topology: Topology) -> tuple[Launch, Launch, i
 
 
 def without_drafter(server: Launch) -> Launch:
-    """The same server without speculation."""
+    """Return the same server without speculation."""
     words = list(server.argv)
     while found := [word for word in words if word.startswith("--speculative-")]:
         start = words.index(found[0])
@@ -147,14 +147,14 @@ def without_drafter(server: Launch) -> Launch:
 
 
 def run_by(server: Launch, script: Path, env: Mapping[str, str] | None = None) -> Launch:
-    """The same server, started by a script that changes something in SGLang."""
+    """Return the same server, started by a script that patches SGLang."""
     words = list(server.argv)
     start = words.index("-m")
     words[start : start + 2] = [str(script)]
     return replace(server, argv=tuple(words), env={**server.env, **(env or {})})
 
 
-HANDS_THROUGH = ("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker")
+PASS_THROUGH = ("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker")
 
 
 def router(
@@ -163,10 +163,10 @@ def router(
     bootstrap_port: int,
     *others: tuple[Launch, int],
     module: Sequence[str] = ("sglang_router.launch_router",),
-    flags: Sequence[str] = HANDS_THROUGH,
+    flags: Sequence[str] = PASS_THROUGH,
 ) -> Launch:
-    """SGLang's own router in PD mode. By default, prefill servers take turns, and the router passes
-    errors on instead of retrying. `others`: more prefill servers with their bootstrap ports."""
+    """Make SGLang's own router in PD mode. By default, it uses prefill servers in turn, and returns
+    errors instead of retrying. `others`: more prefill servers with their bootstrap ports."""
     port = free_port()
     prefills = [(prefill, bootstrap_port), *others]
     addresses = [word for one, room in prefills for word in ("--prefill", one.url, str(room))]

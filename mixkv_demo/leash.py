@@ -1,14 +1,14 @@
-"""Run one server so that nothing of it outlives the program that started it.
+"""Run one server so that none of its processes outlives the program that started it.
 
-``python -m mixkv_demo.leash PARENT_PID FOLDER COMMAND...`` stands between that program and it:
+``python -m mixkv_demo.leash PARENT_PID FOLDER COMMAND...`` is a process between the two:
 
     starter --SIGTERM, or its death--> leash --SIGTERM--> server
-                                             --SIGKILL, after a grace--> server's group
+                                             --SIGKILL, after GRACE_S--> server's group
 
-The server gets a process group of its own, and the leash adopts whatever the server leaves
-behind (a scheduler whose parent crashed, say), so "no child left" means "nothing left". The
-leash ends when the server exits (with its exit status), when asked to, or when its starter is
-gone; only in that last case can nobody else remove FOLDER, so each leash does.
+The server gets a process group of its own, and the leash adopts processes that the server orphans
+(a scheduler after its parent has crashed, for example), so all are gone once the leash has no
+child. The leash ends when the server exits (with its exit status), on SIGTERM, or when its starter
+is gone. Only in the last case does it remove FOLDER, since the starter no longer can.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Set one attribute of this process; a kernel that lacks it does nothing."""
+    """Set one attribute of this process; on a kernel that lacks it, do nothing."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -41,7 +41,7 @@ def _die_with_parent() -> None:
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    """Signal every process of the group, if it has any."""
+    """Signal every process of the group, if any is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
 
@@ -60,10 +60,10 @@ def _reap(seconds: float) -> bool:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End the server and its whole group, politely first.
+    """End the server and its whole group, with SIGTERM and, if processes remain, SIGKILL.
 
-    SIGTERM goes to the server alone: SGLang would take its schedulers' exits for a crash, look for
-    causes and leave shared memory behind. If the server is dead, the rest of its group gets it.
+    SIGTERM goes to the server alone: SGLang would treat its schedulers' exits as a crash, and leave
+    shared memory behind. If the server is dead, the rest of its group gets SIGTERM.
     """
     if server.poll() is None:
         server.terminate()
@@ -75,7 +75,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(command: list[str]) -> int:
-    """Run the server until it ends or this process is told to; leave nothing of it behind."""
+    """Run the server until it ends or SIGTERM arrives; leave none of its processes behind."""
     server = subprocess.Popen(command, process_group=0, preexec_fn=_die_with_parent)
     try:
         status = server.wait()
@@ -86,7 +86,7 @@ def _serve(command: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Tie this process to its parent, run the command, and clean up after a parent that died."""
+    """Tie this process to its parent, run the command, and remove FOLDER if the parent has died."""
     parent, folder, command = int(argv[0]), Path(argv[1]), argv[2:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""The small trained pairs and the copy task: what to ask a server.
+"""The small trained pairs, and the prompts of their copy task.
 
-The task is ``<bos> A <sep>`` -> ``A <sep>`` with a string A of distinct symbols. The drafter can
-know A only from its own KV of the prompt, and was trained to need every single KV head of it.
-It detects wrong draft bytes; it does not measure what production drafters lose to them.
+The task is ``<bos> A <sep>`` -> ``A <sep>`` with a string A of distinct symbols. The drafter knows
+A only from its own KV of the prompt, and was trained to need every KV head of it. So it detects
+wrong draft bytes, but does not show how much accept length production drafters lose by them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from mixkv_demo.client import Answer, generate
 from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S
 
 TARGETS = ("mla", "gqa")
-"""The shipped targets, by their attention."""
+"""The shipped targets, named after their attention."""
 
 DRAFTERS = ("eagle3", "dflash", "dspark")
-"""The shipped drafters, the last two only for the MLA target."""
+"""The shipped drafters; the last two exist only for the MLA target."""
 
 DRAFT_STEPS = 3
 """Tokens drafted per verify round."""
 
 PROMPTS = 8
-"""How many fixed prompts there are."""
+"""The number of fixed prompts."""
 
 BOS, SEP = 1, 2
 SYMBOLS = range(4, 256)
@@ -36,8 +36,8 @@ _MODELS = Path(__file__).parent / "models"
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a drafter, as folders of ``models/``. ``steps``: flags for how it drafts, if
-    the drafter's config.json does not say. ``lengths``: symbols in each of its prompts."""
+    """A target and a drafter, as folders of ``models/``. ``steps``: flags for the draft's length,
+    if the drafter's config.json lacks it. ``lengths``: the number of symbols in each prompt."""
 
     target: str
     drafter: str
@@ -58,7 +58,7 @@ def _eagle3(target: str) -> Pair:
 
 
 def _block(name: str) -> Pair:
-    """Make a pair with DFLASH or DSPARK, which know strings of one length only."""
+    """Make a pair with a DFLASH or DSPARK drafter, which supports strings of one length only."""
     return Pair("mla/target", f"mla/{name}", name.upper(), (), (48,))
 
 
@@ -72,17 +72,17 @@ PAIRS = {
 
 
 def pair_name(target: str, drafter: str) -> str:
-    """The name of a target with a drafter, whether or not there is such a pair."""
+    """Return the name of a target with a drafter, whether or not PAIRS contains it."""
     return target if drafter == DRAFTERS[0] else f"{target}-{drafter}"
 
 
 def model_path(pair: str) -> Path:
-    """The folder of a pair's target, with its tokenizer."""
+    """Return the folder of a pair's target, with its tokenizer."""
     return _MODELS / PAIRS[pair].target
 
 
 def model_flags(pair: str, speculative: bool = True) -> list[str]:
-    """The part of a launch line that names the models and switches speculation on."""
+    """Return the launch flags that name the models and turn on speculation."""
     target = ["--model-path", str(model_path(pair))]
     if not speculative:
         return target
@@ -92,14 +92,14 @@ def model_flags(pair: str, speculative: bool = True) -> list[str]:
 
 
 def prompts(count: int = PROMPTS, pair: str = "mla") -> list[list[int]]:
-    """The first ``count`` of a pair's prompts as token ids, the same on every machine."""
+    """Return a pair's first ``count`` prompts as token ids, the same on every machine."""
     source = random.Random(2024)
     lengths = islice(cycle(PAIRS[pair].lengths), count)
     return [[BOS, *source.sample(SYMBOLS, length), SEP] for length in lengths]
 
 
 def cousins(pair: str = "mla") -> list[list[int]]:
-    """For each fixed prompt, one with the same first half and its second half shuffled."""
+    """Return each fixed prompt with the same first half and a shuffled second half."""
     source = random.Random(2025)
     found = []
     for prompt in prompts(pair=pair):
@@ -109,11 +109,11 @@ def cousins(pair: str = "mla") -> list[list[int]]:
 
 
 def request_body(prompt: list[int]) -> dict[str, Any]:
-    """The greedy request for one prompt, for as many tokens as the right answer has."""
+    """Return a greedy request for a prompt, for as many tokens as the correct answer has."""
     limits = {"max_new_tokens": len(prompt) - 1, "temperature": 0}
     return {"input_ids": prompt, "sampling_params": limits}
 
 
 def ask(url: str, prompt: list[int], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
-    """Send one prompt to a server or router; raises RequestFailed."""
+    """Send one prompt to a server or router. Raises RequestFailed."""
     return generate(url, request_body(prompt), timeout)

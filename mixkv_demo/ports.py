@@ -7,14 +7,14 @@ import socket
 from collections.abc import Iterable
 
 LOWEST, HIGHEST = 20_000, 32_000
-"""Below the range from which the kernel hands out ports: nobody gets one by chance."""
+"""Below the kernel's range of ephemeral ports, so no socket gets one of these by chance."""
 
 _DERIVED = (0, *range(233, 246))
-"""With DP-attention SGLang derives a dozen ports from its API port, at these distances."""
+"""With DP attention, SGLang derives a dozen ports from its API port, at these offsets."""
 
 
 def _is_free(port: int) -> bool:
-    """True if nobody listens on this port now."""
+    """Return whether this port is free now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("127.0.0.1", port))
@@ -28,9 +28,9 @@ def _all_free(ports: Iterable[int]) -> bool:
 
 
 def free_port() -> int:
-    """An API port that is free now, as are the ports SGLang derives from it.
+    """Return an API port that is free now, as are the ports that SGLang derives from it.
 
-    It is drawn at random, so that two programs that look at the same moment do not collide.
+    It is drawn at random, so that two programs that search at the same time do not collide.
     """
     for _ in range(200):
         port = random.randrange(LOWEST, HIGHEST)

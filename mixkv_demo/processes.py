@@ -1,8 +1,8 @@
 """Groups of server processes that end together.
 
-A :class:`Fleet` is a context: it starts servers, notices one that dies, and on the way out
-(normal, exception, Ctrl-C, SIGTERM) ends all of them and removes their folders. Start servers
-from the thread that entered the context: the kernel ties a leash to its starting thread.
+A :class:`Fleet` is a context manager. It starts servers and detects when one dies. On exit
+(normal, exception, Ctrl-C, SIGTERM) it ends all of them and removes their folders. Start servers
+from the thread that entered the context: the kernel ends a leash with the thread that started it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Self
 from mixkv_demo import leash
 
 TAIL_LINES = 30
-"""How many lines of its log a dead server's error quotes."""
+"""The number of log lines in the error about a dead server."""
 
 ERROR_LINE = re.compile(r"^[\w.]+(?:Error|Exception)\b.*$", re.MULTILINE)
-"""A traceback's last line. SGLang prints much more below one that ended a scheduler."""
+"""The last line of a traceback. If a scheduler fails, SGLang prints much more below it."""
 
 
 class ServerDied(RuntimeError):
-    """A server ended unasked; the message has its last log lines."""
+    """A server ended unexpectedly; the message has its last log lines."""
 
 
 @dataclass
@@ -43,12 +43,12 @@ class ServerProcess:
     process: subprocess.Popen[bytes]
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
     def last_error(self) -> str:
-        """The line that ends the last traceback in the log, or nothing."""
+        """Return the last line of the log's last traceback; "" if there is none."""
         found = ERROR_LINE.findall(self.log.read_text(errors="replace"))
         return f"its last error:\n{found[-1]}\n" if found else ""
 
@@ -62,7 +62,7 @@ class ServerProcess:
             )
 
     def finish(self) -> None:
-        """Wait for a leash that was told to end; it takes two graces at most."""
+        """Wait for the leash to end after a SIGTERM, which takes at most 2 * GRACE_S."""
         try:
             self.process.wait(2 * leash.GRACE_S + 5)
         except subprocess.TimeoutExpired:
@@ -71,7 +71,7 @@ class ServerProcess:
 
 
 def leashed(server: ServerProcess) -> list[int]:
-    """The processes that a server's leash holds, the server itself first."""
+    """Return the processes below a server's leash, the server itself first."""
     pid = server.process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -82,7 +82,7 @@ def _exit_on_sigterm(number: int, _frame: FrameType | None) -> None:
 
 
 class Fleet:
-    """Servers that live and end together. ``logs``: keep the log files in that folder."""
+    """Servers that end together. ``logs``: keep the log files in that folder."""
 
     def __init__(self, logs: Path | None = None) -> None:
         self._keep = logs
@@ -96,7 +96,7 @@ class Fleet:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        """End everything; a second Ctrl-C or SIGTERM does not interrupt that."""
+        """End all servers; a second Ctrl-C or SIGTERM does not interrupt this."""
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handle(number, signal.SIG_IGN)
         self._end_servers()
@@ -111,7 +111,7 @@ class Fleet:
         self._stack.callback(signal.signal, number, previous)
 
     def _end_servers(self) -> None:
-        """Tell all servers to end, then wait, so that they end concurrently."""
+        """Send SIGTERM to all servers, then wait for them, so that they end concurrently."""
         for server in self._servers:
             server.process.terminate()
         for server in self._servers:
@@ -125,7 +125,7 @@ class Fleet:
         return path
 
     def _log_path(self, name: str, home: Path) -> Path:
-        """Where a server's log goes: with its other files, or where the caller keeps logs."""
+        """Return the path of a server's log: in its own folder, or in the caller's for logs."""
         if self._keep is None:
             return home / "log"
         self._keep.mkdir(parents=True, exist_ok=True)
@@ -134,8 +134,8 @@ class Fleet:
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> ServerProcess:
         """Start one server on a leash, with ``env`` on top of this process's environment.
 
-        It gets no session of its own: Linux divides the cores by session first (autogroup), so in a
-        server whose ranks poll, the HTTP thread would wait for seconds.
+        It gets no session of its own: Linux first divides CPU time by session (autogroup), so the
+        HTTP thread of a server with polling ranks would wait for seconds.
         """
         home = self.folder(name)
         scratch = self.folder(f"{name}/tmp")
@@ -162,7 +162,7 @@ class Fleet:
         server.finish()
 
     def pids(self) -> dict[str, int]:
-        """Each server's own process, by the server's name."""
+        """Return the PID of each server's own process, by the server's name."""
         return {server.name: leashed(server)[0] for server in self._servers}
 
     def check(self) -> None:

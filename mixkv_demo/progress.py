@@ -1,4 +1,4 @@
-"""Show servers while they start: one line each, with a clock, on a terminal or in a log."""
+"""Display of servers while they start: one line each, with the time, on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 QUIET_S = 30.0
-"""Without a terminal, seconds between two lines that say the same about a server."""
+"""Without a terminal, seconds between two lines with the same state of a server."""
 
 
 class StartDisplay:
-    """A context whose ``update`` is the progress callback of :mod:`mixkv_demo.servers`."""
+    """A context manager; its ``update`` is a progress callback for :mod:`mixkv_demo.servers`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -37,7 +37,7 @@ class StartDisplay:
             self._bars.stop()
 
     def update(self, name: str, state: str) -> None:
-        """Show a server's state: live on a terminal, else as a line now and then."""
+        """Show a server's state: live on a terminal, else in a line per change and per QUIET_S."""
         if self._console.is_terminal:
             self._update_bar(name, state)
         else:

@@ -1,7 +1,7 @@
-"""A Prometheus beside the demo's servers, and the expressions of the shipped dashboard.
+"""A Prometheus that scrapes the demo's servers, and the expressions of the shipped dashboard.
 
-The binary is looked for in PATH (scripts/prometheus.sh gets Debian's). It runs in a Fleet, with
-its own configuration and data folder, and ends with the Fleet.
+The binary must be in PATH (scripts/prometheus.sh gets Debian's). It runs in a Fleet, with its own
+configuration and data folder, and ends with the Fleet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mixkv_demo.processes import Fleet
 
 START_TIMEOUT_S = 30.0
 EVERY = "5s"
-"""How often to scrape, and how long a scrape may take. For it, SGLang reads one file per process
+"""The interval of scrapes, and the limit of each. For a scrape, SGLang reads one file per process
 and kind of series, which takes more than a second if the cores are busy."""
 
 COLON_AGAIN = {
@@ -30,12 +30,12 @@ COLON_AGAIN = {
     "target_label": "__name__",
     "replacement": "sglang:$1",
 }
-"""Relabelling for Prometheus before 3, to which prometheus_client 0.23 to 0.26 (generate_latest in
-openmetrics/exposition.py) gives sample names with `_` in place of `:`."""
+"""Relabelling for Prometheus before 3: prometheus_client 0.23 to 0.26 (generate_latest in
+openmetrics/exposition.py) sends it sample names with `_` in place of `:`."""
 
 
 class QueryFailed(RuntimeError):
-    """Prometheus refused an expression; the message is that of Prometheus."""
+    """Prometheus rejected an expression; the message is the one it returned."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Expression:
 
 
 def expressions(dashboard: Path, interval: str, model: str = ".+") -> list[Expression]:
-    """Every expression of a Grafana dashboard, with its variables replaced."""
+    """Return every expression of a Grafana dashboard, with its variables replaced."""
     panels = json.loads(dashboard.read_text())["panels"]
     replaced = {"$__rate_interval": interval, "$model": model, "$instance": ".+"}
     found = []
@@ -62,7 +62,7 @@ def expressions(dashboard: Path, interval: str, model: str = ".+") -> list[Expre
 
 @dataclass(frozen=True)
 class Series:
-    """One series of an answer: its labels and its value."""
+    """One series of a query's result: its labels and its value."""
 
     labels: dict[str, str]
     value: float
@@ -133,11 +133,11 @@ class Prometheus:
         return answer["data"]
 
     def query(self, expression: str) -> list[Series]:
-        """The current value of an expression. Raises QueryFailed if it is not valid."""
+        """Return the current value of an expression. Raises QueryFailed if it is not valid."""
         found = self._data("/api/v1/query", query=expression)["result"]
         return [Series(s["metric"], float(s["value"][1])) for s in found]
 
     def rules(self) -> list[dict[str, Any]]:
-        """All rules with their health and last error, as Prometheus evaluated them."""
+        """Return all rules with their health and last error, as Prometheus evaluated them."""
         groups = self._data("/api/v1/rules")["groups"]
         return [rule for group in groups for rule in group["rules"]]

@@ -14,11 +14,11 @@ from mixkv_demo.client import Answer, accept_length, acceptance_by_position
 from mixkv_demo.servers import DraftBytes
 
 TOLERANCE = 0.02
-"""How far the accept length with mixkv may be from the single server's, as a share of it."""
+"""The allowed difference between mixkv's and the single server's accept length, as a share."""
 
 DISCLAIMER = (
-    "This drafter is built as a detector: every KV head of the prompt matters to it, so that a "
-    "wrong byte shows. It is not a measure of what production drafters lose."
+    "This drafter was trained to need every KV head of the prompt, so that a wrong byte lowers its "
+    "accept length. Its figures do not show how much production drafters lose."
 )
 
 
@@ -42,7 +42,7 @@ def _outputs(answers: Sequence[Answer | None]) -> list[tuple[int, ...] | None]:
 
 
 def _longest_draft(answers: list[Answer]) -> int:
-    """Tokens of the longest draft in a round: those servers report, or those that were right."""
+    """Return the longest draft of a round: as servers report it, or as far as it was correct."""
     return max((max(a.drafted, len(a.rounds_by_right_drafts) - 1) for a in answers), default=0)
 
 
@@ -71,12 +71,12 @@ def summarise(
 
 
 def is_close(length: float, reference: float) -> bool:
-    """Whether an accept length is as good as the single server's."""
+    """Return whether an accept length is close to the single server's."""
     return abs(length - reference) <= TOLERANCE * reference
 
 
 def shortcomings(runs: Sequence[Run]) -> list[str]:
-    """Say why the demo did not show what it should; empty if it did."""
+    """Return how the results differ from the expected ones; empty if they do not."""
     found = [
         f"{run.name}: output differs from the single server's"
         for run in runs

@@ -10,7 +10,7 @@ from sglang_mixkv.tools.status import samples
 
 def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:
     """Sum the series over ranks, by name without the prefix and by the values of their own labels,
-    except empty ones and that of `without`. A histogram's value is its number of observations.
+    except empty values and the label `without`. A histogram's value is its number of observations.
     Raises ValueError."""
     own = {PREFIX.replace(":", "_") + one.name: one for one in SERIES}
     found: Counter[tuple[str, ...]] = Counter()

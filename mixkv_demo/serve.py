@@ -1,6 +1,6 @@
-"""``demo --serve RUN``: one deployment for people, load tests and other tools.
+"""``demo --serve RUN``: run one deployment, for people, load tests and other tools.
 
-It prints one line of JSON when it serves, and ends when its standard input does.
+The command prints one line of JSON when the deployment is ready, and ends when standard input does.
 
     {"url": "http://...", "servers": [{"name": "prefill", "url": "http://...", "pid": 1}, ...]}
 """
@@ -15,7 +15,7 @@ from mixkv_demo.servers import Deployment
 
 
 def described(deployment: Deployment) -> dict[str, Any]:
-    """Where to send requests, and each server with its process."""
+    """Return the URL for requests, and each server with its PID."""
     pids = deployment.fleet.pids()
     servers = [
         {"name": server.name, "url": server.url, "pid": pids[server.name]}
@@ -25,6 +25,6 @@ def described(deployment: Deployment) -> dict[str, Any]:
 
 
 def serve(deployment: Deployment) -> None:
-    """Print the line; return when standard input ends. Raises ServerDied if a server does first."""
+    """Print the line; return when standard input ends. Raises ServerDied if a server ends first."""
     print(json.dumps(described(deployment)), flush=True)
     deployment.watch(sys.stdin.read)

@@ -4,7 +4,7 @@
         deployment = disaggregated(fleet, "mla", Topology(), progress)
         answer = deployment.ask(prompt)
 
-Both builders return once a first request, which pays for the engine's compilation, is served.
+Both builders return after a first request, for which the engine compiles its kernels.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ FIRST_ANSWER_S = 60.0
 POLL_S = 0.5
 PAGE_S = 30.0
 SETTLE_S = 3.0
-"""How long to wait, after a failed request, for the news that its server has died."""
+"""Seconds to wait, after a failed request, for a server that is about to die."""
 
 Progress = Callable[[str, str], None]
-"""Called with a server's name and what it is doing."""
+"""Called with a server's name and its state."""
 
 T = TypeVar("T")
 
 
 def silent(_name: str, _state: str) -> None:
-    """A progress callback that says nothing."""
+    """A progress callback that prints nothing."""
 
 
 @dataclass(frozen=True)
 class DraftBytes:
-    """Draft KV bytes since start: what prefill ranks handed to the transport, and what decode
-    ranks needed; each side counts its own, so that the two numbers check each other."""
+    """Draft KV bytes since start: those that prefill ranks packed, and those that decode ranks put
+    in place. Each side counts its own, so that the two numbers check each other."""
 
     sent: int
     needed: int
@@ -59,8 +59,8 @@ class DraftBytes:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Running servers, and where to send requests. ``servers``: those that run models;
-    ``routers``: those in front of them."""
+    """Running servers, and the URL for requests. ``servers``: those that run models; ``routers``:
+    the routers in front of them."""
 
     fleet: Fleet
     url: str
@@ -69,11 +69,11 @@ class Deployment:
 
     @property
     def prefill(self) -> str:
-        """URL of a pair's prefill server."""
+        """Return the URL of a pair's prefill server."""
         return self.servers[0].url
 
     def ask(self, prompt: list[int]) -> Answer:
-        """Ask one prompt. Raises RequestFailed, or ServerDied if a server ends meanwhile."""
+        """Send one prompt. Raises RequestFailed, or ServerDied if a server ends meanwhile."""
         try:
             return _watched(self.fleet, lambda: ask(self.url, prompt))
         except RequestFailed:
@@ -85,8 +85,8 @@ class Deployment:
         return _watched(self.fleet, call)
 
     def counters(self) -> Counter[tuple[str, ...]]:
-        """The plugin's series over all ranks of all servers, once they stop changing: a request is
-        counted after its end."""
+        """Sum the plugin's series over all ranks of all servers, once the series stop changing: a
+        request is counted after its end."""
         last = totals(self.servers)
         while True:
             time.sleep(POLL_S)
@@ -96,7 +96,7 @@ class Deployment:
             last = now
 
     def draft_bytes(self) -> DraftBytes | None:
-        """The bytes so far; None if no server counts them."""
+        """Return the bytes so far; None if no server counts them."""
         found = self.counters()
         if ("sent_bytes_total", "draft") not in found:
             return None
@@ -133,7 +133,7 @@ def _watched(fleet: Fleet, call: Callable[[], T]) -> T:
 
 
 def _settle(fleet: Fleet) -> None:
-    """After an error: raise ServerDied if the end of a server explains it."""
+    """Wait SETTLE_S after an error, and raise ServerDied if a server ends in that time."""
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
         fleet.check()
@@ -141,7 +141,7 @@ def _settle(fleet: Fleet) -> None:
 
 
 def _is_healthy(server: Launch) -> bool:
-    """Ask the health check: SGLang's generates a token; the router's only says that it listens."""
+    """Call /health. In SGLang it generates a token; the router's only shows that it listens."""
     try:
         with requests.Session() as session:
             session.trust_env = False
@@ -151,8 +151,8 @@ def _is_healthy(server: Launch) -> bool:
 
 
 def _serves(server: Launch) -> bool:
-    """Whether a request gets past this server: a router answers 503 until it knows its workers.
-    A request that times out has got past it."""
+    """Return whether this server accepts a request: a router answers 503 until it knows its
+    workers. A request that times out was accepted."""
     try:
         response = post(f"{server.url}/generate", request_body(prompts()[0]), FIRST_ANSWER_S)
     except requests.ReadTimeout:
@@ -182,14 +182,14 @@ def _poll(
 
 
 def start(fleet: Fleet, servers: Sequence[Launch], tell: Progress = silent) -> list[ServerProcess]:
-    """Start servers side by side; wait until all are healthy."""
+    """Start servers concurrently; wait until all are healthy."""
     started = [fleet.start(server.name, server.argv, server.env) for server in servers]
     _poll(fleet, servers, _is_healthy, tell)
     return started
 
 
 def bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> list[ServerProcess]:
-    """Start servers; wait until all are healthy and the last one serves."""
+    """Start servers; wait until all are healthy and the last one accepts a request."""
     started = start(fleet, servers, tell)
     entry = servers[-1]
     tell(entry.name, "first request")
@@ -205,7 +205,7 @@ def single(
     progress: Progress = silent,
     device: str = "cpu",
 ) -> Deployment:
-    """One server that does prefill and decode: the reference."""
+    """Start one server that does both prefill and decode: the reference."""
     server = launch.server("server", pair, flags, device=device)
     bring_up(fleet, [server], progress)
     return Deployment(fleet, server.url, (server,))
@@ -227,8 +227,8 @@ def disaggregated(
     prefill: Change = unchanged,
     decode: Change = unchanged,
 ) -> Deployment:
-    """Prefill and decode behind the router, all started together. `prefill`, `decode`: change
-    the server that the topology describes."""
+    """Start prefill and decode servers and their router, all together. `prefill`, `decode`:
+    functions that change the server that the topology describes."""
     first, second, bootstrap = launch.prefill_and_decode(pair, topology)
     servers = prefill(first), decode(second)
     router = launch.router(*servers, bootstrap)
@@ -238,8 +238,8 @@ def disaggregated(
 
 @dataclass(frozen=True)
 class OneCold:
-    """Two prefill servers for one decode server, each with its bootstrap port: `warm` drafts,
-    `cold` has no drafter."""
+    """Two prefill servers for one decode server, each with its bootstrap port: `warm` has a
+    drafter, `cold` has none."""
 
     fleet: Fleet
     decode: Launch
@@ -247,7 +247,7 @@ class OneCold:
     cold: tuple[Launch, int]
 
     def behind_a_router(self, *prefills: tuple[Launch, int]) -> Deployment:
-        """Put decode and these prefill servers, which take turns, behind a router."""
+        """Start a router for decode and these prefill servers, which it uses in turn."""
         (first, port), *others = prefills
         name = "-".join(["router", *(one.name for one, _ in prefills)])
         router = replace(launch.router(first, self.decode, port, *others), name=name)
@@ -258,7 +258,7 @@ class OneCold:
 
 def one_cold(fleet: Fleet, pair: str, topology: Topology, change: Change = unchanged) -> OneCold:
     """Start both prefill servers and decode together, without a router. `change`: applied to the
-    prefill server that drafts."""
+    prefill server with the drafter."""
     warm, decode, port = launch.prefill_and_decode(pair, topology)
     cold, _, other_port = launch.prefill_and_decode(pair, topology)
     cold = replace(launch.without_drafter(cold), name="cold")

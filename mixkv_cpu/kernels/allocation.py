@@ -1,4 +1,4 @@
-"""Page allocation in PyTorch: SGLang 0.5.21 has only GPU kernels, newer releases need none."""
+"""Page allocation in PyTorch for SGLang 0.5.21, which has only GPU kernels for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Launched:
 
 
 def extend_by(naive: Callable[..., None]) -> Launched:
-    """SGLang's kernel for new tokens' pages, done by ``naive``, its own loop in PyTorch."""
+    """Return SGLang's kernel for new tokens' pages, made from ``naive``, its loop in PyTorch."""
 
     def extend(
         prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor,
@@ -35,7 +35,7 @@ def extend_by(naive: Callable[..., None]) -> Launched:
 def decode(
     seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor, _size: int, page_size: int
 ) -> None:
-    """Allocate one token per request: after its last one, or the first of a new page."""
+    """Allocate one slot per request: after its last slot, or the first slot of a new page."""
     fresh = (seq_lens - 1) % page_size == 0
     pages = free_pages[(fresh.cumsum(0) - 1).clamp(0, free_pages.numel() - 1)]
     out.copy_(torch.where(fresh, pages * page_size, last_loc + 1))

@@ -26,8 +26,8 @@ _EXTEND = (
     " bool is_causal) -> ()"
 )
 
-# Modules of SGLang read these when they are imported (`sglang.srt.models.qwen3_5`, which Dynamo
-# imports; checked on 0.5.22 and 0.5.23). Nothing is behind them: a call fails.
+# SGLang modules look up these operators when they are imported (`sglang.srt.models.qwen3_5`, which
+# Dynamo imports; checked on 0.5.22 and 0.5.23). They have no implementation: a call fails.
 _NAMES = (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -54,7 +54,7 @@ def _refuse(**unsupported: Any) -> None:
 
 
 def _visible(queries: int, keys: int, window: int, causal: bool) -> Tensor | None:
-    """[queries, keys]: which keys the last ``queries`` positions see; None for all of them."""
+    """Return which keys the last ``queries`` positions see, [queries, keys]; None for all keys."""
     if not causal:
         return None
     ones = torch.ones(queries, keys, dtype=torch.bool)
@@ -63,7 +63,7 @@ def _visible(queries: int, keys: int, window: int, causal: bool) -> Tensor | Non
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
-    """q [n, H, D], k [m, Hk, D], v [m, Hk, Dv] -> [n, H, Dv] float32."""
+    """Map q [n, H, D], k [m, Hk, D] and v [m, Hk, Dv] to [n, H, Dv] in float32."""
     grouped = q.float().reshape(len(q), k.shape[1], -1, q.shape[2])
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.float()) * scale
     if seen is not None:
@@ -72,15 +72,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) 
 
 
 def _heads(x: Tensor, width: int) -> Tensor:
-    """[n, ...] -> [n, heads, width], even without rows."""
+    """Reshape [n, ...] to [n, heads, width], also for n = 0."""
     return x.reshape(len(x), math.prod(x.shape[1:]) // width, width)
 
 
 def _gather(cache: Tensor, slots: Tensor, new: Tensor | None, width: int) -> Tensor:
-    """A request's rows: those in the cache, except for a tail that is given as ``new``.
+    """Return a request's rows: the last ones are ``new`` if it is given, the others are cached.
 
-    A prompt without a cached prefix may come in a form that the cache does not have: MLA
-    computes it with full heads, and the cache holds latents.
+    Without a cached prefix, the rows of ``new`` may have another shape than cached ones: MLA
+    computes a prompt with full heads, but caches latents.
     """
     if new is None:
         return _heads(cache[slots], width)
@@ -118,8 +118,8 @@ def extend_attention_cpu(
     Their keys and values come from ``k`` and ``v`` (None: from the cache), those of the
     positions before them from the cache. ``window``: keys that a query sees; 0 for all.
 
-    DP-attention pads ``q`` and ``req_pool_indices`` past the batch that the lengths describe:
-    those rows of ``o`` become zero.
+    DP attention pads ``q`` and ``req_pool_indices`` past the batch that the lengths describe.
+    The padded rows of ``o`` become zero.
     """
     scaled = k_scale != 1 or v_scale != 1
     _refuse(cross_attention=is_cross, kv_scale=scaled, logit_cap=logit_cap, sinks=sinks)
@@ -190,9 +190,9 @@ def build_draft_decode_metadata_cpu(
     num_steps: int,
     pool_len: int,
 ) -> Tensor:
-    """The slot table of the draft steps: [bs, pool_len], row b for request b of the batch.
+    """Return the slot table of the draft steps, [bs, pool_len], with a row per request.
 
-    With topk 1 the drafts follow the committed tokens, so the rows are the requests' own.
+    With topk 1, drafts follow the committed tokens, so the rows are those of ``req_to_token``.
     """
     if topk != 1:
         raise NotImplementedError(f"sgl_kernel stand-in: drafting with topk {topk}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def _cells(req_pool_indices: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of positions [start[b], end[b]) of each request, one after the other."""
+    """Return the rows and columns of positions [start[b], end[b]), request by request."""
     lengths = (end - start).long()
     rows = req_pool_indices.long().repeat_interleave(lengths)
     first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -67,7 +67,7 @@ def assign_draft_cache_locs_contiguous_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor
 ) -> None:
-    """Move slots inside every KV buffer, as if all were read before the first is written.
+    """Copy slots within every KV buffer. All slots of a buffer are read before one is written.
 
     ``data_ptrs``: [buffers], addresses; ``strides``: [buffers], bytes of one slot.
     """

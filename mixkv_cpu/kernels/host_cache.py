@@ -1,8 +1,8 @@
 """Copies between KV pools and the host cache, both in host memory on the CPU engine.
 
-A KV pool has a buffer per layer (and per K and V): [slots, ...]. The host has the same
+A KV pool has a buffer per layer (and per K and V): [slots, ...]. The host cache has the same
 (`layer_first`), or [pages, layers, page_size, ...] (`page_first_direct`). Indices are slots, page
-by page. Signatures as in sgl_kernel's ``kvcacheio.py``.
+by page. The signatures are those of sgl_kernel's ``kvcacheio.py``.
 """
 
 from __future__ import annotations
@@ -66,4 +66,4 @@ COPIES = (
     transfer_kv_per_layer_direct_pf_lf,
     transfer_kv_all_layer_direct_lf_pf,
 )
-"""What a host pool calls with `--hicache-io-backend direct`."""
+"""The functions that a host pool calls with `--hicache-io-backend direct`."""

@@ -14,7 +14,7 @@ FULL_MASK, QLEN_ONLY = 0, 1
 
 
 def _write_chain_mask(tree_mask: Tensor, seq_lens: list[int], n: int, mode: int) -> None:
-    """The causal [n, n] cells of each request; the prefix cells are the caller's."""
+    """Write the causal [n, n] cells of each request; the caller writes the prefix cells."""
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     begin, flat = 0, tree_mask.view(-1)
     for seq_len in seq_lens:
@@ -63,11 +63,11 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
-    """Accept drafts as long as each is what the target predicts after the one before it.
+    """Accept drafts as long as each equals the target's prediction after the previous token.
 
     In: ``candidates``, ``retrive_*`` [bs, n], ``target_predict`` bs * n. Out: ``predicts``
     [bs * n], the target's tokens after accepted ones; ``accept_index`` [bs, steps + 1], flat
-    indices of the accepted, -1 on entry; ``accept_token_num`` [bs], accepted drafts.
+    indices of accepted tokens, -1 on entry; ``accept_token_num`` [bs], accepted drafts.
     """
     if (retrive_next_sibling != -1).any():
         raise NotImplementedError("sgl_kernel stand-in: a draft tree with siblings (topk > 1)")

@@ -1,4 +1,4 @@
-"""CUDA streams, which a CPU does not have."""
+"""A replacement for a CUDA stream call, since a CPU has no streams."""
 
 from __future__ import annotations
 

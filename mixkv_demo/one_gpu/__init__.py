@@ -1,9 +1,9 @@
-"""What the demo's servers need on GPUs. If there is only one, all ranks share it, so that it can
-show TP 2 -> TP 1 too.
+"""Flags and variables for the demo's servers on GPUs. If there is only one GPU, all ranks share it,
+so that TP 2 -> TP 1 runs there, too.
 
-NCCL refuses two ranks on one device, so gloo replaces it there, through host memory. That costs
-time in each layer, but does not change what is transferred between servers. SGLang finds the
-plugin in `support.py` if `site/` is on the path; nothing else imports it.
+NCCL refuses two ranks on one device, so gloo replaces it there and copies through host memory. This
+slows down each layer, but does not change the bytes that servers transfer. SGLang finds the plugin
+in `support.py` if `site/` is on the path; nothing else imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARED_ENV, NO_DUAL_GEMM_ENV = "MIXKV_DEMO_ONE_GPU", "MIXKV_DEMO_NO_DUAL_GEMM"
 CUDA_FLAGS: tuple[str, ...] = (
     *("--device", "cuda"),
     *("--attention-backend", "triton"),
-    *("--sampling-backend", "pytorch"),  # FlashInfer's is compiled by nvcc at the first request
+    *("--sampling-backend", "pytorch"),  # nvcc compiles FlashInfer's at the first request
     "--cuda-graph-backend-decode=disabled",
     "--cuda-graph-backend-prefill=disabled",
     "--skip-server-warmup",
@@ -52,26 +52,26 @@ def cards() -> int:
 
 
 def setup(count: int, has: frozenset[str] | None = None) -> Setup:
-    """Choose for `count` GPUs. `has`: the optional packages that are installed; None to look."""
+    """Choose the setup for `count` GPUs. `has`: the installed optional packages; None to look."""
     if has is None:
         has = frozenset(name for name in ("cutlass",) if find_spec(name))
     path = os.environ.get("PYTHONPATH", "")
     flags, env = [*CUDA_FLAGS], {"PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), path]))}
-    reasons = ["Attention is Triton's, since the small pair's heads fit no other backend."]
+    reasons = ["Attention runs in Triton: no other backend supports the small pair's heads."]
     if "cutlass" not in has:
         env[NO_DUAL_GEMM_ENV] = "1"
-        reasons.append("The drafter's MLP has no fused dual GEMM, since CUTLASS is not installed.")
+        reasons.append("The drafter's MLP runs without its fused dual GEMM: CUTLASS is missing.")
     if count > 1:
         flags += ["--mem-fraction-static", "0.5"]
         return Setup(tuple(flags), env, tuple(reasons))
     flags += [
-        # Both map memory of other ranks' cards. The second is on by default for DeepSeek on Hopper.
+        # Both map memory of other ranks' GPUs. The second is on by default for DeepSeek on Hopper.
         "--disable-custom-all-reduce",
         "--enforce-disable-flashinfer-allreduce-fusion",
         "--no-enable-tp-lm-head-all-to-all",  # it needs NCCL
         "--mem-fraction-static", "0.2",  # for each of a pair's three ranks
     ]  # fmt: skip
-    # SGLang's own variable makes each rank see one card, its device 0; the plugin says which.
+    # SGLang's own variable makes each rank see one GPU, as device 0; the plugin chooses which.
     env |= {SHARED_ENV: "1", "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
-    reasons.append("All ranks share one GPU, so gloo stands in for NCCL, and layers take longer.")
+    reasons.append("All ranks share one GPU, so gloo replaces NCCL, and each layer takes longer.")
     return Setup(tuple(flags), env, tuple(reasons))

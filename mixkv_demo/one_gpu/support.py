@@ -1,11 +1,11 @@
-"""What the demo's servers on GPUs need from inside SGLang's processes, as an SGLang plugin.
+"""Hooks in SGLang's processes for the demo's servers on GPUs, as an SGLang plugin.
 
 seam                                                   why
 distributed.parallel_state                             NCCL refuses two ranks on one device
     .get_default_distributed_backend (around)
-distributed.parallel_state.init_model_parallel_group   communicators beside torch's own use
-    (around)                                           NCCL, or map other cards' memory
-platforms.cuda.CudaDeviceMixin.reindex_device_id       rank 1 would take card 1
+distributed.parallel_state.init_model_parallel_group   other communicators than torch's use
+    (around)                                           NCCL, or map other GPUs' memory
+platforms.cuda.CudaDeviceMixin.reindex_device_id       rank 1 would use GPU 1
     (around)
 layers.dual_gemm.DualGemm._select_mode (around)        it imports CUTLASS, which SGLang does
                                                        not require
@@ -66,7 +66,7 @@ class _Done(dist.Work):
 class OneGpuGroup(_Group):  # type: ignore[misc]
     """Ranks on one GPU: each collective copies its tensors to host memory, where gloo runs it.
 
-    What is only moved is moved as bytes, since gloo does not know all types. 16-bit floats are
+    Collectives without a sum move bytes, since gloo does not support all types. 16-bit floats are
     summed in 32 bits, so that gloo's order affects a sum no more than NCCL's order would.
     """
 
@@ -75,7 +75,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout or timedelta(minutes=30))
         self._name = ""
 
-    # torch forgets a name that it gives to a group written in Python, and asks for it at the end.
+    # torch does not store the name that it gives to a group in Python, but asks for it at the end.
     def setGroupName(self, name: str) -> None:
         self._name = name
 
@@ -139,7 +139,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, to: list[int], of: list[int], _opts: Any
     ) -> Any:
-        """`to`, `of`: rows to and from each rank; empty if all are of one size."""
+        """`to`, `of`: rows to and from each rank; empty if all ranks have equally many."""
         if to or of:
             raise NotImplementedError("parts that differ in size")
         parts = [one.chunk(self.size())[self.rank()] for one in self._of_all(tensor)]
@@ -155,7 +155,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _of_all(self, tensor: Tensor) -> list[Tensor]:
-        """Return the bytes of each rank's tensor; all must have one size."""
+        """Return the bytes of each rank's tensor; all must have the same size."""
         mine = _bytes(tensor)
         found = [torch.empty_like(mine) for _ in range(self.size())]
         self._gloo.allgather([found], [mine]).wait()

@@ -21,7 +21,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from mixkv_demo import launch
-from mixkv_demo.launch import HANDS_THROUGH, HOST, Launch, Topology
+from mixkv_demo.launch import HOST, PASS_THROUGH, Launch, Topology
 from mixkv_demo.pair import BOS, SEP, SYMBOLS, ask
 from mixkv_demo.processes import Fleet
 from mixkv_demo.prometheus import Prometheus
@@ -179,7 +179,7 @@ def asked(prometheus: Prometheus, name: str, since: float, until: float, names: 
 
 def router(name: str, prefills: Sequence[tuple[Launch, int]], decodes: Sequence[Launch]) -> Launch:
     (first, port), *others = prefills
-    flags = ("--policy", "random", *HANDS_THROUGH[2:], "--decode", decodes[1].url)
+    flags = ("--policy", "random", *PASS_THROUGH[2:], "--decode", decodes[1].url)
     return replace(launch.router(first, decodes[0], port, *others, flags=flags), name=name)
 
 

@@ -7,11 +7,11 @@ takes effect only if
     2. the ``sgl_kernel`` further down the path is not a CPU build, which has its compiled
        ``common_ops`` at its top; CUDA builds keep one per GPU architecture in subfolders.
 
-In every other case the import gives that other ``sgl_kernel``, as if this package were not
-there. It has enough for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1, DFLASH
-and DSPARK.
-``torch.ops.sgl_kernel`` gets the two attention operators, and names that cannot be called: layers
-see no ``convert_weight_packed`` and take their native PyTorch paths.
+In every other case the import returns that other ``sgl_kernel``, as if this package did not
+exist. The stand-in suffices for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1,
+DFLASH and DSPARK.
+``torch.ops.sgl_kernel`` gets the two attention operators, and some that fail when called. It has no
+``convert_weight_packed``, so layers take their native PyTorch paths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IS_STAND_IN = True
-"""Tells this package from the real one."""
+"""Distinguishes this package from the real one."""
 
 
 def _other() -> ModuleSpec | None:
@@ -35,18 +35,18 @@ def _other() -> ModuleSpec | None:
 
 
 def _has_cpu_kernels(package: ModuleSpec | None) -> bool:
-    """Whether a package is a CPU build, by where its compiled operators lie."""
+    """Return whether a package is a CPU build, by the place of its compiled operators."""
     folders = (package and package.submodule_search_locations) or ()
     return any(any(Path(folder).glob("common_ops.*")) for folder in folders)
 
 
 def _is_wanted(package: ModuleSpec | None) -> bool:
-    """Whether this process runs the CPU engine and has no other kernels for it."""
+    """Return whether this process runs the CPU engine and has no other kernels for it."""
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not _has_cpu_kernels(package)
 
 
 def _become(package: ModuleSpec | None) -> None:
-    """Put another package in this one's place; the import in progress then returns that."""
+    """Replace this package by another one, which the import in progress then returns."""
     if package is None or package.loader is None:
         raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
     sys.modules[__name__] = module = module_from_spec(package)
@@ -54,7 +54,7 @@ def _become(package: ModuleSpec | None) -> None:
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """Return a CPU kernel that is not here: it can be imported, and raises when called."""
+    """Return a stub for a missing CPU kernel: it can be imported, but raises when called."""
     if not name.endswith("_cpu"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
