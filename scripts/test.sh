@@ -33,6 +33,12 @@ SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 NONE_SELECTED=5
 status=0
 for part in "tests/pure tests/docs tests/sim tests/gpu" "tests/protocol tests/e2e"; do
+    if [[ "$*" =~ ^-k\ (test_[a-z0-9_]+)$ ]]; then # collecting all modules takes half a minute
+        # shellcheck disable=SC2086
+        part="$(find $part -name "*${BASH_REMATCH[1]}*.py"
+            grep -rl "${BASH_REMATCH[1]}" --include='test_*.py' $part || true)"
+        [ -n "$part" ] || continue
+    fi
     # shellcheck disable=SC2086
     python -m pytest $part "$@" || { code=$?; [ "$code" = "$NONE_SELECTED" ] || status=$code; }
 done
