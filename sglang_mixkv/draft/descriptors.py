@@ -17,7 +17,7 @@ class Descriptors(NamedTuple):
 def descriptors(
     facts: DraftFacts, tokens: int, page_size: int, slot_bytes: int, heads: int, sources: int = 1
 ) -> Descriptors:
-    """Count those of a chunk of so many tokens, with `heads` from each of `sources` prefill ranks.
+    """Count the descriptors of a chunk of `tokens`, with `heads` from each of `sources` ranks.
 
     SGLang's NIXL backend names each page of each entry; Mooncake's joins neighbouring pages, so it
     needs as many where no two are neighbours on both sides, as in a server that has run for long.

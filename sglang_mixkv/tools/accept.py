@@ -141,7 +141,7 @@ def ask(args: argparse.Namespace, number: int, prompt: Any, again: bool = True) 
 
 def ask_all(args: argparse.Namespace, number: int, prompts: Sequence[Any]) -> list[Any]:
     """Send all prompts, until Ctrl-C, and return the results of `ask`. Print the progress after the
-    first, on a terminal after each. Raises RequestFailed if the first, sent alone, fails."""
+    first one, on a terminal after each. Raises RequestFailed if the first, sent alone, fails."""
     begin, once, screen = time.monotonic(), partial(ask, args, number), sys.stderr.isatty()
     found = [once(prompts[0])]
     if isinstance(found[0], RequestFailed):

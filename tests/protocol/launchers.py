@@ -38,7 +38,7 @@ class Ended:
 
 
 class SchedulersError(BaseException):
-    """Raised in place of the start of the schedulers, with their pickled ServerArgs."""
+    """Raised instead of starting the schedulers. It has their pickled ServerArgs."""
 
 
 # ---------------------------------------------------------------- the launchers

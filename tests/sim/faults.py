@@ -418,8 +418,8 @@ class Device(Lasting, often=1):
 class Lies(Fault, often=1):
     """Makes a prefill rank send a reader `count` false messages.
 
-    Between its true READYs come some that are duplicated, out of order, of other generations or
-    with other stamps.
+    Among the true READYs, the rank sends some that are duplicated, out of order, of other
+    generations or with other stamps.
     """
 
     @classmethod

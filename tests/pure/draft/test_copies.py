@@ -38,7 +38,7 @@ class Batch:
 
 
 class Device:
-    """The calls of a device that the copier makes.
+    """A device with the calls that the copier makes.
 
     A job is represented by its name. A job whose name ends with "!" cannot be prepared.
     """
