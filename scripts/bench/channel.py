@@ -2,8 +2,8 @@
 
 Both sides' threads, sockets, slots and machines are the real ones. Copies move no bytes and end at
 once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or at the pace of a
-400 Gb/s NIC on prefill: one after another, at 50 GB/s. Slots have the default 4 MiB, which hold
-1,024 tokens of Kimi-K2's EAGLE3 drafter on one rank of TP 8.
+400 Gb/s NIC on prefill: one after another, at 50 GB/s. Slots have the default size of 4 MiB, which
+holds 1,024 tokens of draft KV for Kimi-K2's EAGLE3 drafter on one rank of TP 8.
 
 `us per slot`: CPU time of each side's channel thread. `ms`: from a request's only chunk to the
 verdict. `readers`: requests of random decode ranks at random times; `busy`: beside a thread that

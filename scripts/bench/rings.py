@@ -4,8 +4,8 @@ one request after another on command.
     stock      SGLang alone
     channel    with the plugin
 
-Rings of several ways run side by side, so that their requests can take turns; an idle ring
-sleeps. The main thread of a rank calls SGLang's sender or receiver as SGLang's scheduler
+A ring's `way` is one of these. Rings of several ways run side by side, so that their requests can
+take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or receiver as SGLang's scheduler
 does. Times are seconds of CLOCK_MONOTONIC, which all processes share. The target is small: 24
 bytes per token.
 """
@@ -315,7 +315,7 @@ class Ring:
 def rings(
     ways: tuple[str, ...], prefill_tp: int, decode_tp: int, most: int, **given: Any
 ) -> Iterator[dict[str, Ring]]:
-    """Make one ring per way, keyed by way, for requests of up to `most` tokens."""
+    """Make a ring for each of `ways`, for requests of up to `most` tokens. Return them by way."""
     made: dict[str, Ring] = {}
     try:
         for way in ways:

@@ -69,7 +69,7 @@ def message(data: bytes) -> None:
 
 
 def row(data: bytes) -> None:
-    """A row, several of them, or a server's whole answer."""
+    """Read the input as a row, as several rows, and as a server's whole answer."""
     with suppress(ValueError):
         handshake.read_row(data)
     with suppress(ValueError, RecursionError):  # aiohttp's own JSON refuses the request

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, repeat_kv
 
-PAD, BOS, SEP, MASK = 0, 1, 2, 3  # <sep> also ends the answer; a block's masks are filled in
+PAD, BOS, SEP, MASK = 0, 1, 2, 3  # <sep> also ends the answer; DFLASH predicts what MASK stands for
 FIRST_SYMBOL, VOCAB = 4, 256
 AUX_LAYERS = (2, 3, 4)  # the features are the residual stream at the input of these target layers
 STEPS = 3  # drafts in training and in serving

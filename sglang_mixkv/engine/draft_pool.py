@@ -35,8 +35,8 @@ class Draft(NamedTuple):
 
 
 def of_pool(pool: Any) -> Draft:
-    """Describe the draft KV in SGLang's pool. Raises MixKVError if its rows cannot be split by
-    heads, or are not its whole cache."""
+    """Describe the draft KV in SGLang's pool. Raises MixKVError if the pool's rows cannot be split
+    by heads, or if it keeps more than these rows."""
     name, kv_layout = type(pool).__name__, getattr(pool, "kv_cache_layout", None)
     if any(getattr(pool, scale, None) is not None for scale in SCALES):
         raise not_whole(f"{name}: its K and V have block scales")

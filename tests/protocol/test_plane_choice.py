@@ -33,7 +33,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ("backend", "devices", "asked", "plane"),
     [
         ("mooncake", (), "", "mooncake"),
-        # A reader that dies over UCX's TCP can crash its peer.
+        # Over UCX's TCP, a reader that dies can crash its peer.
         ("nixl", (), "", "mooncake"),
         ("nixl", ("mlx5_0",), "", "nixl"),
         ("nixl", (), "nixl", "nixl"),

@@ -151,7 +151,7 @@ def delayed(by: str, slots: int = 4) -> Decode:
 
 @pytest.mark.parametrize("by", ["copies", "reads"])
 def test_a_peer_that_waits_for_this_rank_gets_no_strike(by: str) -> None:
-    """A peer gets no strike while its segments wait for copies of this rank.
+    """A peer gets no strike while its segments wait until this rank has finished copies.
 
     A peer whose own reads do not end does get strikes.
     """

@@ -331,8 +331,8 @@ def test_a_refused_server_is_contacted_again_later(
 ) -> None:
     """A refused server is contacted again after AGAIN_S, not with each request.
 
-    A server that SGLang refuses with an exception, as for another page size, does not end the
-    scheduler.
+    If SGLang refuses a server by an exception, for example for another page size, the scheduler
+    continues.
     """
     asked: list[str] = []
 
