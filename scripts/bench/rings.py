@@ -5,9 +5,9 @@ one request after another on command.
     channel    with the plugin
 
 A ring's `way` is one of these. Rings of several ways run side by side, so that their requests can
-take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or receiver as SGLang's scheduler
-does. Times are seconds of CLOCK_MONOTONIC, which all processes share. The target is small: 24
-bytes per token.
+take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or receiver as
+SGLang's scheduler does. Times are seconds of CLOCK_MONOTONIC, which all processes share. The
+target is small: 24 bytes per token.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             f"{source.entries} buffers on one of {source.stages} stages",
             f"{wanted.entries} on one of {wanted.stages}",
             "layers would overwrite each other",
-            "Set SGLANG_PP_LAYER_PARTITION so that all prefill stages have the same number of layers",
+            "Use SGLANG_PP_LAYER_PARTITION to give all prefill stages the same number of layers",
         )
     elif nixl and not source.layer_ids and not unequal:  # build_transfer_entry_pairs
         yield _refused(
