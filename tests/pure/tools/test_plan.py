@@ -587,7 +587,7 @@ def test_json_has_the_sizes_and_what_its_page_says(capsys: pytest.CaptureFixture
 def test_a_terminal_is_told_what_plan_waits_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one second, and nobody else."""
+    """The line appears after a second, and only on a terminal."""
     monkeypatch.setattr(tool, "_plan", lambda args: time.sleep(1.5))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert tool.main(["--prefill", "", "--decode", ""]) == 2
