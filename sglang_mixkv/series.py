@@ -60,7 +60,9 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     _R.PREFILL_HEADS: NoteSpec("prefill does not serve these heads", MEMORY + " on prefill"),
     _R.PREFILL_FULL: NoteSpec("too many rooms without a request", "See prefill's log"),
     _R.PREFILL_RESTARTED: NoteSpec("it was restarted", "Nothing to do: decode reconnects"),
+    _R.PREFILL_SNAPSHOT: NoteSpec("it was restored from a snapshot", "Restart it"),
     _R.PREFILL_OTHER: NoteSpec("prefill gave a reason unknown to this release", REPORT),
+    _R.RESTORED: NoteSpec("decode was restored from a snapshot", "Restart decode", logged=False),
     _R.NO_DRAFTER: NoteSpec("one side runs without a drafter", SAME_DRAFTER, logged=False),
     _R.MISMATCH: NoteSpec("the two sides' drafters differ", SAME_DRAFTER, logged=False),
     _R.BREAKER: NoteSpec(
@@ -99,6 +101,7 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     "heads": NoteSpec("heads that cannot be served", MEMORY, _FAIL, ("heads",)),
     "full": NoteSpec("a decode rank has too many unrequested rooms", REPORT, _FAIL, ("full",)),
     "restarted": NoteSpec("", "", _FAIL, ("restarted",)),
+    "snapshot": NoteSpec("", "", _FAIL, ("snapshot",)),
     # on prefill: other notes
     "unopened": NoteSpec(
         "a decode rank did not open the request",

@@ -105,6 +105,7 @@ class Read:
 
 class DataPlane(ABC):
     name: str
+    dead = False  # once True, no read starts
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
@@ -213,7 +214,7 @@ class DataPlane(ABC):
 
     def _begin(self, read: Read, extents: Sequence[Extent]) -> None:
         with self._lock:
-            if read.peer.gone:
+            if read.peer.gone or self.dead:
                 read.error = "the peer is gone or being connected"
                 return
             read.peer.reads += 1

@@ -39,6 +39,7 @@ class StateMachine(Protocol):
     def tick(self) -> None: ...
     def copied(self, jobs: Any, outcome: Any) -> None: ...
     def on_action_failed(self, action: Any, error: Exception) -> None: ...
+    def restored(self) -> None: ...
 
 
 class Reporter(Protocol):
@@ -94,6 +95,12 @@ class Worker(ABC, Generic[M]):
         """Have both threads end, without waiting. Copies in flight complete first."""
         self._stopping = True
         self._queue.wake()
+
+    def restored(self) -> None:
+        """Use the data plane no more, since the process was restored from a snapshot."""
+        self._call(self._machine.restored)
+        if self._store is not None:
+            self._store.plane.dead = True
 
     @property
     def broken(self) -> bool:

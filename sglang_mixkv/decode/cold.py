@@ -22,10 +22,12 @@ class ColdReason(StrEnum):
     PREFILL_HEADS = "prefill_heads"
     PREFILL_FULL = "prefill_full"
     PREFILL_RESTARTED = "prefill_restarted"
+    PREFILL_SNAPSHOT = "prefill_snapshot"
     PREFILL_OTHER = "prefill_other"
     NO_DRAFTER = "no_drafter"
     MISMATCH = "mismatch"
     BREAKER = "breaker"
+    RESTORED = "restored"
     PREFILL_ABORTED = "prefill_aborted"
     REPEATED = "repeated"
     UNSENT = "unsent"
@@ -41,6 +43,6 @@ Cold = ColdReason | Literal[""]
 """Why a request is cold; "" while it is not."""
 FAILS = {
     code: ColdReason(f"prefill_{code}")
-    for code in ("aborted", "pack", "slow", "heads", "full", "restarted")
+    for code in ("aborted", "pack", "slow", "heads", "full", "restarted", "snapshot")
 }
 """Maps the code of a prefill rank's FAIL to the reason of the cold request."""

@@ -58,7 +58,7 @@ class Links:
             dealer.connect(row.address)
             if not dealer.poll(int(CONNECT_S * 1000), zmq.POLLOUT):
                 raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
-            if self._store is not None:
+            if self._store is not None and not self._store.plane.dead:
                 assert row.staging is not None
                 self._store.rows.use_device()
                 memory = self._store.plane.connect(row.staging.endpoint)
@@ -140,7 +140,8 @@ class Links:
             return
         for (action, link, memory), error in self._store.plane.ended():
             yield action, error
-            if error and link.memory is memory and not (link.reconnecting or link.closed):
+            is_current = link.memory is memory and not self._store.plane.dead
+            if error and is_current and not (link.reconnecting or link.closed):
                 self._reconnect(link)
 
     def _reconnect(self, link: Link) -> None:

@@ -41,7 +41,7 @@ class Machine:
         self._segments = Segments(slots)
         self._requests: dict[Generation, Request] = {}
         self._out: list[act.Action] = []
-        self._clock = float("-inf")
+        self._clock, self._restored = float("-inf"), False
 
     def advance(self, now: float) -> None:
         """Set the clock before each call below. A long stall makes requests cold."""
@@ -63,7 +63,7 @@ class Machine:
         """Open a request whose metadata SGLang has sent. One Verdict follows, unless `close` is
         called first."""
         wanted = [source.peer for source in opened.sources if source.heads]
-        cold = opened.cold
+        cold = opened.cold or (ColdReason.RESTORED if wanted and self._restored else "")
         if self._recent.is_ambiguous(opened.bootstrap_room, self._clock) and wanted:
             cold = cold or ColdReason.REPEATED
         if wanted and not cold and self.breaker.blocked(wanted, opened.generation, self._clock):
@@ -145,6 +145,13 @@ class Machine:
             self._go_cold(request, ColdReason.LOST, why, peer, strikes=[peer] * (not gone))
         if gone:
             self.breaker.forget(peer)
+
+    def restored(self) -> None:
+        """Make all requests cold from now on, since no connection of the data plane works."""
+        self._restored = True
+        for request in self._requests.values():
+            if request.wants:
+                self._go_cold(request, ColdReason.RESTORED, "")
 
     # -- segments
 

@@ -48,6 +48,7 @@ class DraftManager:
     decode_channel: DecodeWorker
     servers: PrefillServers
     early: Any  # the event after which a chunk may be sent (EarlySends)
+    _agent: Any = None  # NIXL's, with which SGLang's memory is registered
     # SGLang's
     connection_lock: Any
     connection_pool: dict[str, Any]
@@ -78,6 +79,19 @@ class DraftManager:
         )
         level = logging.INFO if stands_for_server else logging.DEBUG
         logger.log(level, "%s%s", self.local.banner(), note)
+
+    def register_buffer_to_engine(self) -> None:
+        """A manager that registers SGLang's memory with a new NIXL agent, as Dynamo's does, was
+        restored from a snapshot. The connections of the data plane do not work any more, either."""
+        former, self._agent = self._agent, getattr(self, "agent", None)
+        channel = getattr(self, f"{self.local.mode}_channel", None)
+        if channel is not None and former not in (None, self._agent):
+            logger.warning(
+                "[MIXKV-PAIR-06] expected the NIXL agent that SGLang started with; got another, as "
+                "after a restore from a snapshot. As it is, drafters start cold. Restart the server"
+            )
+            channel.restored()
+        super().register_buffer_to_engine()  # type: ignore[misc]
 
     # -- prefill
 

@@ -119,8 +119,8 @@ _NAMES = {
     # the decode ranks of a request, which are notified
     f"{_PD}mooncake.conn:TransferInfo": "dst_port endpoint is_dummy",
     f"{_PD}nixl.conn:TransferInfo": "dst_port endpoint is_dummy",
-    # chunks that are held back on their way to NIXL's workers
-    f"{_PD}nixl.conn:NixlKVManager": "transfer_queues",
+    # chunks that are held back on their way to NIXL's workers; another agent after a restore
+    f"{_PD}nixl.conn:NixlKVManager": "agent register_buffer_to_engine transfer_queues",
     f"{_PD}common.utils:TransferKVChunk": "room",
     f"{_PD}base.conn:KVPoll": "Failed Success Transferring WaitingForInput",
     f"{_PD}utils:DisaggregationMode": "DECODE PREFILL",

@@ -31,6 +31,7 @@ from sglang_mixkv.prefill.transfer import Chunk, Packing, ReaderTransfer, Reques
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
 """The maximum number of transfers per connection, and in total. Each takes some 500 bytes. Anyone
 who can reach the port can invent readers, so the limit is per connection, not per reader."""
+RESTORED = "snapshot", "this prefill rank was restored from a snapshot"
 STEP = 1.0  # the most that a rank's clock advances between two calls
 
 
@@ -52,7 +53,7 @@ class Machine:
         self._transfers: dict[int, ReaderTransfer] = {}  # by generation
         self._open: Counter[bytes] = Counter()  # transfers of each connection
         self._out: list[Action] = []
-        self._clock, self._seen = 0.0, float("inf")
+        self._clock, self._seen, self._restored = 0.0, float("inf"), False
 
     def advance(self, now: float) -> None:
         """Advance the clock; call this before each method below. The clock stops while the process
@@ -180,7 +181,7 @@ class Machine:
             return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
         if wanted and limit < 1:
             return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-        return None
+        return RESTORED if wanted and self._restored else None
 
     def _refuse(self, connection: bytes, opened: Open, code: str, detail: str) -> None:
         self._out.append(Note(code, opened.reader, detail))
@@ -196,6 +197,13 @@ class Machine:
         """End the transfers of a lost connection. Messages already sent may have arrived."""
         for transfer in [t for t in self._transfers.values() if t.connection == connection]:
             self._over(transfer)
+
+    def restored(self) -> None:
+        """Serve no reader from now on, since none can read the slots of this rank any more."""
+        self._restored = True
+        self._fail(self._transfers.values(), *RESTORED)
+        for request in self._requests.values():
+            self._release_pages(request)
 
     # -- transfers
 
@@ -215,7 +223,7 @@ class Machine:
     def _release_pages(self, request: Request, given_up: bool = False) -> None:
         if request.handle is None or request.pages_released:
             return
-        if given_up or request.all_ended:
+        if given_up or self._restored or request.all_ended:
             request.pages_released = True
             self._out.append(PagesReleased(request.handle))
 

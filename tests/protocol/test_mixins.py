@@ -23,7 +23,7 @@ from sglang_mixkv.decode.actions import State
 from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.engine import pool_hooks, receiver, sender
 from sglang_mixkv.engine.draft_pool import Draft
-from sglang_mixkv.engine.manager import mixed
+from sglang_mixkv.engine.manager import DraftManager, mixed
 from sglang_mixkv.engine.receiver import DraftReceiver
 from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.errors import MixKVError
@@ -502,6 +502,28 @@ def test_another_projects_manager_stays_below_the_mixin() -> None:
     assert order.index("DraftManager") < order.index(snapshot.__name__)
     assert order.index(snapshot.__name__) < order.index("NixlKVManager")
     assert found.restored is snapshot.restored
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_new_agent_means_that_the_process_was_restored(side: str) -> None:
+    """SGLang may register its memory again with the same agent; managers of other backends have no
+    agent. A snapshot's manager may make its agent when it is read."""
+    registered = MagicMock()
+    stock = type("Stock", (), {"register_buffer_to_engine": lambda self: registered(self.agent)})
+    snapshot = type("Snapshot", (stock,), {"agent": property(lambda self: self.made)})
+    manager: Any = type("Use", (DraftManager, snapshot), {})
+    one = manager.__new__(manager)
+    one.local, one.made = SimpleNamespace(mode=side), "first"
+    one.register_buffer_to_engine()  # in its constructor, before the channel exists
+    channel = MagicMock()
+    setattr(one, f"{side}_channel", channel)
+    one.register_buffer_to_engine()
+    assert channel.mock_calls == []
+    one.made = "second"
+    one.register_buffer_to_engine()
+    one.register_buffer_to_engine()
+    assert channel.mock_calls == [call.restored()]
+    assert registered.mock_calls == [call("first"), call("first"), call("second"), call("second")]
 
 
 def test_hooks_pass_sglangs_arguments_and_results_through() -> None:

@@ -181,7 +181,7 @@ def test_every_listed_attribute_is_used() -> None:
     text = "\n".join(path.read_text() for path in MODULES if path.name != "seams.py")
     words = set(re.findall(r"\w+", text)) | rules_ask_for()
     assert LISTED - words == set()
-    assert len(LISTED) <= 139
+    assert len(LISTED) <= 141
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

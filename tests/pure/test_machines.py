@@ -76,6 +76,33 @@ def test_a_generation_identifies_one_part() -> None:
     assert (outstanding(rooms.machine), violations(rooms.machine)) == ({}, [])
 
 
+def test_a_restored_prefill_rank_releases_all_pages_at_once() -> None:
+    """A restored prefill rank ends the parts of its readers, and waits for no reader.
+
+    Readers that want no heads, for which it has nothing to refuse, are still served.
+    """
+    rank = Prefill()
+    rank.begin("opened", 1, TOKENS)
+    rank.begin("by one of two", 2, TOKENS)
+    rank.begin("by none", 3, TOKENS)
+    rank.machine._packing.start = lambda: ()
+    rank.open(1)
+    rank.open(2, readers=2)
+    rank.open(4)
+    rank.do(rank.machine.restored)
+    assert rank.fails == {1: "snapshot", 2: "snapshot", 4: "snapshot"}
+    assert set(rank.pages_released) == {"opened", "by one of two", "by none"}
+    rank.begin("early", 4, TOKENS)
+    rank.begin("later", 5, TOKENS)
+    rank.open(5)
+    assert rank.fails[5] == "snapshot"
+    assert set(rank.pages_released) >= {"early", "later"}
+    rank.do(rank.machine.received, READER, replace(rank.message(6), heads=(0, 0)))
+    assert 6 not in rank.fails
+    assert rank.sent == {}
+    assert rank.violations == []
+
+
 def test_a_slot_does_not_expire_during_a_stop() -> None:
     """A stop of the prefill rank does not count toward the time after which a slot expires.
 

@@ -51,6 +51,7 @@ class Checks:
         self._reader: dict[int, bytes] = {}  # by generation
         self._lied: set[int] = set()  # stamps of READYs that may be lies
         self._lost: set[int] = set()  # stamps of ACKs that were not sent
+        self._restored: set[Process] = set()  # whose machine knows that its data plane is dead
         self._unpacked: set[tuple[PrefillRank, int]] = set()  # generations with a failed copy
 
     # -- invariants
@@ -106,6 +107,9 @@ class Checks:
                 if former is not None:
                     former.over = True
                 self._current[process, number] = handle.sender
+            case "restored", ():
+                self._restored.add(process)
+                self._ends[process] = self._ran(process)
             case "end", (handle, _):
                 self._ends[process] = self._ran(process)
                 handle.sender.over = True
@@ -227,6 +231,8 @@ class Checks:
 
         `link` is None if the reader is gone and this rank has not noticed yet.
         """
+        if rank in self._restored and ready.segments:
+            raise Finding("restored", f"{rank.name} announces slots that no reader can read")
         self._progress[rank, ready.room] = self._running(rank)
         self._note_served(rank, self._reader[ready.generation])
         for one in ready.segments:
@@ -310,6 +316,8 @@ class Checks:
             raise Finding("landing", f"{rank.name}: two reads may land in slot {slot}")
 
     def packs(self, rank: PrefillRank, sender: Sender) -> None:
+        if rank in self._restored:
+            raise Finding("restored", f"{rank.name} packs rows that no reader can read")
         if sender.pages_released or sender.over:
             raise Finding("released", f"{rank.name} packs rows of a request that may have ended")
 

@@ -16,7 +16,7 @@ SCENES = (
     *("any",) * 24, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
     "unopened", "reuse", "waiting", "waiting", "crowded", "ended", "ended", "restart", "hung",
     "hung", "gone", "liar", "numbers", "batches", "aborted", "spoiled", "spoiled",
-    "suspended", "forward", "stranger",
+    "suspended", "forward", "stranger", "restored",
 )  # fmt: skip
 LARGE = 0.02  # share of clusters with up to 16 ranks per server, which run ten times as long
 PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
@@ -265,6 +265,9 @@ class Draw:
             case "stranger":
                 when, mode = first.arrival, rng.choice(("", "gone", "spy"))
                 return [faults.Stranger(when, prefill, 0.5, None, mode, 100)]
+            case "restored":
+                when = first.arrival + rng.random() * rng.choice((0.01, 0.1, 1.0))
+                return [faults.Restore(when, rng.choice((rank, prefill)))]
             case "spoiled":
                 return [faults.Reads(0.0, rank, 20.0, prefill, "wrong", rng.randint(1, 4))]
             case "gone":

@@ -415,6 +415,19 @@ class Device(Lasting, often=1):
             device.failed = True
 
 
+class Restore(Lasting, often=1):
+    """Restores a rank from a snapshot: all reads from it and by it fail, soon or much later."""
+
+    holds_slots = True
+
+    @classmethod
+    def small(cls, prefill: Where, reader: Where) -> Iterable[Fault]:
+        return (cls(0, where) for where in (prefill, reader))
+
+    def begin(self, world: World) -> None:
+        self.rank(world).restore()
+
+
 class Lies(Fault, often=1):
     """Makes a prefill rank send a reader `count` false messages.
 

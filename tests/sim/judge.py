@@ -103,6 +103,7 @@ class Judge:
     blames: dict[bytes, Blame] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)  # last OPEN, if not warm
     struck: list[tuple[int, bytes]] = field(default_factory=list)  # strikes in this call
+    restored: bool = False  # the process was restored from a snapshot
     restarted: set[bytes] = field(default_factory=set)  # peers that the machine must forget
 
     def wrong(self, what: str, detail: str) -> Finding:
@@ -126,9 +127,12 @@ class Judge:
         since = self.numbers.get(number)
         doubted = since is not None and now - since < AGAIN
         self.numbers[number] = now
-        if wanted and doubted != (found == "repeated"):
+        is_dead = self.restored and bool(wanted)
+        if is_dead != (found == "restored"):
+            raise self.wrong("restored", f"room {number} is opened: {found!r}")
+        if wanted and (doubted and not is_dead) != (found == "repeated"):
             raise self.wrong("repeated", f"room {number}: {found!r}, since {since}")
-        blocked = not doubted and any(self._holds(peer, now) for peer in wanted)
+        blocked = not (doubted or is_dead) and any(self._holds(peer, now) for peer in wanted)
         if blocked != (found == "breaker"):
             raise self.wrong("breaker", f"room {number} of {wanted}: {found!r}")
         transfers = {peer: Transfer() for peer in wanted} if not found else {}
@@ -161,6 +165,12 @@ class Judge:
             self._release(generation)
             self.rank.wire.not_needed(generation)
 
+    def _restored(self, now: float) -> None:
+        self.restored = True
+        for generation, request in self.requests.items():
+            if not (request.own.cold or request.warm):
+                raise self.wrong("restored", f"room {generation} still waits for a dead plane")
+
     def _failed(self, now: float, peer: bytes, message: Fail) -> None:
         if message.code == "restarted":
             self.restarted.add(peer)
@@ -170,6 +180,8 @@ class Judge:
         for action in actions:
             match action:
                 case act.StartRead():
+                    if self.restored:
+                        raise self.wrong("restored", "it starts a read over a dead data plane")
                     self._begun(action)
                 case StartCopies(jobs):
                     self.rank.wire.copies(_stamps(jobs))
@@ -355,6 +367,7 @@ _OF: dict[str, Any] = {
     "close": Judge._close,
     "ready": Judge._ready,
     "failed": Judge._failed,
+    "restored": Judge._restored,
     "read_ended": Judge._read,
     "copied": Judge._copied,
 }

@@ -308,6 +308,41 @@ def slots_are_unpacked_without_a_check(patch: Patch) -> None:
     patch.setattr(memory, "check", lambda *_: SlotCheck.OK)
 
 
+# -- a process that was restored from a snapshot
+
+
+@mistake("restored", "restored")
+def only_rooms_in_flight_go_cold_after_a_restore(patch: Patch) -> None:
+    real = decode.Machine.restored
+
+    def restored(self: Any) -> None:
+        real(self)
+        self._restored = False
+
+    patch.setattr(decode.Machine, "restored", restored)
+
+
+@mistake("restored", "restored")
+def rooms_in_flight_wait_after_a_restore(patch: Patch) -> None:
+    patch.setattr(decode.Machine, "restored", lambda self: setattr(self, "_restored", True))
+
+
+@mistake("restored", "restored")
+def a_restored_rank_serves_later_readers(patch: Patch) -> None:
+    real = prefill.Machine.restored
+
+    def restored(self: Any) -> None:
+        real(self)
+        self._restored = False
+
+    patch.setattr(prefill.Machine, "restored", restored)
+
+
+@mistake("restored|late release", "restored")
+def a_restored_rank_serves_its_rooms_to_the_end(patch: Patch) -> None:
+    patch.setattr(prefill.Machine, "restored", lambda self: setattr(self, "_restored", True))
+
+
 # -- prefill
 
 

@@ -212,7 +212,8 @@ class Read:
         """Make a step. Over TCP, both processes must run for a copy; over RDMA, neither must."""
         if not self.rank.alive:
             return
-        if self.remote is None or not self.remote.alive:
+        remote = self.remote
+        if remote is None or not remote.alive or self.rank.is_restored or remote.is_restored:
             self._peer_is_dead()
             return
         for process in (self.rank, self.remote) if self.world.spec.over_tcp else ():
@@ -249,7 +250,10 @@ class Read:
         self.rank.memory[self.segments[number].slot][piece] = memory.SPOILED
 
     def _peer_is_dead(self) -> None:
-        """Schedule the failure of the read, soon or much later."""
+        """Schedule the failure of the read, soon or much later.
+
+        The data plane of a process that was restored from a snapshot is as dead.
+        """
         if self.fate != "dead":
             self.fate = "dead"
             seconds = (1 - self.rng.random()) * self.rng.choice((1, 30))

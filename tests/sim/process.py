@@ -104,6 +104,11 @@ class Process:
         return self.clock.now - self._asleep
 
     @property
+    def is_restored(self) -> bool:
+        """Return whether the process was restored from a snapshot, so that no read succeeds."""
+        return bool(self.worker._store.plane.dead)
+
+    @property
     def hung(self) -> bool:
         return self._hung is not None
 
@@ -349,6 +354,10 @@ class Process:
         """End the channel thread by an exception."""
         self.broken = self.worker.broken = True
         self.group.poll_all()
+
+    def restore(self) -> None:
+        """Restore the process from a snapshot, as its worker learns in a thread of SGLang's."""
+        self.later("snapshot", 0.0, self.worker.restored)
 
     # -- stops
 

@@ -79,11 +79,16 @@ class Event:
 
 
 class Store:
-    """The interface to a rank's memory for its worker and its copier."""
+    """The interface to a rank's memory for its worker and its copier, and to its data plane.
+
+    `dead`: the data plane starts no read.
+    """
+
+    dead = False
 
     def __init__(self, rank: Process) -> None:
         self._rank = rank
-        self.rows, self.device = self, None
+        self.rows, self.plane, self.device = self, self, None
         self.bytes_per_head = 1
         self.heads = rank.place.layout.heads
 

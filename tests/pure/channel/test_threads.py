@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from rig.channel.invariants import left, outstanding
+from rig.channel.invariants import left, outstanding, strikes
 from rig.channel.on_device import OnDevice
 from rig.channel.threads import (
     CANARY,
@@ -170,6 +170,52 @@ def test_a_restarted_rank_is_dropped(channel: Channel, monkeypatch: pytest.Monke
     assert wait_for(lambda: peer not in decode.channel._links)
     decode.channel.close(handle)
     assert channel.request(2) == ("warm", "")
+
+
+def test_a_restored_decode_rank_reads_nothing_more(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restore from a snapshot, open and later requests start cold, without a strike.
+
+    A failed read does not make the rank reconnect, and a new link has no memory to read from.
+    """
+    decode, opened = channel.decode, channel.decode.plane.opened
+    decode.plane.held = True
+    sent, handle = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS)
+    assert wait_for(lambda: decode.plane.busy)
+    decode.channel.restored()
+    assert channel.state(handle) == ("cold", "restored")
+    assert not decode.rows_of(handle).any()
+    monkeypatch.setattr(decode.plane, "_check", lambda _: "the agent is gone")
+    assert wait_for(lambda: not decode.plane.busy)
+    channel.end(sent, handle)
+    channel.connect(channel.prefill)
+    link = decode.channel.dial(channel.prefill.row, "")
+    assert link.memory is None
+    decode.channel.hang_up(link)
+    assert channel.request(2) == ("cold", "restored")
+    assert decode.plane.opened == opened
+    assert not strikes(decode.channel._machine)
+    assert channel.at_rest()
+
+
+def test_no_read_starts_over_a_dead_data_plane(channel: Channel) -> None:
+    channel.decode.plane.dead = True
+    assert channel.request(1) == ("cold", "read")
+
+
+def test_a_restored_prefill_rank_refuses_its_readers(channel: Channel) -> None:
+    """After a restore from a snapshot, a prefill rank packs nothing, and holds no request back."""
+    handle = channel.open(1, TOKENS)
+    assert wait_for(lambda: outstanding(channel.prefill.channel._machine))
+    channel.prefill.channel.restored()
+    assert channel.state(handle) == ("cold", "prefill_snapshot")
+    sent = channel.prefill.channel.begin(1)
+    channel.end(sent, handle)
+    assert channel.request(2) == ("cold", "prefill_snapshot")
+    assert channel.prefill.notes.bytes == 0
+    assert channel.prefill.notes.seen == ["snapshot"] * 2
+    assert channel.at_rest()
 
 
 @pytest.mark.parametrize("host", [HOST, "::1"])

@@ -217,6 +217,8 @@ class Plane:
     step `at`; each call of the data plane has a step before it and one after it.
     """
 
+    dead = False
+
     def __init__(self) -> None:
         self.held, self.made, self.fails = set[int](), 0, False
         self.at, self.then, self._steps = 0, lambda: None, 0

@@ -74,6 +74,7 @@ COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
     ("stale", result(SlotCheck.STALE), set()), ("stale", result(SlotCheck.DIFFERS), set()),
     ("unpack", result(SlotCheck.ERROR), set()), ("unpack", result(OSError()), set()),
     ("protocol", lambda rank: rank.ready(1, 5), set()),
+    ("restored", lambda rank: rank.do(rank.machine.restored), set()),
     *(
         ("prefill_" + code, lambda rank, code=code: rank.fail(1, code), set())
         for code in (*FAILS, "other")
@@ -93,7 +94,7 @@ def test_a_cold_room_strikes_the_peers_that_did_not_deliver(
 ) -> None:
     """A cold room is a strike against exactly the peers that did not deliver.
 
-    Another room goes cold only because of a lost connection or a stall.
+    Another room goes cold only because of a lost connection, a stall or a restore.
     """
     rank = Decode()
     rank.open(1, PREFILL, OTHER)
@@ -104,7 +105,7 @@ def test_a_cold_room_strikes_the_peers_that_did_not_deliver(
         {PREFILL} if struck and reason == "lost" else set()
     )
     assert all(rank.strikes(peer) == 1 + (reason == "lost") for peer in struck)
-    others = {"lost", "stalled"}
+    others = {"lost", "stalled", "restored"}
     assert rank.wants(2) == (reason not in others)
     assert rank.forgotten == [PREFILL] * (reason == "prefill_restarted")
     notified = {to for to, message in rank.sends if getattr(message, "generation", 0) == 1}
