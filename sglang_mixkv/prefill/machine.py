@@ -242,7 +242,8 @@ class Machine:
         for request in self._requests.values():
             if request.sent is None or request.pages_released:
                 continue
-            if self._clock - max(request.sent, request.progress) >= self._times.packing:
+            progress = min(request.progress, request.sent + self._times.whole_wait)
+            if self._clock - max(request.sent, progress) >= self._times.packing:
                 self._give_up(request)
         while self._early:
             request = next(iter(self._early.values()))

@@ -370,6 +370,21 @@ def test_packing_is_given_up_exactly_at_its_deadline() -> None:
         assert ((READER, "slow") in rank.notes) is given_up
 
 
+def test_slow_packing_is_given_up_before_the_last_resort() -> None:
+    """Packing that makes steady but slow progress is given up 6 s after the target was sent."""
+    rank = Prefill(2)
+    rank.slow.add(READER)
+    rank.open(1)
+    rank.request(1, 100 * TOKENS)
+    while not rank.pages_released:
+        rank.wait(0.5)
+        rank.acknowledge(1)
+    assert rank.fails == {1: "slow"}
+    times = rank.times
+    assert abs(rank.pages_released[1] - BEGAN - times.whole_wait - times.packing) <= 1.0
+    assert rank.pages_released[1] - BEGAN < times.last_resort
+
+
 def test_a_strangers_ready_is_acknowledged_without_a_read() -> None:
     """A READY from a peer that is not a source is acknowledged without a read.
 
