@@ -304,10 +304,10 @@ def _notes(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
         yield f"{roles}: resolved for a {gpu.title()} GPU (--gpu)"
     if not prefill.tcp and _is_cut(prefill, decode):
         yield f"{_TCP}; over RDMA and NIXL they do not"
-    if need and not need.needed and decode.facts and prefill.enabled and decode.enabled:
-        cost = f"costs {decode.config.staging_mb} MiB a rank and two draft KV copies"
+    if need and not need.needed and prefill.enabled and decode.enabled:
+        cost = f", and costs {decode.config.staging_mb} MiB a rank and two draft KV copies"
         text = "drop it on both sides, unless another pair with one of these servers needs it"
-        yield f"--enable-mixkv is of no use here, and {cost}: {text}"
+        yield f"--enable-mixkv is of no use here{cost if decode.facts else ''}: {text}"
     if prefill.draft is None and decode.draft is not None:
         yield "only decode speculates, so drafters start cold: give prefill the same flags for it"
     if decode.draft is not None and decode.draft.window is not None:
