@@ -9,7 +9,7 @@ times are in microseconds per slot:
     channel/8   polled as by the draft channel's thread: for 30 us, then between sleeps
     launches    like channel/8, while another thread launches kernels, as SGLang's scheduler does
     python      like channel/8, while another thread computes in Python and holds the GIL
-    device      the time on the GPU itself; share: a plain copy of as many bytes, divided by it
+    device      the time on the GPU itself; share: time of a plain copy of the same size / device
     0.3.0/H100  the time of torch's copies in release 0.3.0 (docs/figures/h100)
 
 Exit status: 0 all lines are correct; 1 lines that begin with !! are wrong; 2 the check cannot run.
@@ -57,8 +57,8 @@ ASLEEP = 40_000_000  # cycles, about 20 ms
 
 
 class Layout(NamedTuple):
-    """A pool layout. `widths`: bytes per head in K and in V. `wanted`: the number of last heads to
-    move. `earlier`: the case's name in EARLIER."""
+    """A pool layout. `widths`: bytes per head in K and in V. `wanted`: move only this many heads,
+    the last ones. `earlier`: the case's name in EARLIER."""
 
     name: str
     layers: int
@@ -147,7 +147,7 @@ class Check:
             expected = [*damage.values(), *[OK] * (SLOTS - len(damage))]
             self.damage(damage)
             wrong = verdicts(self.rows.start("unpack", self.jobs(SLOTS)), expected)
-            self.damage(damage)  # a second time restores the bytes
+            self.damage(damage)  # flips the bits back
             if wrong := wrong or self.compare(self.heads.start, zeros=len(damage)):
                 return wrong
         return ""

@@ -1,8 +1,8 @@
 """Tests that need a GPU: `python -m pytest tests/gpu`.
 
-Each test runs on a GPU, and scaled down on the CPU to test the test itself. Each has a control: the
-same check must fail without the protective step. Only test_engine.py needs SGLang; one of its cases
-runs on the CPU engine with --full.
+Each test runs on a GPU. To test the test itself, it also runs on the CPU with smaller sizes. Each
+test has a control, in which the same check must fail without the protective step. Only
+test_engine.py needs SGLang. One of its cases runs on the CPU engine with --full.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def figures(pytestconfig: pytest.Config) -> Iterator[Callable[..., None]]:
-    """Return a function that records figures of the current test. They are written to the file of
-    --figures even if tests fail."""
+    """Return a function that records figures of the current test. The figures are written to the
+    file of --figures even if tests fail."""
     found: list[dict[str, Any]] = []
     yield lambda **record: found.append({"test": os.environ["PYTEST_CURRENT_TEST"], **record})
     if file := pytestconfig.getoption("--figures", None):

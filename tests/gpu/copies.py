@@ -136,8 +136,8 @@ class Direct(Reads):
 
 
 def given(rows: DraftRows, page: int, stagings: list[Staging], plane: Any = None) -> dict[str, Any]:
-    """Return the arguments for one side of a channel over these rows. Without a plane, it reads
-    from `stagings`."""
+    """Return the arguments for one side of a channel over these rows. Without a plane, that side
+    reads from `stagings`."""
     staging = Staging(SLOTS, SLOT[rows.device.type], rows.device)
     stagings.append(staging)
     on_device = kernels(rows, page, staging) if rows.device.type == "cuda" else None

@@ -51,7 +51,7 @@ def pages_of(tokens: int, page_size: int) -> Ints:
 
 
 def rows_of(tokens: int, page_size: int, pages: Any = None) -> Ints:
-    """Return the row numbers of a request's tokens. They may end inside a page."""
+    """Return the row numbers of a request's tokens. The last token may be inside a page."""
     pages = pages_of(tokens, page_size) if pages is None else pages
     return Pages(pages, page_size).rows(0, tokens)
 
@@ -66,7 +66,7 @@ def wrong_bytes(found: list[Tensor], wanted: list[Tensor]) -> int:
 
 
 def settle() -> None:
-    """Wait until the GPU is idle, and release cached memory. Needed before copies, which do not
+    """Wait until the GPU is idle, and release cached memory. Copies need this, since they do not
     wait for other streams."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -3,7 +3,7 @@
 Each case starts a single server (shared by cases with the same flags) and a pair, and sends both
 the small pair's prompts (mixkv_demo/pair.py), whose accept length drops to 1 if draft KV is wrong.
 With one card, all ranks share it, and gloo replaces NCCL (mixkv_demo/one_gpu). With two or more,
-each rank of a server has its own. The first case also runs on the CPU engine, with --full.
+each rank of a server has its own card. The first case also runs on the CPU engine, with --full.
 
 Only this module of tests/gpu needs SGLang and the extra `demo`.
 """
@@ -177,8 +177,8 @@ def processes_by_card() -> Counter[str]:
 
 
 def test_no_rank_has_memory_on_another_ranks_card() -> None:
-    """Prefill uses cards 0 and 1, decode card 1. Another context would take about 500 MiB of a
-    card."""
+    """Prefill uses cards 0 and 1, and decode uses card 1. A CUDA context on a further card would
+    take about 500 MiB."""
     if (count := 0 if no_cuda() else one_gpu.cards()) < 2:
         pytest.skip(f"two GPUs are needed, and there are {count}")
     case = Case("2-1-on-two-cards", decode=(*TP1, "--base-gpu-id", "1"))

@@ -1,13 +1,13 @@
 """Time the plugin's copies, in microseconds per slot of 4 MiB.
 
-    alone       synchronous calls: torch's copy one slot, the kernels' `batch` slots
+    alone       synchronous calls: one slot with torch's copy, `batch` slots with the kernels
     python      while another thread computes in Python, including waits for the GIL
     launches    while another thread launches kernels, as SGLang's scheduler does
     copy        a synchronous plain copy of as many bytes on the device
     device      the time on the GPU itself, by torch's profiler; device_copy: of the plain copy
     share       device_copy / device
 
-The tests record these figures without limits. On the CPU they only test this module.
+The tests set no limits for these figures. On the CPU they only test this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The channel waits for CUDA events, and its copies are complete when reported so.
+"""The channel waits for CUDA events, and reports a copy only when it is complete.
 
     early_send      prefill's forward writes a chunk's rows late; packing waits for its event
     indices         a chunk's page numbers are copied from the GPU late; packing waits for the event
@@ -33,13 +33,13 @@ from .pools import as_bytes, pages_of, pool, rows_of, settle, wrong_bytes
 
 PAGE, COUNT, HEADS = 16, 32, range(8)
 TOKENS, SIZE = PAGE * COUNT, PAGE * COUNT * 2 * 8 * 256  # bytes
-CYCLES = 200_000_000  # of a GPU's clock, about 0.1 s
+CYCLES = 200_000_000  # cycles of a GPU's clock, about 0.1 s
 NOTHING = "bytes are correct even without the wait, so the test proves nothing"
 
 
 class HostLate:
-    """A stand-in on the CPU for late work in another stream. It runs at the third query of its
-    event, or when `finish` is called."""
+    """A replacement on the CPU for late work in another stream. The work runs at the third query
+    of the event, or when `finish` is called."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work, self._asked, self.event = [work], 0, self
@@ -165,8 +165,8 @@ def test_a_copy_is_complete_when_reported_so(
         return found
 
     def wrong(waits: bool) -> int:
-        """Return the number of wrong bytes after the copy is reported complete, or only started if
-        `waits` is False."""
+        """Return the number of wrong bytes after the copy is reported complete. If `waits` is
+        False, count them after the copy has only been started."""
         for entry in written:
             entry[:] = 0
         if copy == "unpack":

@@ -1,8 +1,9 @@
 """Another process reads slots correctly over the plugin's data planes, Mooncake and NIXL.
 
-The time of a request is that from its OPEN to its last unpacked row. A bare read is a read of as
-many bytes by the same engine. Half of the heads are moved, and every byte is compared. As a
-control, the rows are zero before. Between two hosts, use `doctor --listen` and `--peer`.
+The time of a request is measured from its OPEN to its last unpacked row. A bare read is a read of
+the same number of bytes by the same engine. Half of the heads are moved, and every byte is
+compared. As a control, the rows are zero before a transfer. `doctor --listen` and `--peer` test
+reads between two hosts.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         {"{}": {}, '{"num_threads": "4"}': {"num_threads": "4"}}, ("{", "[]", '{"a": 4}', "a=b"),
     ),
 }  # fmt: skip
-"""Per setting: valid texts with their values, and invalid texts."""
+"""Valid texts with their values, and invalid texts, by setting."""
 
 
 def test_every_setting_has_bounds_and_a_default() -> None:
@@ -79,7 +79,7 @@ def test_kubernetes_service_variables_are_ignored(service: str) -> None:
     """Variables that Kubernetes sets for a service are not rejected as unknown settings.
 
     A service named sglang-mixkv also sets SGLANG_MIXKV_PORT, which is a setting's name. The test
-    leaves that one out.
+    leaves that variable out.
     """
     ends = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80",
             "PORT": "tcp://10.0.0.1:80", "PORT_80_TCP": "tcp://10.0.0.1:80",

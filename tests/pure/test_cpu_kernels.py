@@ -24,7 +24,7 @@ def _seeded() -> None:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window: int) -> Tensor:
-    """Compute attention of one request's last len(q) positions; its KV is at ``slots``."""
+    """Compute the attention of a request's last len(q) positions. Its KV is in these slots."""
     at = torch.arange(len(slots))
     behind = at[-len(q) :, None] - at
     seen = (behind >= 0) & ((behind < window) | (window == 0))

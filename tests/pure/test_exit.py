@@ -27,7 +27,7 @@ def left() -> None:
 
 
 def run(plane: str, hangs: str) -> None:
-    atexit.register(left)  # before the import of the plugin, so that it runs after its exit hooks
+    atexit.register(left)  # registered before the plugin's exit hooks, to run after them
     from rig.channel import threads
 
     from sglang_mixkv.background import Background, in_thread

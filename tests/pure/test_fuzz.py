@@ -37,7 +37,7 @@ GUARDS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "memory of a peer": ("endpoint", "outside the peer's memory", data_plane.DataPlane,
                          {"name": "_are_inside", "value": lambda self, peer, extents: True}),
 }  # fmt: skip
-"""Per guard: the fuzz target, the fault found without the guard, the owner, the replacement."""
+"""By guard: the fuzz target, the fault without the guard, the guard's owner and replacement."""
 
 
 @pytest.mark.parametrize("guard", GUARDS)

@@ -26,7 +26,7 @@ DECODE = f"--disaggregation-mode decode --disaggregation-transfer-backend moonca
 
 
 def script(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run one script with these environment variables and PATH alone."""
+    """Run one script with only PATH and these environment variables."""
     env = {"PATH": os.environ["PATH"], **variables}
     return subprocess.run(
         ["bash", str(LAUNCH / name), *arguments], env=env, text=True, capture_output=True,
@@ -109,8 +109,8 @@ def test_a_missing_variable_is_named() -> None:
 def test_a_script_rejects_wrong_values() -> None:
     """A script rejects values with which it would start a different server than requested.
 
-    In bash, DP=eight only makes a comparison fail. And SGLANG_PLUGINS without mixkv would start
-    stock SGLang, since a plugin that is not loaded raises no error.
+    In bash, DP=eight only makes a comparison fail. SGLANG_PLUGINS without mixkv would start stock
+    SGLang, since a plugin that is not loaded raises no error.
     """
     for name, text in {"DP": "eight", "TP": "8 ", "NNODES": "-1"}.items():
         words = f"{name}: expected a whole number, got '{text}'"

@@ -63,7 +63,7 @@ def of(kind: type, actions: list[Any]) -> list[Any]:
 
 
 def test_a_generation_identifies_one_part() -> None:
-    """A generation identifies one reader's part; a second OPEN with the same one is not served.
+    """A generation identifies one reader's part. A second OPEN with that generation is not served.
 
     Readers draw their generations independently.
     """
@@ -256,7 +256,7 @@ def test_many_slots_are_acknowledged_in_several_acks() -> None:
 def test_a_peer_that_is_gone_keeps_no_strikes() -> None:
     """No strikes and no resources are retained for a peer that is gone.
 
-    That holds even if its last segment is announced and waits to be read.
+    In one case, the peer's last segment is already announced and waits to be read.
     """
     rooms = decode()
     for generation in range(STRIKES):

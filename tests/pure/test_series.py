@@ -116,7 +116,7 @@ def test_a_room_is_counted_once(
 def test_two_threads_count_a_request_once() -> None:
     """A request is counted once if the scheduler and the channel thread count at the same time.
 
-    SGLang's scheduler counts too, where the channel thread has not decided a room.
+    The scheduler counts the rooms that the channel thread has not decided.
     """
     one, request = Rank(), Req("a", [0, 1])
 

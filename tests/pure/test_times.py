@@ -68,7 +68,7 @@ LATE = [
 def test_a_room_waits_in_proportion_to_its_target(case: Late, patience: float) -> None:
     """A room waits, after its last progress, for three times as long as its target took.
 
-    Such a wait takes 0.3 s to 1 s, and all waits after the target's arrival take at most 5 s.
+    Each wait takes 0.3 s to 1 s, and all waits after the target's arrival take at most 5 s.
     """
     events = sorted([(at, "ready") for at in case.readies] + [(case.arrives, "arrive")])
     for when in (BEFORE, AT):
@@ -285,7 +285,7 @@ def test_an_early_open_expires() -> None:
 def test_the_last_resort_comes_after_all_deadlines(patience: float) -> None:
     """SGLang's scheduler decides by itself only after every deadline of the channel thread.
 
-    It does so within twice the longest deadline.
+    The scheduler decides within twice the longest deadline.
     """
     times = Times(patience)
     assert times.whole_wait + times.longest_wait < times.last_resort <= 2 * times.whole_wait

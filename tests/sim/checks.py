@@ -42,9 +42,9 @@ class Checks:
         self._opens: dict[bytes, list[int]] = {}  # generations, by connection
         self._over: set[tuple[PrefillRank, int]] = set()  # generations that the rank has ended
         self._opened: set[tuple[DecodeRank, bytes, int]] = set()  # peer and generation of an OPEN
-        self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # those whose peer is notified
+        self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # peer and generation that ended
         self._cause: dict[tuple[PrefillRank, int], float] = {}  # last event that may release pages
-        self._ends: dict[PrefillRank, float] = {}  # last such event of any room
+        self._ends: dict[PrefillRank, float] = {}  # time of the last event that ends a transfer
         self._served: dict[tuple[Where, int], list[float]] = {}  # times of READYs and reads
         self._done: set[tuple[Where, int]] = set()  # pairs of rank and server with a finished read
         self._heard: dict[tuple[Where, int], float] = {}  # first message of a generation
@@ -136,8 +136,8 @@ class Checks:
     def _after_prefill_pass(self, rank: PrefillRank, actions: list) -> None:
         """Check that Success waits for packing alone.
 
-        Pages are released as soon as an event allows it, or when the request is given up, which
-        shows as a "slow" Fail or an "unopened" note.
+        Pages are released as soon as an event allows it, or when the request is given up. A
+        request that is given up causes a "slow" Fail or an "unopened" note.
         """
         released, given_up = [], False
         for action in actions:

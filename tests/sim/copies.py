@@ -106,7 +106,7 @@ class Prepared(GpuCopier):
 class Batch:
     """The ticket of a batch of jobs.
 
-    `ended`: whether the device has finished the batch. A query may report this later.
+    `ended`: whether the device has finished the batch. A query may report the end later.
     """
 
     def __init__(self, device: Device, jobs: list[Any]) -> None:
@@ -124,8 +124,8 @@ class Batch:
 class Device:
     """A CUDA stream, which runs batches in order even while the process is stopped.
 
-    It has the methods of GpuRows that GpuCopier calls. `failed`: a sticky error, with which the
-    running batch ends, finished or not. No batch can be started after that.
+    It has the methods of GpuRows that GpuCopier calls. `failed`: whether the device has a sticky
+    error. Then the running batch ends with this error, and no further batch can be started.
     """
 
     def __init__(self, rank: PrefillRank | DecodeRank) -> None:

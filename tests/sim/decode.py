@@ -122,7 +122,7 @@ class Links:
 class DecodeRank(Process):
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
-        self.valid = [True] * self.slots.count  # by slot: its read returned published bytes
+        self.valid = [True] * self.slots.count  # by slot, whether its last read was valid
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
         self.judge, self.wire = Judge(self), Wire(self)
         self.links = Links(self)

@@ -123,7 +123,7 @@ class Draw:
             prompt = rng.randint(16, 40)
         first = rng.choice((0, 0, 0, rng.randint(0, prompt // page))) * page
         start = min(first // servers[prefill].page * servers[prefill].page, prompt)
-        late = self.scene == "ended" and self.late_prefill  # decode ends the first two earlier
+        late = self.scene == "ended" and self.late_prefill  # decode aborts the first two
         name, odd = 1000 + number, 0.4 if self.scene == "numbers" else 0.02
         if self.scene != "stopped" and rng.random() < odd:  # a number that no message can encode
             name = rng.choice((-name, (1 << 64) + name))
@@ -139,7 +139,7 @@ class Draw:
 
     def _forward(self, number: int) -> float:
         """Return for how many seconds an earlier forward still writes to decode's pages."""
-        if self.scene == "forward":  # the first request holds the rank's slots until then
+        if self.scene == "forward":  # the first request holds the rank's slots
             return 0.0 if number else self.rng.uniform(0.3, 3.0)
         return self.rng.choice((0, 0, self.rng.random() * 0.05))
 

@@ -54,8 +54,8 @@ class Decisions(random.Random):
 class Way(NamedTuple):
     """One combination of deviations.
 
-    `late`: the indices of the draws that are not 0. `faults`: each with the number of clock calls
-    after which it begins.
+    `late`: the indices of the draws that are not 0. `faults`: pairs of a number of clock calls and
+    the fault that begins after them.
     """
 
     late: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ def search(
 ) -> Report:
     """Run the world in all ways with up to `late` late draws and `befall` faults.
 
-    `one_in`: of the ways with the full number of both, only one in so many is tried.
+    `one_in`: try only a random share, 1 / `one_in`, of the ways with the full number of both.
     """
     chosen, runs = random.Random(0), 0
     todo = [Way()]

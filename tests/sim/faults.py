@@ -206,8 +206,8 @@ class OfLinks(Fault):
 class Break(OfLinks, often=3):
     """Breaks connections.
 
-    `mode`: "silent" if neither side notices at once; "overtaken" if their last messages reach
-    prefill up to `seconds` later, after messages of the next connection.
+    `mode`: "silent" if neither side notices at once; "overtaken" if the last messages of a
+    connection reach prefill up to `seconds` later, after messages of the next connection.
     """
 
     @classmethod

@@ -16,7 +16,7 @@ from sglang_mixkv.draft.slot_format import SlotCheck
 EMPTY = 0  # zeroed
 EARLIER = 7  # rows of a request that had these pages before
 REUSED = 11  # rows of a request that got these pages afterwards
-SPOILED = 17  # bytes of no row, as after unpacking with other heads than were packed
+SPOILED = 17  # bytes of no row, for example if other heads were packed than are unpacked
 TOKENS = 64  # every prompt is shorter
 
 

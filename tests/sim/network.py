@@ -127,7 +127,7 @@ class Link:
         if self.reader.alive and not self.closed:
             self._connect()
         times, rng, now = self.place.times, self.rng, self.clock.now
-        if silent:  # TCP keepalive notices it
+        if silent:  # only TCP keepalive notices the break
             self.world.unnoticed[former] = now + (1 + rng.random()) * times.delivery
             return
         delay = rng.choice((0.0, 0.01, 1.0, 5.0)) * rng.random()
@@ -209,7 +209,7 @@ class Read:
         self.clock.after(seconds, self._step, self._rest)
 
     def _step(self, call: object) -> None:
-        """Make a step. Over TCP, both processes must run for a copy; over RDMA, neither must."""
+        """Make a step. A copy over TCP needs both processes to run, a copy over RDMA neither."""
         if not self.rank.alive:
             return
         remote = self.remote

@@ -41,7 +41,7 @@ class Sender(Gated):
         self.request, self.number, self.rank = request, number, rank
         self.pages = rank.pool.take(self, -(-request.prompt // rank.pool.page))
         self.rows = rank.pool.numbers(self.pages)
-        self.events: deque[Event] = deque()  # of its chunks that are not yet written
+        self.events: deque[Event] = deque()  # of chunks that are not yet written
         self.pages_released = self.succeeded = self.ended = self.given_back = self.over = False
         self.at_last = False
 
@@ -100,7 +100,7 @@ class PrefillRank(Process):
         self.worker._copies = self.device.copies if self.device else Copiers(self)
         self.check_calls()
         self.senders: dict[int, Sender] = {}  # by the sender's own number
-        self.packed: dict[int, Sender] = {}  # whose rows a slot holds, by stamp
+        self.packed: dict[int, Sender] = {}  # the owner of a slot's rows, by stamp
 
     def used(self, socket: object) -> None:
         """Do nothing. The rank replaces the worker's poller, which has this method."""

@@ -1,7 +1,7 @@
 """A process: its channel thread with the machine, and the faults that stop one or all threads.
 
-Calls from inside the process come from one queue, in order. So `end` reaches the machine before
-`packed` does for a copy that ran later.
+Calls from inside the process come from one queue, in order. So if a copy runs after `end` was
+called, the machine handles `end` before the copy's `copied`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Process:
         self._parked: list[tuple[object, Callable, tuple]] = []
         self._last: dict[object, float] = {}
         self._tick_time: float | None = None
-        is_decode = place.server.side == "decode"  # a prefill rank's clock stops with it
+        is_decode = place.server.side == "decode"  # prefill does not count stops
         self._coarse = MEDIUM if is_decode and world.patience < 0.5 else COARSE
         self._stop: tuple[str, float, bool] | None = None  # where, seconds, whether suspended
         self.ran_since = 0.0  # when the channel thread last continued after a break
@@ -199,7 +199,7 @@ class Process:
     def undisturbed(self) -> Iterator[None]:
         """Keep the channel thread from running anything else.
 
-        It is busy with this call, or the caller must first record the result of the call.
+        The thread is busy with this call, or the caller must first record the call's result.
         """
         self._runs += 1
         yield
@@ -211,7 +211,7 @@ class Process:
 
     @property
     def has_taken_all(self) -> bool:
-        """True if no call waits in the queue, or was in it when the process was stopped."""
+        """True if the queue is empty, and was also empty when the process was last stopped."""
         return max(self._last.get("queue", 0.0), self.ran_since) < self.clock.now
 
     def _take(self, call: Call) -> None:
@@ -315,7 +315,7 @@ class Process:
     def slow(self, seconds: float, step: float) -> None:
         """Let each step of the channel thread take up to `step` seconds, for `seconds`.
 
-        A single step is too short for a stall.
+        A single step is too short to count as a stall.
         """
         self._slow_until, self.slow_step = self.clock.now + seconds, step
 
@@ -444,7 +444,7 @@ class Gated:
 
     `copies`: copies in flight, by job. `then`: SGLang's call that waits in `Gate.close`.
     `has_target`: whether SGLang's own status is Success. `target_at`: when it became Success.
-    `slow_by`: the total seconds for which the rank was stopped before that.
+    `slow_by`: the total seconds for which the rank was stopped before `target_at`.
     """
 
     def __init__(self, gate: Gate) -> None:

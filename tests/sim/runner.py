@@ -52,9 +52,9 @@ def run_spec(spec: Spec, logged: bool = False) -> Outcome:
 def _compare(world: World) -> None:
     """Check that a request without a fault takes at most twice its time in a run without faults.
 
-    The request gets 0.1 s on top of that, and more if passes of the channel thread take time or if
-    dead ranks leave it one slot at a time. The second run is skipped if SGLang alone explains the
-    time of the first.
+    The limit is 0.1 s higher, and higher still if passes of the channel thread take time or if dead
+    ranks leave the request one slot at a time. The run without faults is skipped if SGLang alone
+    explains the time that the request took.
     """
     spec = world.spec
     slack = {life: 0.1 * (1 + spec.gathers) + _one_by_one(spec, life) for life in world.untouched}

@@ -1,4 +1,4 @@
-"""SGLang's part: the ranks that a decode rank contacts, and the life of a request on each side.
+"""SGLang's side: the ranks that a decode rank contacts, and the life of a request on each side.
 
 The plugin's real `make_plan` computes the sources. The ranks of one side run in lockstep.
 """
@@ -57,7 +57,7 @@ def _row(heads: int, server: Server, rank: int) -> Row:
     )  # fmt: skip
 
 
-WAITING = 90.0  # SGLang's own time-out for the target, on both sides; 300 s by default
+WAITING = 90.0  # seconds of SGLang's own time-out for the target; SGLang's default is 300 s
 
 
 class Group:

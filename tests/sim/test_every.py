@@ -66,7 +66,7 @@ def small_ones(kind: type[Fault]) -> tuple[Fault, ...]:
 
 
 def test_search_finds_a_defect_with_duplicate_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search finds a defect that acknowledges a duplicate READY during the first one's read."""
+    """The search finds a defect that acknowledges a duplicate of a READY that is being read."""
     whole = Decode.ready
 
     def acknowledge(self: Any, peer: Any, ready: Any) -> None:

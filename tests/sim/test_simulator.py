@@ -33,7 +33,7 @@ def test_known_seeds_pass() -> None:
     """All invariants hold for known seeds.
 
     Some of these seeds have slots with the right stamp and a wrong checksum. Copying threads reject
-    such a slot before they write rows; GPUs zero its rows after they stored them.
+    these slots before they write rows. GPUs store the rows and then zero them.
     """
     seen = hold(range(400)).seen
     assert min(seen["DIFFERS", on_device, True] for on_device in (False, True)) > 2

@@ -25,7 +25,7 @@ class Part:
     """A peer's segments on this rank.
 
     `read`: when the read of a segment began, by stamp. `here`: segments that wait for a read, a
-    forward or a copy. `times`: alternating times at which `here` stopped and started to be empty.
+    forward or a copy. `times`: when `here` was first filled, then emptied, filled again and so on.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Part:
         return found
 
     def delayed(self, since: float, now: float) -> float:
-        """Return for how long, since then, any segment waited on this rank."""
+        """Return for how many seconds between `since` and `now` any segment waited on this rank."""
         ends = [*self.times, now] if len(self.times) % 2 else self.times
         spans = zip(ends[::2], ends[1::2], strict=True)
         return sum(max(0.0, end - max(since, begin)) for begin, end in spans)
@@ -81,7 +81,7 @@ class Wire:
         """Record the end of a read, whose segments now wait for a forward or a copy."""
         part, now = self._part(peer), self._rank.clock.now
         for stamp in stamps:
-            if part.read.pop(stamp, now) <= now - self._wait + NOW:  # a liar names one twice
+            if part.read.pop(stamp, now) <= now - self._wait + NOW:  # liars repeat stamps
                 part.old_until = now
             part.put(stamp, generation, now)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Makes calls in the order of their times, and in the order of `at` for equal times."""
+    """Makes calls in order of time. Calls with equal times keep the order of the calls of `at`."""
 
     def __init__(self, rng: random.Random) -> None:
         self.now, self.rng = 0.0, rng
@@ -170,8 +170,8 @@ class World:
         """Send a request with the room number of an earlier one, once SGLang has ended that one.
 
         guards/room_reuse.py enforces this order. Decode has closed the earlier request. Prefill has
-        either ended it, or sent its whole target to readers that are alive, as happens before
-        decode has it recomputed (true retraction).
+        either ended the request, or sent its whole target to readers that are alive. The latter
+        happens before decode sends a retracted request to prefill again (true retraction).
         """
         former = self.lives[request.after]
         receivers = self.groups[request.decode].handles.get(request.after, ())

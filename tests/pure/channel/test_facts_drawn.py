@@ -193,7 +193,7 @@ def test_a_row_with_a_common_protocol_version_is_read(
 
 
 def wrong(prefill: Row, decode: Row) -> set[str]:
-    """Return the differences between two rows because of which SGLang moves the target wrongly."""
+    """Return the differences between two rows that make SGLang move the target wrongly."""
     source, wanted, over_nixl = prefill.target, decode.target, prefill.backend == "nixl"
     same_tp, has_heads = prefill.attn_tp == decode.attn_tp, 0 not in (source.heads, wanted.heads)
     splits = source.stages > wanted.stages and has_heads  # a stage has only some of decode's layers
@@ -212,7 +212,7 @@ def wrong(prefill: Row, decode: Row) -> set[str]:
         "target with": (
             has_heads and over_nixl and decode.attn_tp > prefill.attn_tp > source.heads
         ),
-        # SGLang computes a stage's first layer as its number times its number of buffers.
+        # SGLang computes a stage's first layer as the stage's number times its number of buffers.
         "pipeline stages of different": False,
         "pipeline stages of a target": False,
     }

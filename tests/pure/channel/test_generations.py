@@ -41,7 +41,7 @@ def test_generations_increase_and_are_unique() -> None:
 def test_generations_start_in_the_lower_half(
     drawn: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first generation is in the lower half of its range, which leaves room for years."""
+    """The first generation is in the lower half of its range, which leaves numbers for years."""
     monkeypatch.setattr(messages, "draws", lambda: itertools.repeat(drawn))
     rank = Decode(Times())
     found = [rank.channel._new_generation() for _ in range(3)]

@@ -37,7 +37,7 @@ def test_three_strikes_open_a_breaker_and_forget_closes_it():
 def test_a_segment_does_not_reset_a_closed_breakers_strikes(before: int) -> None:
     """An arriving segment does not reset the strikes of a closed breaker.
 
-    Late rooms have received some segments, too.
+    Even a late room has received some segments.
     """
     breaker = Breaker()
     found = [breaker.record_failure(A, generation, 0.0) for generation in range(before)]

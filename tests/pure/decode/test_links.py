@@ -103,7 +103,7 @@ def test_an_empty_socket_is_not_queried_again(
     """A socket that was read until it was empty is not queried again before the next signal.
 
     A query takes 1.3 us. One query finds the first message, and one more finds the socket empty.
-    After a full batch, a third is needed.
+    After a full batch, a third query is needed.
     """
     asked, real = list[Any](), sockets.has_message
     monkeypatch.setattr(sockets, "has_message", lambda one: asked.append(one) or real(one))

@@ -94,7 +94,7 @@ def test_a_cold_room_strikes_the_peers_that_did_not_deliver(
 ) -> None:
     """A cold room is a strike against exactly the peers that did not deliver.
 
-    Another room goes cold only because of a lost connection, a stall or a restore.
+    The other room goes cold only if the connection is lost, or this rank stalls or is restored.
     """
     rank = Decode()
     rank.open(1, PREFILL, OTHER)
@@ -122,7 +122,7 @@ def test_a_room_that_is_cold_at_once_is_no_strike(reason: str) -> None:
 
 
 def test_slow_copies_of_this_rank_are_no_strike() -> None:
-    """A room that is late only because of this rank's copies is no strike against its peer."""
+    """A peer gets no strike for a room that is late only because of this rank's copies."""
     rank = Decode()
     rank.held_copies = []
     rank.open(1)

@@ -1,4 +1,4 @@
-"""How many descriptors the drafter's KV takes, in SGLang and in the channel."""
+"""The number of descriptors for the drafter's KV, in SGLang and in the channel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DSPARK = DraftFacts("Qwen3DSparkModel", "DSPARK", 16, (128,) * 10, "bfloat16")
     [
         (EAGLE3, 32_768, 1, 8, 1, 65_536, 32),  # 1,024 tokens a slot
         (EAGLE3, 1_024, 64, 8, 1, 32, 1),
-        (EAGLE3, 1_025, 64, 8, 1, 34, 2),  # one token more takes a page and a slot
+        (EAGLE3, 1_025, 64, 8, 1, 34, 2),  # one more token takes one more page and slot
         (EAGLE3, 8_192, 16, 4, 2, 1_024, 8),  # half the heads from each of two ranks
         (DSPARK, 8_192, 1, 2, 1, 81_920, 5),  # 1,638 tokens a slot
         (DSPARK, 1, 16, 2, 1, 10, 1),

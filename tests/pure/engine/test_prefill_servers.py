@@ -870,11 +870,11 @@ def test_a_rank_that_registers_late_is_found(
 
 @contextmanager
 def at(site: Site, point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Yield a list. A function that is put there is called once at the given point.
+    """Yield a list. A function that the test adds to the list is called once at the given point.
 
     A point is the beginning or the end of a call that a server's task or thread makes. The function
-    runs in a thread of its own, since it may need a lock that is held, and stays in the list until
-    it has returned.
+    runs in a separate thread, since it may need a lock that is held. It stays in the list until it
+    has returned.
     """
     name, when = point.split()
     todo: list[Any] = []

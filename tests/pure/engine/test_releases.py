@@ -194,7 +194,7 @@ def test_changes_lists_the_names_that_a_wheel_lacks(
 def test_doctor_against_a_wheel_checks_only_the_wheel(
     wheel: Wheel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`doctor --against` checks a wheel but not this host, and rejects a file that is no wheel."""
+    """`doctor --against` checks a wheel but not this host, and rejects other files."""
     assert doctor.main(["--against", str(wheel._zip.filename)]) == 1
     output = capsys.readouterr().out
     assert "sglang 0.5.20" in output

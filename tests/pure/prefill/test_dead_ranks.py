@@ -102,7 +102,7 @@ def test_open_requests_are_served_after_a_few_readers_die(ranks: int) -> None:
 
 
 def test_a_second_crash_leaves_slots_too() -> None:
-    """A second crash of many readers leaves slots to others, too.
+    """A second crash of many readers also leaves slots to others.
 
     Ranks that die in the second crash had acknowledged slots after the first crash.
     """

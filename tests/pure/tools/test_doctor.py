@@ -110,7 +110,7 @@ def ending() -> list[str]:
 def test_differences_of_seams_are_reported(compare: Any, names: list[str], words: str) -> None:
     """Differences of seams are reported, and also the death of the process that compares them.
 
-    The comparison runs in a process of its own, since importing SGLang may end the process.
+    The comparison runs in a separate process, since importing SGLang may crash the process.
     """
     found = [*doctor.seams(compare)]
     assert [finding.name for finding in found] == names

@@ -181,7 +181,7 @@ def test_a_reader_that_fails_ends_its_listener_too() -> None:
 
 
 def test_a_listener_ends_with_its_doctor(port: int) -> None:
-    """A listening process ends with its doctor, even if that is killed, and frees the port."""
+    """A listening process ends with its doctor, even if doctor is killed, and frees the port."""
     command = [sys.executable, "-m", "sglang_mixkv", "doctor", "--no-seams", "--listen", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as doctor:
         assert doctor.stderr is not None

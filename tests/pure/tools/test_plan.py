@@ -1,7 +1,7 @@
-"""The plan: pairs of servers that are made here, and launch lines that SGLang resolves.
+"""The `plan` command with pairs of servers made here, and with launch lines that SGLang resolves.
 
-The shipped drafter has one layer, K and V of 4 heads x 16 bfloat16 elements: 64 bytes per token and
-head, 256 in all. Whole launch lines after public recipes: test_recipes.py.
+The shipped drafter has one layer. Its K and V have 4 heads of 16 bfloat16 elements each, which take
+64 bytes per token and head. test_recipes.py tests complete launch lines from public recipes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def model(heads: int, layers: int, head_bytes: tuple[int, ...], name: str, kind:
 
 
 def eagle3(heads: int, kind: str = "EAGLE3") -> Model:
-    """1 layer x `heads` x 128 in bfloat16, as public heads for Kimi and DeepSeek have it."""
+    """Return a drafter with the layer and head size of public ones for Kimi and DeepSeek."""
     return model(heads, 1, (256, 256), "LlamaForCausalLMEagle3", kind)
 
 
@@ -72,13 +72,13 @@ def pair(prefill_tp: int, decode_tp: int, heads: int, **changes: Any) -> tuple[S
     return prefill, replace(prefill, role="decode", mode="decode", attention_tp=decode_tp)
 
 
-# ---------------------------------------------------------------- whether it is needed
+# ---------------------------------------------------------------- whether a pair needs the plugin
 
 
 def stock_copy(held: list[int], needed: list[int], page: int, backend: str) -> float:
-    """How much is wrong of the pages of a prompt after SGLang's copy: `held`, the heads of the
-    prefill rank that sends, and `needed`, those of the decode rank. One letter per head and token;
-    a pool's first page is given to no request."""
+    """Return the share of a prompt's pages that is wrong after SGLang's copy. `held`: the heads of
+    the sending prefill rank. `needed`: the heads of the decode rank. A pool has one element per
+    head and token, and no request uses its first page."""
     pages, src_row, dst_row = 8, page * len(held), page * len(needed)
     pool: list[object] = [None] * (pages * max(src_row, dst_row))
     for at in range(1, pages):
@@ -100,7 +100,7 @@ def test_the_share_is_what_stocks_copy_leaves_wrong(heads: int, page: int, backe
         held = heads_on_rank(heads, theirs, contacted(theirs, ours, ours - 1)[0])
         needed = heads_on_rank(heads, ours, ours - 1)
         if backend == "nixl" and len(held) > len(needed):
-            assert (need.needed, need.wrong_share) == (True, None)  # it raises
+            assert (need.needed, need.wrong_share) == (True, None)  # NIXL raises
             continue
         wrong = stock_copy(list(held), list(needed), page, backend)
         assert need.wrong_share == pytest.approx(wrong), (theirs, ours, need)
@@ -132,7 +132,7 @@ def test_whether_it_is_needed_beside_a_target_with_kv_heads(
         ((8, 16), ("", None), {}, False),
         ((8, 16), ("tag", "other"), {}, False),
         ((8, 8), ("", ""), {}, False),
-        ((8, 16), ("", ""), {"target": GQA}, False),  # as SGLang names the target's own heads
+        ((8, 16), ("", ""), {"target": GQA}, False),  # draft heads are named as this target's heads
         ((8, 16), ("", ""), {"draft": LATENT}, False),
     ],
 )
@@ -142,8 +142,8 @@ def test_whether_it_is_needed_for_mooncakes_store(
     changes: dict[str, Any],
     is_needed: bool,
 ) -> None:
-    """With 8 heads, each rank holds one, so nothing is wrong but what the store brings back: rank 1
-    of 8 holds head 1, and rank 1 of 16 head 0."""
+    """With 8 heads, each rank holds one, so a pair needs the plugin only because of the store. The
+    store confuses rank 1 of 8, which holds head 1, with rank 1 of 16, which holds head 0."""
     sides = zip(pair(*sizes, 8, **changes), stores, strict=True)
     need = need_of(*(replace(side, store=store) for side, store in sides))
     assert (need.needed, "Mooncake's store" in need.reason) == (is_needed, is_needed)
@@ -153,7 +153,7 @@ def test_whether_it_is_needed_for_mooncakes_store(
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 @pytest.mark.parametrize("sizes", [(1, 4), (1, 16), (2, 8), (4, 2), (4, 4)])
 def test_whether_it_is_needed_with_dcp(sizes: tuple[int, int], backend: str, hybrid: bool) -> None:
-    """As test_stock.py sees it."""
+    """With DCP, the verdict is what test_stock.py observes in SGLang's managers."""
     target = replace(MLA, hybrid=hybrid)
     changes = {"target": target, "disaggregation_transfer_backend": backend}
     prefill, decode = pair(*sizes, 16, **changes)
@@ -173,7 +173,7 @@ def test_whether_it_is_needed_with_dcp(sizes: tuple[int, int], backend: str, hyb
 
 
 def test_ranks_are_read_that_sglang_asks() -> None:
-    """Which heads of theirs: test_routes.py."""
+    """`contacted` returns the ranks that SGLang contacts."""
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
     for theirs, ours in SIZES:
@@ -192,7 +192,7 @@ def test_ranks_are_read_that_sglang_asks() -> None:
 
 
 def test_figures_of_an_eagle3_drafter() -> None:
-    """Of 2 x 256 bytes a head, of which each rank reads as the channel would."""
+    """The heads, bytes and ranks of a plan are those that the channel would read."""
     for (theirs, ours), heads in product(SIZES, (1, 2, 8, 32)):
         held = [heads_on_rank(heads, theirs, rank) for rank in contacted(theirs, ours, 0)]
         table = [*filter(None, routes(held, heads_on_rank(heads, ours, 0)))]
@@ -206,7 +206,7 @@ def test_figures_of_an_eagle3_drafter() -> None:
 
 
 def test_what_is_not_moved_has_no_figures() -> None:
-    """Other drafters, MLA ones, no route, and stock servers that need no plugin."""
+    """A plan has no figures if the plugin is not needed, or cannot move the draft KV."""
     other, latent = pair(2, 1, 8), {"draft": LATENT}
     for sides in (
         (other[0], replace(other[1], draft=eagle3(4))), pair(2, 1, 8, **latent), pair(3, 2, 6),
@@ -223,7 +223,7 @@ def test_what_is_not_moved_has_no_figures() -> None:
      (128, 679, "--mixkv-staging-mb 683 each"), (128, 683, "share 1 slots, which hold 2,049 t")],
 )  # fmt: skip
 def test_a_plan_says_how_servers_share_slots(readers: int, staging_mb: int, share: str) -> None:
-    """2 -> 1: a decode rank reads two prefill ranks of each server; a slot holds 2,049 tokens."""
+    """A plan says how many slots decode ranks share. Each of them reads two ranks per server."""
     prefill, decode = pair(2, 1, 8)
     prefill = replace(prefill, config=Config(staging_mb=staging_mb))
     said = " ".join(tool.text(make_plan(prefill, decode), 1, readers).split())
@@ -241,7 +241,8 @@ def test_a_plan_says_how_servers_share_slots(readers: int, staging_mb: int, shar
 def test_a_plan_compares_the_descriptors(
     sizes: tuple[int, int], heads: int, page: int, channel: int, stock: int
 ) -> None:
-    """A slot holds 2,049 tokens of 4 heads. In the first two cases decode reads two ranks."""
+    """A plan compares the channel's number of descriptors with SGLang's. A slot holds 2,049 tokens
+    of 4 heads. In the first two cases, a decode rank reads two prefill ranks."""
     prefill, decode = (replace(side, page_size=page) for side in pair(*sizes, heads))
     plan = make_plan(prefill, decode)
     ranges = f"ranges   {channel} for 8,192 tokens on a decode rank; SGLang's own transfer takes "
@@ -290,7 +291,7 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
     ],
 )  # fmt: skip
 def test_findings(prefill: dict[str, Any], decode: dict[str, Any], reason: str) -> None:
-    """Further differences, which running servers find, too: test_facts.py."""
+    """Each problem of a pair is a finding. test_facts.py tests other differences of two rows."""
     plan = plan_with(prefill, decode)
     found, text = "\n".join(plan.findings), tool.text(plan)
     assert re.search(reason, found), found
@@ -300,8 +301,8 @@ def test_findings(prefill: dict[str, Any], decode: dict[str, Any], reason: str) 
 
 
 def test_sglang_is_asked_about_a_pair() -> None:
-    """Its own check in each release: it has MiniMax's state from 0.5.23 on, MXFP8's from 0.5.22 on,
-    and the plugin has a rule for all."""
+    """`plan` runs SGLang's own check of a pair. The check covers MiniMax's state since 0.5.23 and
+    MXFP8's since 0.5.22. The plugin's own rule covers both states in all releases."""
     for state, own, has in (
         ("minimax_index_k", "MiniMax sparse PD requires matching attention TP sizes", newest),
         ("block_scale", "attention TP sizes with MXFP8 KV", sglang_version() != "0.5.21"),
@@ -327,7 +328,7 @@ def test_sglang_is_asked_about_a_pair() -> None:
 
 
 def test_what_is_no_finding() -> None:
-    """The plugin's refusals count where it is asked for or needed; some differences are noted."""
+    """Refusals are findings only if the plugin is enabled or needed. Some differences are notes."""
     for sizes in SIZES:
         assert make_plan(*pair(*sizes, 8)).findings == ()
     cold = {"config": Config(on_draft_mismatch="cold")}
@@ -361,8 +362,8 @@ ROLE = "--disaggregation-mode"
 
 
 def test_a_line_is_what_sglang_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 5 layers the first of two stages has 2, K and V of each, or as the line's variable says;
-    this shell's does not count."""
+    """A line is resolved as SGLang resolves it. The first of two stages has 2 of 5 layers, or the
+    number that a variable in the line sets. Variables of this process have no effect."""
     one = read("decode", "python -m sglang.launch_server " + flags("--tp 8 --dp 8 "
                "--enable-dp-attention"))  # fmt: skip
     assert (one.attention_tp, one.attn_dp_size, one.enabled, one.stock) == (1, 8, True, ())
@@ -410,7 +411,7 @@ CUTEDSL = "--decode-attention-backend cutedsl_mla --page-size 128"
 def test_a_line_is_resolved_for_a_gpu_on_which_it_starts(
     more: str, gpu: str | None, kind: str, starts: bool
 ) -> None:
-    """Or for the one that is named; and nothing stays behind."""
+    """A line is resolved for the given GPU or one on which it starts. The platform is restored."""
     from sglang.srt.runtime_context import get_platform
 
     found = read("decode", flags(more), gpu=gpu)
@@ -435,8 +436,8 @@ def test_a_line_is_resolved_for_a_gpu_on_which_it_starts(
     ],
 )  # fmt: skip
 def test_drafters(tmp_path: Path, line: str, shape: Any) -> None:
-    """Heads, layers, window and widths. NEXTN's are layers of the target, NGRAM has none, DSPARK's
-    may lie in the target's folder."""
+    """`plan` finds a drafter's heads, layers, window and widths. NEXTN uses layers of the target,
+    NGRAM has no drafter, and DSPARK's may be in the target's folder."""
     target, draft = tmp_path / "target", tmp_path / "target" / "dspark"
     draft.mkdir(parents=True)
     (target / "config.json").write_text((TARGET / "config.json").read_text())
@@ -462,8 +463,8 @@ def test_drafters(tmp_path: Path, line: str, shape: Any) -> None:
 def test_what_does_not_start_is_found(
     monkeypatch: pytest.MonkeyPatch, line: str, reasons: list[str]
 ) -> None:
-    """In SGLang's own words, and in the plugin's. A check that raises hides no other."""
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")  # of this shell: no other launch line has it
+    """All reasons why a line does not start are reported, even if one of the checks raises."""
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")  # does not affect lines without this variable
     server = read("prefill", line)
     found = "\n".join((*server.stock, *server.refused))
     assert [bool(re.search(reason, found)) for reason in reasons] == [True] * len(reasons), found
@@ -530,8 +531,8 @@ def test_exit_statuses(
 def test_rows_beside_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a log; one that is damaged, foreign, of another version, or one of two, is one
-    sentence. Two rows are read without importing SGLang."""
+    """A row is read from a JSON file or a log. An unusable row is explained in one line, and so are
+    two rows in one file. A pair of rows is read without importing torch."""
     sides = pair(2, 1, 8, enabled=False)
     rows = [json.dumps(json.loads(msgspec.json.encode(LaunchRow(1, "0.4", side.sglang, side))),
                        separators=(",", ":")) for side in sides]  # fmt: skip
@@ -547,7 +548,7 @@ def test_rows_beside_lines(
     )  # fmt: skip
     assert (done.returncode, "torch" in done.stderr) == (1, False)
     other = rows[1].replace('"heads":0', '"heads":"0"')
-    with monkeypatch.context() as without:  # where only the rows are
+    with monkeypatch.context() as without:  # on a host without SGLang
         without.setitem(sys.modules, "sglang", None)
         without.setattr(plan_pair, "find_spec", lambda name: None)
         without.setattr(plan_pair, "sglang_version", lambda: "none")
@@ -569,7 +570,7 @@ def test_rows_beside_lines(
 
 
 def test_json_has_the_sizes_and_what_its_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """No list of equal numbers."""
+    """The JSON has the documented fields, and counts of equal numbers instead of lists."""
     lines = [flags(f"--tp {tp} {ROLE} {role}") for tp, role in ((2, "prefill"), (1, "decode"))]
     words = ["--prefill", lines[0], "--decode", lines[1], "--json", "--decode-servers", "3"]
     assert tool.main(words) == 0
@@ -588,7 +589,7 @@ def test_json_has_the_sizes_and_what_its_page_says(capsys: pytest.CaptureFixture
 def test_a_terminal_is_told_what_plan_waits_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line appears after a second, and only on a terminal."""
+    """After one second, `plan` prints what it waits for, but only on a terminal."""
     monkeypatch.setattr(tool, "_plan", lambda args: time.sleep(1.5))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert tool.main(["--prefill", "", "--decode", ""]) == 2
@@ -600,8 +601,8 @@ def test_a_terminal_is_told_what_plan_waits_for(
 
 @of_the_newest
 def test_one_kind_of_gpu_for_both_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """What starts on Hopper too is resolved anew where the other line needs Blackwell; and is not
-    where it would not start there."""
+    """If one line needs Blackwell, the other line is resolved for Blackwell too, unless it would
+    not start there."""
     page = "--page-size 128"
     for more, gpus in ((page, "prefill and decode: resolved for a Blackwell"),
                        (f"{page} --tp 4 --dp 3 --enable-dp-attention",
@@ -612,7 +613,7 @@ def test_one_kind_of_gpu_for_both_lines(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("words", [["--help"], ["doctor", "--no-seams", "--no-transfer"]])
 def test_a_tool_ends_quietly_when_its_reader_has_gone(words: list[str]) -> None:
-    """With the status that a shell gives one that SIGPIPE ended."""
+    """A tool whose output pipe is closed has the exit status that a shell reports for SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -1,10 +1,8 @@
-"""The launch line in what people have: commands, scripts, manifests, compose files, and nodes that
-a pointer names.
+"""Launch lines in commands, scripts, manifests and compose files, with or without a pointer.
 
-Shapes are those of public lines: SGLang's documentation and issues, recipes of Dynamo,
-LeaderWorkerSets, RoleBasedGroups, StormServices, scripts of benchmarks. What is not read is either
-named in a note, or it stops plan with the command that answers instead: nothing is left out in
-silence.
+The texts are modeled on public ones: SGLang's documentation and issues, Dynamo's recipes,
+LeaderWorkerSets, RoleBasedGroups, StormServices and benchmark scripts. If `plan` cannot read a part
+of a text, it either adds a note, or stops with an error that shows which command to run instead.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://127.
 TWO = f"{RUN} {PREFILL} --tp 2\n{RUN} --disaggregation-mode=decode --tp 4"
 HOST = "--host $(hostname -i | head --lines 1)"
 
-READ = {  # text; variables; flags; what the notes say, in order
+READ = {  # text: variables, flags, and a part of each note, in order
     # commands
     f"{RUN} --tp 8 > log 2>&1 &": ({}, "--model-path m --tp 8"),
     "--model-path m --tp 8  # one rank per GPU": ({}, "--model-path m --tp 8"),
@@ -105,7 +103,7 @@ READ = {  # text; variables; flags; what the notes say, in order
     f"torchrun --nproc-per-node 8 -m {RUN.partition('-m ')[2]}": ({}, "--model-path m"),
     f"nsys profile --trace cuda -o x {RUN}": ({}, "--model-path m"),
     f"bash -c '\n  {RUN} \\\n   --tp 8\n'": ({}, "--model-path m --tp 8"),
-    "sglang serve --tp 8 m": ({}, "--tp 8 m"),  # SGLang refuses it, too
+    "sglang serve --tp 8 m": ({}, "--tp 8 m"),  # SGLang rejects this line
     f"{RUN} --api-key 'pa$$word'": ({}, "--model-path m --api-key pa$$word"),
     f"A='x \"y\" $z'\n{RUN} --a $A --b \"$A\" --c 'it'\"'s\"": (
         {}, """--model-path m --a x "y" $z --b x "y" $z --c it's"""),
@@ -159,7 +157,7 @@ READ = {  # text; variables; flags; what the notes say, in order
 
 @pytest.mark.parametrize("text", READ)
 def test_a_line_is_read(text: str) -> None:
-    """Of two the one of the role; Kubernetes and compose fill variables in, too."""
+    """The line of the given role is read. Variables are replaced as Kubernetes or compose would."""
     environ, flags, *notes = READ[text]
     found = split(text, "prefill")
     assert (found.environ, " ".join(found.flags), found.stop) == (environ, flags, "")
@@ -169,7 +167,7 @@ def test_a_line_is_read(text: str) -> None:
     ] * len(notes), found.notes
 
 
-STOPPED = {  # what only a shell knows; which line stops plan, and why
+STOPPED = {  # text that only a shell can resolve: a part of the error
     f"{RUN} $EXTRA --tp 8": "line 1: EXTRA is not set in it",
     f'{RUN} --tp "$1" "$@"': "line 1: 1 is an argument of the script",
     f'{RUN} --tp 8 "$@"': "line 1: only a shell computes it",
@@ -209,7 +207,7 @@ STOPPED = {  # what only a shell knows; which line stops plan, and why
 
 @pytest.mark.parametrize("text", STOPPED)
 def test_a_shell_is_not_imitated(text: str, tmp_path: Path) -> None:
-    """plan says which line stopped it, and how the launch answers itself."""
+    """The error names the line that stopped `plan`, and shows which command to run instead."""
     script = tmp_path / "a run.sh"
     script.write_text(text)
     with pytest.raises(ValueError, match="START-04") as caught:
@@ -252,7 +250,8 @@ spec:
 def test_data_is_pointed_at(
     tmp_path: Path, pointer: str, role: str, mode: str, size: object
 ) -> None:
-    """Containers, words, flags, lines, and YAML in a string; files that a ConfigMap mounts."""
+    """A pointer selects a container, a command, flags, a line, or YAML in a string. Files that a
+    ConfigMap mounts are read."""
     file = tmp_path / "pair.yaml"
     file.write_text(CONFIG)
     found = split(load(f"{file}{pointer}"), role)
@@ -267,8 +266,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_products_own_files() -> None:
-    """Dynamo's workers are read. What runs a launch script in an image is answered with the
-    command that does."""
+    """Dynamo's workers are read. For a file that runs a launch script of an image, the error
+    shows which command to run instead."""
     found = [
         split(load(f"{ROOT}/examples/kubernetes/dynamo.yaml"), r) for r in ("prefill", "decode")
     ]
@@ -281,7 +280,7 @@ def test_the_products_own_files() -> None:
 
 
 def test_a_role_of_a_recipe_has_its_variables(tmp_path: Path) -> None:
-    """Of srt-slurm, whether it is pointed at or found."""
+    """A role of an srt-slurm recipe has its variables, with or without a pointer to the role."""
     file = tmp_path / "recipe.yaml"
     file.write_text("b: {decode_environment: {A: 1}, sglang_config: {decode: {model-path: m}}}")
     for pointer in ("", "#/0/b/sglang_config/decode"):
@@ -290,7 +289,7 @@ def test_a_role_of_a_recipe_has_its_variables(tmp_path: Path) -> None:
 
 
 def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
-    """No value of theirs is printed, and each is read."""
+    """If several nodes have a launch line, the error lists a flag for each and shows no values."""
     file = tmp_path / "a b.yaml"
     sides = (f"{RUN} --api-key secret --tp {tp} {PREFILL}".split() for tp in (2, 4))
     file.write_text(f"a/b: {{command: {next(sides)}}}\nc: [{{args: {next(sides)}}}]\n")
@@ -328,7 +327,7 @@ def test_what_is_no_line(given: Any, words: str) -> None:
 
 
 def test_a_file_that_is_none_is_one_sentence(tmp_path: Path) -> None:
-    """A folder, a FIFO that nobody writes to, a file of 1 GiB: none is opened."""
+    """A folder, a FIFO and a file of 1 GiB are rejected in one sentence and not opened."""
     os.mkfifo(tmp_path / "fifo")
     with open(tmp_path / "large", "wb") as large:
         large.truncate(1 << 30)
