@@ -1,4 +1,4 @@
-"""The command line, ``sglang-mixkv`` or ``python -m sglang_mixkv``: runs a tool's ``main(argv)``.
+"""The command line ``sglang-mixkv`` or ``python -m sglang_mixkv``. It runs a tool's ``main(argv)``.
 
 Only the requested tool's module is imported, so the help text needs neither SGLang nor torch.
 """
@@ -49,7 +49,7 @@ def run(tool: Callable[[], int] = main) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails
         return 128 + signal.SIGPIPE
 
 

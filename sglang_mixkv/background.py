@@ -1,8 +1,8 @@
-"""An event loop in its own thread, threads for calls that may hang, and their end at exit.
+"""An event loop in its own thread, threads for calls that may hang, and their shutdown at exit.
 
 Every thread of the plugin is a daemon, so that none delays SGLang's exit. At exit, CPython ends a
-daemon thread where it next requests the GIL. If that happens in a C++ destructor, as in torch or a
-data plane, the process aborts. So the plugin stops its threads first, and joins them briefly.
+daemon thread when it next requests the GIL. If that happens in a C++ destructor, in torch or a data
+plane, the process aborts. So the plugin stops its threads first, and joins them briefly.
 """
 
 from __future__ import annotations

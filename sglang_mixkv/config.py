@@ -48,7 +48,7 @@ class Config(msgspec.Struct, frozen=True):
 
 class Setting(NamedTuple):
     """A setting: its variable `environ`, its `flag` if it has one, and `words`, which describes the
-    values that both accept. `read` parses a value; raises ValueError or KeyError if invalid."""
+    accepted values. `read` parses a value; raises ValueError or KeyError if invalid."""
 
     field: str
     environ: str

@@ -18,8 +18,8 @@ REASONS = (*REASON_OF.values(), "other")
 
 
 class MixKVError(ArgumentTypeError, ValueError):
-    """A refusal. Its message is the code and the text: expected, got, consequence and remedy, where
-    these are not obvious. argparse prints it in full."""
+    """A refusal. Its message is the code and the text: expected and actual value, consequence and
+    remedy, where these are not obvious. argparse prints it in full."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"[{code}] {text}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sglang_mixkv.config import truth
 
-# Without UNO, which has no draft model, and FROZEN_KV_MTP, whose drafter reads the target's KV.
+# Not UNO, which has no draft model, nor FROZEN_KV_MTP, whose drafter reads the target's KV.
 SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
 DEVICES = ("cuda", "cpu")
 BACKENDS = ("mooncake", "nixl")

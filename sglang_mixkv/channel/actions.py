@@ -20,15 +20,15 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class StartCopies(msgspec.Struct, frozen=True):
-    """Make these copies through their requests' gates, in any order or batches. `Machine.copied`
-    follows, for one or several at a time."""
+    """Make these copies through their requests' gates, in any order and grouping. The worker then
+    calls `Machine.copied`, for one or several copies at a time."""
 
     jobs: tuple[Any, ...]
 
 
 class Note(msgspec.Struct, frozen=True):
-    """An event to count under `what`, and to log once per `peer`: a prefill rank as decode names
-    it, or a reader's instance."""
+    """An event to count under `what`, and to log once per `peer`, which is the Peer of a prefill
+    rank on decode, and a reader's instance on prefill."""
 
     what: str
     peer: bytes = b""

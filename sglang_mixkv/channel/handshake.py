@@ -22,8 +22,8 @@ Few = Annotated[int, Meta(ge=0, le=1 << 20)]
 class Target(msgspec.Struct, frozen=True):
     """The target's KV on one rank, as in SGLang's KV args. `heads`: over all ranks, 0 for MLA.
     `entries`: this stage's buffers. `states`: SGLang's names for the other state that it sends.
-    `drafts`: how many of a drafter's buffers SGLang sends. Distinct sizes: `widths`, of a buffer's
-    page; `units`, of each TP-sharded row of linear-attention state."""
+    `drafts`: how many of a drafter's buffers SGLang sends. `widths`: the distinct sizes of a
+    buffer's page. `units`: those of a TP-sharded row of linear-attention state."""
 
     heads: Few
     entries: Few

@@ -22,8 +22,8 @@ from msgspec import Meta
 from msgspec.structs import replace as replace
 
 PROTOCOL = (3, 3)
-"""The oldest and newest versions that this build reads; a pair uses the newest that both read. See
-docs/protocol.md, "Versions", for when to raise each and for what each version changed."""
+"""The oldest and newest versions that this build reads; a pair uses the newest that both read.
+"Versions" in docs/protocol.md states when to raise them, and what each version changed."""
 
 MAX_BYTES = 4096  # per message; the socket drops longer ones
 MAX_LIST = 32  # segments per READY, and slots per ACK
@@ -119,26 +119,26 @@ def decode(frame: bytes) -> Message:
     """Decode a message. Raises ValueError if `frame` is not one."""
     try:
         return _decoder.decode(frame)
-    except RecursionError as error:  # a kilobyte of nested arrays is enough
+    except RecursionError as error:  # raised for a kilobyte of nested arrays
         raise ValueError("the message is nested too deeply") from error
 
 
 def fail(room: int, generation: int, code: str, detail: str) -> Fail:
-    """Make a FAIL. Replace unprintable characters of `detail`, and truncate it to 512."""
+    """Make a FAIL. Replace unprintable characters of `detail`, and truncate it to 512 chars."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
     return Fail(room, generation, code, printable[:512])
 
 
 def compare_weights(ours: int, theirs: int) -> str:
-    """Compare two ranks' weight versions. SGLang's default on both sides means unknown."""
+    """Compare two ranks' weight versions. If both are SGLang's default, return "unknown"."""
     if ours == theirs:
         return "unknown" if ours in (0, DEFAULT_WEIGHTS) else "same"
     return "different" if ours and theirs else "unknown"
 
 
 def draws() -> Iterator[int]:
-    """Yield random numbers that differ between ranks, for one thread. SGLang seeds `random` equally
-    in all ranks. Each call of os.urandom releases the GIL, so one call provides 64 numbers."""
+    """Yield random numbers that differ between ranks, for one thread. SGLang gives `random` the
+    same seed on all ranks. os.urandom releases the GIL, so each call provides 64 numbers."""
     while True:
         for number in struct.unpack("64Q", os.urandom(512)):
             yield number >> 1 or 1

@@ -45,20 +45,20 @@ from sglang_mixkv.channel.data_plane import (
 
 METADATA = 1  # HandShakeRequestType
 LONGEST = 1 << 18  # bytes of an answer, which usually has a few thousand
-# Seconds. A peer serves one connection at a time, so an earlier one may delay it by seconds.
+# Seconds. A peer serves one connection at a time, so an earlier one may delay the answer.
 # Handing the answer to Mooncake takes a millisecond.
 ANSWER_S, HAND_S = 10.0, 1.0
 
 
 def forces_tcp(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Mooncake uses TCP alone: it does if the variable is set to any value."""
+    """Return whether MC_FORCE_TCP is set. Any value makes Mooncake use only TCP."""
     return "MC_FORCE_TCP" in environ
 
 
 class Mooncake(DataPlane):
     """`host`: this rank's address. `devices`: its GPU's RDMA devices, comma-separated; "" lets
-    Mooncake choose. As for SGLang's engine, MC_FORCE_TCP and MOONCAKE_PROTOCOL select the
-    transport."""
+    Mooncake choose. MC_FORCE_TCP and MOONCAKE_PROTOCOL select the transport, as they do for
+    SGLang's engine."""
 
     name = "mooncake"
 
@@ -96,7 +96,7 @@ class Mooncake(DataPlane):
             number = self._engine.batch_transfer_async_read(
                 read.peer.name, [local], [remote], [length]
             )
-            if not 0 < number < 1 << 63:  # not a pointer: 0, or -1, perhaps as unsigned
+            if not 0 < number < 1 << 63:  # 0, or -1 (perhaps unsigned): an error
                 self._names.pop(read.peer.endpoint, None)  # the name may not be open
                 raise ConnectionError(f"Mooncake rejected a read from {read.peer.name}")
             read.handle.append(number)

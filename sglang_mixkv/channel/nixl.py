@@ -70,7 +70,7 @@ class Nixl(DataPlane):
         name, since the connection may be broken, unless one of them has reads in flight."""
         with self._naming:
             if peer.name is not None:
-                with self._lock:  # no read may begin before the name is gone: it would fail
+                with self._lock:  # a read that begins before the name is removed would fail
                     if not any(other.reads for other in self._named[peer.name]):
                         self._agent.remove_remote_agent(peer.name)
             name = self._agent.add_remote_agent(peer.endpoint.session)
@@ -89,7 +89,7 @@ class Nixl(DataPlane):
         )
         if agent.transfer(handle) == "ERR":
             raise ConnectionError("NIXL rejected the read")
-        read.handle = handle  # NIXL releases it with its last reference
+        read.handle = handle  # NIXL releases the handle with its last reference
 
     def _check(self, read: Read) -> str | None:
         state = self._agent.check_xfer_state(read.handle)
@@ -111,7 +111,7 @@ def _place(memory: Memory) -> tuple[str, int]:
 
 
 def _new_agent() -> Any:
-    """Make an agent with a unique name: SGLang seeds `random` equally in all ranks.
+    """Make an agent with a unique name: SGLang gives `random` the same seed on all ranks.
     nixl_agent.__init__ always sets the progress thread's delay to 0, so the inner agent is
     replaced."""
     api, name = importlib.import_module("nixl._api"), f"mixkv-{os.urandom(16).hex()}"

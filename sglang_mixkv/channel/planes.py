@@ -1,4 +1,4 @@
-"""The choice of a rank's data plane, which `doctor` uses too, and its construction."""
+"""Choose and construct a rank's data plane, in a server and in `doctor`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Choice(NamedTuple):
 
 
 def choose(backend: str, asked: str) -> Choice:
-    """Return the plane that the operator set, else the one of SGLang's backend. UCX without RDMA is
-    the exception: a dying reader can end the process that it reads from (docs/protocol.md)."""
+    """Return the plane that the operator set, or otherwise that of SGLang's backend. Without RDMA,
+    Mooncake replaces UCX: there, a dying reader can crash the other process (docs/protocol.md)."""
     if asked:
         return Choice(asked, "SGLANG_MIXKV_DATA_PLANE is set")
     has_rdma = os.path.isdir(RDMA_DEVICES) and os.listdir(RDMA_DEVICES)

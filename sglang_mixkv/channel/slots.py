@@ -1,9 +1,9 @@
-"""Slots of a rank's staging buffer: who holds each one, and who gets the next. No memory or I/O.
+"""Slots of a rank's staging buffer: which owner holds each, and which gets the next. No I/O.
 
     FREE --allocate--> ALLOCATED --publish--> PUBLISHED --acknowledge, expire--> FREE
                            +--------free----> FREE
 
-On prefill, a slot is allocated for packing, published with its READY, and freed by the ACK, or else
+On prefill, a slot is allocated for packing, published with its READY, and freed by the ACK, or
 `slot_aside` seconds later, when nothing can read it any more. On decode, a slot is allocated and
 published for a read, and freed once its rows are copied out or nothing can land in it any more.
 
@@ -49,7 +49,7 @@ def list_of(count: int) -> int:
 
 @lru_cache(1024)
 def share_of(count: int, owners: int) -> int:
-    """Return each owner's share of `count` slots. An owner's first slot may exceed it."""
+    """Return each owner's share of `count` slots. An owner without a slot may get one beyond it."""
     return min(quota_of(count), (count - count // 4) // owners)
 
 
@@ -81,9 +81,9 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """Return how many slots must stay free after this owner's first: a quarter of those not
-        published before its last sign of life, at most an eighth of all. An owner that sends
-        messages but has read no slot may never read one: at least a sixteenth stays."""
+        """Return the number of free slots above which this owner may get its first slot: a quarter
+        of those not published before its last sign of life, and at most an eighth of all. For an
+        owner that has read no slot, and may never read one, it is at least a sixteenth of all."""
         heard, served = (signs.get(owner, float("-inf")) for signs in self._signs)
         published = [since for since, _ in self._published.values()]
         left = self.count - bisect_right(published, max(heard, served))
@@ -91,10 +91,10 @@ class SlotPool:
         return kept if published and served >= published[0] else max(kept, self.count // 16)
 
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
-        """Record that an owner is alive. `served`: it has read a slot; otherwise it sent a message,
-        and may have died since, as may other owners that hold slots."""
+        """Record that an owner is alive. `served`: it has read a slot. Otherwise it only sent a
+        message; it may have died since, like other owners that hold slots."""
         if not self._published:
-            return  # no sign is needed
+            return  # signs matter only while slots are published
         signs, when = self._signs[served], now if served else now - self._times.unsure
         oldest, _ = next(iter(self._published.values()))
         while signs and signs[first := next(iter(signs))] < oldest:

@@ -1,6 +1,6 @@
 """The channel thread's event queue, and ZMQ sockets that deliver a message within a known time or
-lose it. Calls that do not sleep hold the GIL where possible (draft/cuda.py): os, select and pyzmq's
-`send` and `recv` release it; `getsockopt` and ctypes.PyDLL do not."""
+lose it. Calls that do not sleep hold the GIL where possible (see draft/cuda.py): os, select and
+pyzmq's `send` and `recv` release it; `getsockopt` and ctypes.PyDLL do not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EventQueue(Generic[T]):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def put(self, event: T, wake: bool = True) -> None:
-        """`wake`: wake the thread now; otherwise it sees the event when it next wakes or polls."""
+        """Add an event. `wake`: wake the thread now; otherwise it takes the event later."""
         self._events.put(event)
         if wake:
             self.wake()
@@ -59,7 +59,7 @@ class EventQueue(Generic[T]):
         if self._wake in ready:
             _KEEPS.eventfd_read(self._wake, ctypes.byref(ctypes.c_uint64()))
         found: list[T] = []
-        while not self._events.empty():  # this is its only consumer
+        while not self._events.empty():  # no other thread takes events
             found.append(self._events.get_nowait())
         return found
 
@@ -80,7 +80,7 @@ class Poller:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._found = ctypes.create_string_buffer(_READY.size * _MOST)
         self._used: set[zmq.Socket[bytes]] = set()
-        self.came = 0.0  # when anything last was ready or was done
+        self.came = 0.0  # when something was last ready or done
 
     def register(self, at: zmq.Socket[bytes] | int) -> None:
         self._epoll.register(at, select.EPOLLIN)
@@ -99,9 +99,9 @@ class Poller:
 
     def received(self, socket: zmq.Socket[bytes]) -> Iterator[zmq.Frame]:
         """Yield the first frame of each message of a ready socket, up to BATCH of them. The caller
-        receives the other frames. Most messages come alone: querying the socket after the first
-        takes a third as long as a `recv` that finds none, but twice as long as one that finds
-        one."""
+        receives the other frames. Most messages come alone, so the socket is queried after the
+        first. A query takes a third as long as a `recv` without a message, but twice as long as one
+        with a message."""
         for count in range(BATCH):
             try:
                 yield socket.recv(NOBLOCK, copy=False)

@@ -19,7 +19,7 @@ class Times:
         self.whole_wait = 5.0 * patience
 
         # Either side, after SGLang's own transfer: how long its scheduler leaves a request to the
-        # channel. Longer than all waits above, or requests would be cold needlessly.
+        # channel. A shorter time than the waits above would make requests cold needlessly.
         self.last_resort = 2 * self.whole_wait
 
         # Prefill, after the target was sent: how long packing may stall.
@@ -30,7 +30,7 @@ class Times:
         self.delivery = 5.0 * patience
 
         # Decode: how long an announced segment may wait for a local slot, how long a read may take,
-        # and how long a thread may stall before it distrusts what it was sent until then.
+        # and how long a thread may stall before it rejects the messages that arrived meanwhile.
         self.unread, self.read, self.stall = 30.0 * patience, 5.0 * patience, 5.0 * patience
 
         # When a slot without its ACK is reused: once nothing can read it any more, which is after
@@ -38,7 +38,7 @@ class Times:
         # the two sides.
         self.slot_aside = 60.0 * patience
 
-        # How long after a slot was published a message may still come from owners that are gone.
+        # How long a message from a dead owner may still arrive after a slot was published.
         self.unsure = 0.1 * patience
 
         # How long an OPEN waits for its request.

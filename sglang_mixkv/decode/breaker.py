@@ -1,9 +1,9 @@
 """Circuit breakers of prefill ranks: they decide which requests start cold without waiting.
 
 If a rank's draft KV does not arrive, each request waits until its deadline. After three such
-requests in a row, the rank's breaker opens: requests start cold, except for a probe after 1, 2, 4,
-... 30 s. The probe's first segment half-closes the breaker: requests are let through, but one more
-strike reopens it. A warm request closes it. If a probe has no result after 2 s, another may start.
+requests (strikes) in a row, the rank's breaker opens: requests start cold, except a probe after 1,
+2, 4, ... 30 s. The probe's first segment half-closes the breaker: requests are let through, but one
+more strike reopens it. A warm request closes it. A probe without a result allows another after 2 s.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 * REFUSED: the target's bytes or other requests could be damaged, or the pair can never work. The
   decode rank refuses before it sends SGLang's own metadata.
-* MISMATCH: the drafters differ. Refused too, unless the operator asked for cold drafters.
-* COLD: there is no draft KV to fetch. Served, with a cold drafter.
+* MISMATCH: the drafters differ. Decode refuses this too, unless the operator allowed cold drafters.
+* COLD: there is no draft KV to fetch. Requests are served with a cold drafter.
 
 Harmless differences are not compared: page sizes (the wire counts tokens),
 --speculative-num-steps and --speculative-num-draft-tokens (how far decode drafts), numbers of
@@ -63,7 +63,7 @@ MIXES = {
     "mooncake": {("0.5.21", "0.5.22"), ("0.5.21", "0.5.23"), ("0.5.22", "0.5.23")},
     "nixl": {("0.5.21", "0.5.22")},
 }
-"""By backend, the pairs of SGLang releases on prefill and decode that serve requests. With any
+"""Maps a backend to the pairs of SGLang releases (prefill, decode) that serve requests. With any
 other mix, SGLang misreads messages and requests hang until they time out, even without the plugin
 (tests/e2e/test_mixed_releases.py)."""
 
@@ -177,7 +177,7 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
 
 
 def _like(source: Target, wanted: Target, *tps: int) -> Iterator[tuple[str, set[Any], set[Any]]]:
-    """Yield each property in which decode's target must match, with prefill's and its values."""
+    """Yield each property of the target that must match, with prefill's and decode's values."""
     is_whole = source.stages == wanted.stages
     yield "buffers of the target", {source.entries} if is_whole else set(), {wanted.entries}
     yield "buffers of the MLA drafter", {source.drafts} - {0}, {wanted.drafts}

@@ -26,7 +26,7 @@ class Segments:
         self._copying: set[Job] = set()
         self._jobs: list[Job] = []  # copies not yet requested
         self._acks: dict[Peer, list[tuple[int, int]]] = {}
-        self._delayed: dict[Hashable, float] = {}  # peers by when this rank last delayed them
+        self._delayed: dict[Hashable, float] = {}  # when this rank last delayed each peer
 
     def add(self, segment: Segment) -> None:
         segment.request.segments[segment] = None
@@ -94,8 +94,8 @@ class Segments:
         return found
 
     def note_delays(self, now: float, since: float) -> None:
-        """Record the peers that this rank delays: segments of theirs, of any request, wait here for
-        a slot, a forward or a copy. Drop records from before `since`."""
+        """Record the peers that this rank delays, because segments from them wait here for a slot,
+        a forward or a copy. Drop records from before `since`."""
         reading = Counter[Hashable](read.peer for read in self._reads for _ in read.segments)
         here = dict.fromkeys((*self._turns.owners, *(self._slots.held - reading)), now)
         recent = {peer: when for peer, when in self._delayed.items() if when > since}

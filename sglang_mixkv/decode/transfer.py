@@ -120,8 +120,8 @@ class SourceTransfer:
         return token
 
     def violation(self, ready: Ready, opened: Opened) -> str:
-        """Return why this READY is invalid as the next one, "" if it is valid. If it ended the
-        prompt early, rows of another request would remain in place."""
+        """Return why this READY is invalid as the next one, "" if it is valid. A READY that
+        ended the prompt early would leave rows of another request in place."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
             return f"segment {ready.segment} after the last one"

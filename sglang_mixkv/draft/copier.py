@@ -1,7 +1,7 @@
 """Copies between the draft pool and slots, each through its request's gate.
 
-`start` begins copies; `ended` returns those that have ended. `done`: true if any has. `polled`:
-true if the end of one in flight wakes no thread; `launched`: when the last such copy was started.
+`start` begins copies; `ended` returns those that have ended. `done`: whether any has ended.
+`polled`: whether copies whose end wakes no thread are in flight; `launched`: the last one's start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 T = TypeVar("T")
 
 AT_ONCE = 256 << 10
-"""Bytes up to which `start` makes a host copy itself: some 30 us, less than another thread adds."""
+"""Bytes up to which `start` makes a host copy itself: some 30 us, less than a thread would add."""
 
 
 class Store(NamedTuple):
@@ -200,7 +200,7 @@ class GpuCopier(Copier):
         super().__init__(store, moved)
         assert store.device is not None
         self._device = store.device
-        self._waiting: deque[tuple[Copy, Any]] = deque()  # with the device's job for it
+        self._waiting: deque[tuple[Copy, Any]] = deque()  # each with its GpuJob
         self._flying: deque[tuple[BatchTicket, list[Copy], float]] = deque()
         self._over: list[Ended] = []
 

@@ -66,7 +66,7 @@ def is_over(work: Any) -> bool:
     try:
         return bool(work.query())
     except Exception as error:
-        if "captur" in str(error):  # in the messages of errors 900 to 908 alone
+        if "captur" in str(error):  # only errors 900 to 908 contain this word
             return False
         raise
 

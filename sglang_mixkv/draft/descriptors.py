@@ -1,4 +1,4 @@
-"""How many ranges a transfer engine is asked to move for the drafter's KV of one chunk."""
+"""The number of ranges that a transfer engine moves for the drafter's KV of one chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_mixkv.draft.layout import DraftFacts
 
 
 class Descriptors(NamedTuple):
-    """For one decode rank. `stock`: as SGLang sends it. `channel`: slots that the plugin reads."""
+    """Counts for a decode rank. `stock`: ranges that SGLang sends. `channel`: slots to read."""
 
     stock: int
     channel: int
@@ -19,9 +19,9 @@ def descriptors(
 ) -> Descriptors:
     """Count the descriptors of a chunk of `tokens`, with `heads` from each of `sources` ranks.
 
-    SGLang's NIXL backend names each page of each entry; Mooncake's joins neighbouring pages, so it
-    needs as many where no two are neighbours on both sides, as in a server that has run for long.
-    The channel's do not depend on pages. Raises ZeroDivisionError if a slot holds no token."""
+    SGLang's NIXL backend has a descriptor per page and entry. Mooncake's joins neighbouring pages;
+    after a long run, few pages are neighbours on both sides, so it needs almost as many. The
+    channel's number does not depend on pages. Raises ZeroDivisionError if a slot holds no token."""
     pages = -(-tokens // page_size)
     segments = -(-tokens // facts.tokens_in(slot_bytes, heads))
     return Descriptors(len(facts.head_bytes) * pages, sources * segments)

@@ -78,7 +78,7 @@ class DraftRows:
             if len(rows) and self.bytes_per_head % 8:
                 words[-1:] = 0  # its last bytes may be padding
             for entry, packed in parts:
-                if self._by_numpy:  # modes other than "clip" copy through a temporary
+                if self._by_numpy:  # other modes copy through a temporary array
                     np.take(entry, places, out=packed, mode="clip")
                 else:
                     torch.index_select(entry, 0, places, out=packed)

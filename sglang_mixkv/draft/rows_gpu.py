@@ -17,7 +17,7 @@ Kernels on this stream see all work that the device had completed when the host 
     unpack      The reads into the slots must have ended, and the event after an earlier forward
                 that may still write these rows must be done. If the GPU does not itself order a
                 NIC's writes, they are flushed first (Driver.needs_flush).
-    clear       As for unpack.
+    clear       The event after an earlier forward must be done, as for unpack.
     afterwards  Once `BatchTicket.over` is true, forwards that use the rows may be launched on any
                 stream, slots may be read or filled again, and pages may be freed.
 
@@ -232,7 +232,7 @@ class GpuRows:
 
 
 def gpu_rows(rows: DraftRows, page_size: int, staging: Any, asked: str = "auto") -> GpuRows | str:
-    """Return the kernels for this pool, or why torch copies. Raises UnsafeError if neither may."""
+    """Return the kernels for this pool, or why torch copies. Raises UnsafeError if both may err."""
     device = rows.device
     if device.type != "cuda" or torch.version.hip:
         return f"the pool is on {device}, which is not a CUDA device"

@@ -9,7 +9,7 @@ The payload contains one entry after another, each [tokens, heads, head bytes]. 
 times SEED. READY contains the stamp. A reader computes the sum of a slot, and compares both:
 
 * A change within one word is always detected, since each weight is odd.
-* So is a different segment: its stamp differs, and since SEED is odd, so does the sum.
+* A different segment is always detected: its stamp differs and, since SEED is odd, its sum too.
 * Other changes, such as a mix of two segments, go undetected if the weighted differences add up to
   zero: once in 2**64 for bytes unrelated to the weights, and always for two words with only their
   highest bits flipped.

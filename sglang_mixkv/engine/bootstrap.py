@@ -1,4 +1,4 @@
-"""SGLang's bootstrap server with another route: GET /mixkv returns the rows of all prefill ranks.
+"""SGLang's bootstrap server with one more route: GET /mixkv returns the rows of all prefill ranks.
 
 The PUT that registers a rank with SGLang contains its row, under a separate key.
 """

@@ -91,7 +91,7 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
 
 
 def checked(manager: Any, hidden: Any) -> Any:
-    """Return the manager. Refuse one that moves a hidden pool's buffers, or another plugin's."""
+    """Return the manager. Refuse it if it moves a hidden pool's buffers, or lacks our mixin."""
     args, buffers = manager.kv_args, (*hidden.k_buffer, *hidden.v_buffer) if hidden else ()
     moved = {*args.kv_data_ptrs, *(one for part in args.state_data_ptrs for one in part)}
     moved &= {one.data_ptr() for one in buffers}

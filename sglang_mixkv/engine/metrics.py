@@ -38,7 +38,7 @@ MAX_WATCHED = 65536  # requests
 
 class Began(NamedTuple):
     """How a request's drafter started. `prefill`: the prefill server's bootstrap address. `reason`:
-    why it started cold, else ""."""
+    why it started cold, or ""."""
 
     prefill: str
     state: str
@@ -223,7 +223,7 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
 
 
 def reporter(side: str) -> MetricsReporter:
-    """Make this rank's reporter, without series if metrics are off or (logged) cannot be made."""
+    """Make this rank's reporter, without series if metrics are off or fail. Log a failure."""
     try:
         return MetricsReporter(side, _labels(side))
     except Exception:
@@ -233,8 +233,8 @@ def reporter(side: str) -> MetricsReporter:
 
 def _labels(side: str) -> dict[str, str] | None:
     """Return the labels of SGLang's scheduler series on this rank (SchedulerMetricsCollector.
-    init_new), for joins; without `priority`, which is per request. Return None if metrics are
-    off."""
+    init_new), so that series can be joined, without `priority`, which differs by request. Return
+    None if metrics are off."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_parallel, get_server_args
 

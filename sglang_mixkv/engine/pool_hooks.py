@@ -59,7 +59,7 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
 
 
 def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) -> Any:
-    """Wrap DecodeTransferQueue.extend: give each room its request."""
+    """Wrap DecodeTransferQueue.extend, to record the request of each handle."""
     found = original(queue, decode_reqs)
     for one in decode_reqs:
         handle = getattr(one.kv_receiver, "handle", None)  # SGLang's own receivers lack it

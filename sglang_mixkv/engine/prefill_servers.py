@@ -4,7 +4,7 @@ r"""The prefill servers of a decode rank, and their states.
            \--> refused, with a reason; queried again for a later request
 
 SGLang calls `try_ensure_parallel_info` once a second until it returns True. The call never blocks:
-the first request to a server is delayed by that second, and a hung server does not delay the
+the first request to a server is delayed by one second, and a hung server does not delay the
 scheduler. A refused server gets a placeholder in SGLang's table, so that its requests reach
 `receiver.init` and fail there immediately, with the reason.
 
@@ -98,7 +98,7 @@ class PrefillServers:
     # -- the scheduler's thread
 
     def ensure(self, address: str) -> bool:
-        """Return whether it is ready, or refused: then its requests fail in DraftReceiver.init."""
+        """Return whether the server is ready or refused. Its refused requests fail in `init`."""
         if address in self._table:
             return True
         now = time.monotonic()
@@ -239,7 +239,7 @@ class PrefillServers:
 
     def _admit(self, server: _PrefillServer, info: PrefillServerInfo) -> list[Row]:
         """Return the rows of the ranks that requests may contact. Raises MixKVError for more ranks
-        than the server's sizes allow, or than this process has files for."""
+        than the server's sizes allow, or than this process has file descriptors for."""
         rows = server.rows.values()
         stage = max((row.pp_rank for row in rows if row.draft), default=None)
         contacted = [

@@ -50,7 +50,7 @@ UNSERVED: dict[str, tuple[Rule, ...]] = {
     "0.5.22": (_host_receive(1), RADIX_CACHE, DCP),
     "0.5.23": (_host_receive(1),),
 }
-"""By release, the newest last: its rules in addition to ARGUMENT_RULES."""
+"""Maps each release, the newest last, to its rules in addition to ARGUMENT_RULES."""
 
 SUPPORTED_SGLANG = tuple(UNSERVED)
 

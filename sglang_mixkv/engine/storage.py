@@ -28,8 +28,8 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 def around_register(original: Callable[..., None], tier: Any, pool: Any) -> None:
     """Wrap MooncakeStore.register_mem_pool_host, which SGLang calls once for each store, at start
-    or when storage is attached later, before the store has objects. With SGLang's `tp_lcm_size`,
-    the suffix lists this rank's parts out of that many: no rank of another size has the same."""
+    or when storage is attached later, before the store has objects. If SGLang's `tp_lcm_size` is
+    set, the suffix lists this rank's parts of it, and differs between sizes."""
     original(tier, pool)
     if isinstance(tier.mha_suffix, str) and has_drafter(get_server_args()):
         tier.mha_suffix = f"tp{tier.storage_config.tp_size}_{tier.mha_suffix}"

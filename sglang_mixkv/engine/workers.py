@@ -1,4 +1,4 @@
-"""Plugins in SGLang's tokenizer workers (--tokenizer-worker-num), where SGLang loads none."""
+"""Load plugins in tokenizer workers (--tokenizer-worker-num), where SGLang itself loads none."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Guards against bugs in SGLang. Each file names the bug, and the fix that makes it needless."""
+"""Guards against bugs in SGLang. Each file names the bug, and the fix that replaces the guard."""

@@ -41,7 +41,7 @@ class ChunkQueue:
 
     def __init__(self, manager: EarlySends) -> None:
         self._manager, self._put = manager, SimpleQueue[tuple[Any, Any]]()
-        self._chunks: list[tuple[Any, Any]] = []  # for the worker's thread, each with its event
+        self._chunks: list[tuple[Any, Any]] = []  # with events; for the worker's thread only
         self._is_spared = not torch.cuda.is_available() or bool(torch.version.hip)
 
     def put(self, chunk: Any) -> None:

@@ -3,7 +3,7 @@
 fault   A `cpu_tensor` backup has only the target's rows (Req.load_kv_cache in
         managers/schedule_batch.py), so the drafter would read other requests' rows
 patch   none yet
-until   that backup has the draft rows, too. Keep pool_hooks.around_resume, which also counts
+until   that backup has the draft rows, too. Keep pool_hooks.around_resume: it also counts requests
 """
 
 from __future__ import annotations

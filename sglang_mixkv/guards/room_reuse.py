@@ -27,7 +27,7 @@ from sglang_mixkv.channel.actions import Note
 from sglang_mixkv.errors import MixKVError, refuse
 
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""By room number: SGLang's states of requests that a decode server has accepted."""
+"""Maps a room number to SGLang's state of the request that a decode server has accepted."""
 newest: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
 """The newest sender or receiver of each number on this rank, until it is cleared."""
 _own = itertools.count(-1, -1)  # SGLang's numbers are never negative
@@ -187,8 +187,8 @@ class RoomUse:
             newest.pop(self.bootstrap_room, None)
 
     def _move(self) -> None:
-        """Move this use to a number that no request has. If metadata of the next request is here,
-        it stays, and the status becomes the one that SGLang would have set for that request."""
+        """Move this use to a number that no request has. If metadata of the next request has
+        arrived, the old number gets the status that SGLang would have set for that request."""
         tables, room = self.kv_mgr, self.bootstrap_room
         status = tables.request_status.pop(room)
         if room in tables.transfer_infos and room in tables.req_to_decode_prefix_len:

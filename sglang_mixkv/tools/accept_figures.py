@@ -68,8 +68,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> Decision:
-        """WITHIN needs enough prompts on each rank to detect a loss, not to rule one out, which
-        would take as many prompts on each rank as on all together."""
+        """Return the verdict. WITHIN needs enough prompts on each rank to detect a loss, but not to
+        rule one out: that would take as many on each rank as on all ranks together."""
         each = (self, *self.by_dp_rank.values())
         if any(one.differs for one in each):
             return Decision.OTHER_OUTPUT

@@ -38,7 +38,7 @@ class Wheel:
         return [file for file in self._zip.namelist() if file.startswith(folder)]
 
     def has(self, path: str) -> bool:
-        """Return whether a module or submodule has the names in `path`, or a class's bases do."""
+        """Return whether a module, submodule, class or base has the names in `path`."""
         parent, _, name = path.partition(":")
         first, *more = name.split(".")
         for module, words in ((f"{parent}.{first}", more), (parent, [first, *more])):

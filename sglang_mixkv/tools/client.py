@@ -77,7 +77,7 @@ def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[req
                     text += f" (put the server's --api-key into {API_KEY_ENV})"
                 raise RequestFailed(f"HTTP {code} from {shown}: {text}", code)
             yield response
-    except (OSError, UnicodeError) as error:  # as are all errors of requests
+    except (OSError, UnicodeError) as error:  # OSError includes all errors of requests
         # requests reports a stream's timeout as a broken connection.
         if isinstance(error, requests.Timeout) or "Read timed out" in str(error):
             raise RequestFailed(f"no answer from {shown} within {timeout:.0f} s") from error

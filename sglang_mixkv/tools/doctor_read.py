@@ -4,7 +4,7 @@
     read    asks a listener, reads its slots, compares each byte, and reports the wrong ones
 
 Both set up the memory and data plane of a server's rank, each in its own process, since a transport
-may end it. The port is a ZMQ socket, which port scanners and health checks do not disturb.
+may crash. The port is a ZMQ socket, which port scanners and health checks do not disturb.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VERBS, FILES = Path("/sys/class/infiniband_verbs"), Path("/proc/self/fd")
 
 
 class ReadFailed(RuntimeError):
-    """A read, or another call in its own process, failed; the text says where."""
+    """A read, or another call in its own process, failed; the text states where."""
 
 
 class Wire(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ def devices_in_use() -> list[str]:
 
 
 def pattern(number: int, size: int) -> Any:
-    """Return a slot's test bytes, in which any piece that is shifted, missing or foreign shows."""
+    """Return a slot's test bytes, which reveal any piece that is shifted, missing or foreign."""
     words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return (words + np.uint64(number + 1)).view(np.uint8)
 

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         of = f"number of {role} servers, to size each rank's slots (default: 1)"
         add(f"--{role}-servers", metavar="N", type=bounded(1, 1000), default=1, help=of)
     args = vars(made.parse_args(argv))
-    # Importing SGLang makes many objects that all stay: the collector would take 40 % of the time.
+    # Importing SGLang makes many lasting objects: garbage collection would take 40 % of the time.
     gc.disable()
     patience = Timer(1, print, ["SGLang is being asked about both lines ..."], {"file": sys.stderr})
     patience.daemon = True
@@ -84,7 +84,7 @@ def _plan(args: dict[str, Any]) -> PairReport | None:
         except ImportError as error:
             errors["SGLang"] = f"{error}. Run plan in the servers' image, which has SGLang."
     if not errors and len({one.gpu for one in servers} - {""}) > 1:
-        # One starts only on the last: perhaps both do.
+        # One line starts only on the last GPU, so try the other line there too.
         again = [
             one if one in rows else read(one.role, args[one.role], gpu=[*GPUS][-1])
             for one in servers
@@ -99,7 +99,7 @@ def _plan(args: dict[str, Any]) -> PairReport | None:
 class Transfer(msgspec.Struct, frozen=True):
     """What the plugin would move, its memory, and how ranks share that memory in the worst case, in
     which every decode rank reads from every prefill server. Two ranks share `slots`, which hold
-    `tokens`. If that is 0, `enough_mb` of staging give each a slot. `chunk`: descriptors for CHUNK
+    `tokens`. Staging of `enough_mb` makes this at least 1. `chunk`: descriptors for CHUNK
     tokens."""
 
     heads: int
@@ -116,7 +116,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def transfer(plan: PairReport, prefills: int = 1, decodes: int = 1) -> Transfer | None:
-    """Return these sizes; None if the plugin is neither needed nor asked for."""
+    """Return the sizes of a plan; None if the plugin is neither needed nor requested."""
     facts, sides = plan.decode.facts, (plan.prefill, plan.decode)
     is_asked = plan.need and (plan.need.needed or any(side.enabled for side in sides))
     if not is_asked or facts is None or facts != plan.prefill.facts:
@@ -148,7 +148,7 @@ def whole(plan: PairReport, prefills: int, decodes: int) -> dict[str, Any]:
 
 
 def text(plan: PairReport, prefills: int = 1, decodes: int = 1) -> str:
-    """Return the answer for so many servers of each role."""
+    """Return the printed plan for these numbers of servers."""
     lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
     if moved := transfer(plan, prefills, decodes):
         lines += _transfer(moved, prefills, decodes)

@@ -30,7 +30,7 @@ from sglang_mixkv.tools.plan_text import Given
 SCHEMA = 1
 MARK = r'\{\s*"sglang_mixkv_plan"'
 _SEEN = "_mixkv_planned"
-_for_good = ExitStack()  # this process ends before it could be left
+_for_good = ExitStack()  # never left, since this process ends
 
 
 class LaunchRow(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ def around_check(original: Callable[[Any], None], server_args: Any) -> None:
 
 
 def _gpus(server_args: Any) -> list[str]:
-    """Return the GPUs to try, or [""] on a host that has a GPU and for another device."""
+    """Return the GPUs to try, or [""] on a host with a GPU and for a device other than CUDA."""
     import torch
 
     named, is_cpu = os.environ.get(PLAN_GPU_ENV), truth("SGLANG_USE_CPU_ENGINE", os.environ)
@@ -140,7 +140,7 @@ def _end(made: Any, gpu: str, stock: list[str], config: Config) -> NoReturn:
 
 def _write(made: Any, server: Server | None = None, error: str = "") -> NoReturn:
     """Write the row on the first node, and end this process: status 0, or 1 if FILE cannot be
-    written. Threads of a launcher (Dynamo's runtime) would keep an exit waiting."""
+    written. A normal exit would wait for threads of a launcher (Dynamo's runtime)."""
     status, path = 0, os.environ[PLAN_ENV]
     if not getattr(made, "node_rank", 0):
         text = msgspec.json.encode(LaunchRow(SCHEMA, __version__, sglang_version(), server, error))

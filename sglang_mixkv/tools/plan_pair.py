@@ -71,7 +71,7 @@ def make_plan(prefill: Server, decode: Server) -> PairReport:
 
 
 def need_of(prefill: Server, decode: Server) -> Need:
-    """Say whether the pair needs the plugin, given that one attention-TP size divides the other."""
+    """Return whether a pair in which one attention-TP size divides the other needs the plugin."""
     need = _need_to_move(prefill, decode)
     is_shared = prefill.store is not None and prefill.store == decode.store
     is_cut = prefill.attention_tp != decode.attention_tp and not decode.target.kv_heads
@@ -122,7 +122,7 @@ def _need_to_move(prefill: Server, decode: Server) -> Need:
 
 
 def _has(method: str) -> bool:
-    """Say whether Mooncake's manager has what a patch of upstream/ adds."""
+    """Return whether SGLang has a method that a patch of upstream/ adds."""
     return any(f"def {method}(" in _source(file) for file in _PATCHED)
 
 
@@ -132,8 +132,8 @@ _PATCHED = _CONN, "disaggregation/mooncake/conn.py", "mem_cache/hicache_storage.
 
 @cache
 def _source(file: str) -> str:
-    """Read a file of SGLang's srt/; "" without SGLang. Importing one would take as long as all the
-    rest."""
+    """Read a file of SGLang's srt/; "" without SGLang. Importing it would take as long as the whole
+    plan."""
     found = find_spec("sglang")
     if found is None or found.origin is None:
         return ""
@@ -145,7 +145,7 @@ def _row_bytes(model: Model, tp: int) -> set[int]:
 
 
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
-    """Say why there is no route: attention-TP sizes, or a drafter's heads, that do not divide."""
+    """Yield why there is no route: attention-TP sizes or a drafter's heads do not divide."""
     try:
         layout.readers_of(prefill.attention_tp, decode.attention_tp)
     except MixKVError as error:
@@ -159,7 +159,7 @@ def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
 
 
 def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
-    """Run SGLang's own check of a pair that meets, except for what _findings reports itself."""
+    """Run SGLang's own check of a pair, without the problems that _findings reports itself."""
     if not _source(_CONN):
         return
     none, target = {"kv_layout": None, "dsv41_spec_layout": None}, decode.target
@@ -247,7 +247,7 @@ _TCP = "over Mooncake's TCP, this target's chunks of about 2,048+ tokens fail at
 
 
 def _is_cut(prefill: Server, decode: Server) -> bool:
-    """True if SGLang sends the target's heads one by one over Mooncake."""
+    """Return whether SGLang sends the target's heads one by one over Mooncake."""
     is_mooncake = prefill.disaggregation_transfer_backend == "mooncake"
     is_unequal = prefill.attention_tp != decode.attention_tp
     return bool(is_mooncake and is_unequal and prefill.target.kv_heads)
@@ -259,7 +259,7 @@ def _differences(prefill: Server, decode: Server) -> list[Difference]:
     served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
     topks = [side.speculative_eagle_topk or 0 for side in (prefill, decode)]
     if not all(topks):
-        topks = [0, 0]  # SGLang did not resolve a line that far, or one side does not speculate
+        topks = [0, 0]  # SGLang stopped before it set top-k, or one side does not speculate
     rows = map(_row, (prefill, decode), topks)
     return [one for one in differences(*rows) if one.severity not in served]
 

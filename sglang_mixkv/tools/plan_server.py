@@ -39,12 +39,12 @@ GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """FLAGS are SGLang's, resolved. `enabled`: it has opted in. `gpu`: the GPU that it was
-    resolved for. `mode`: its --disaggregation-mode; `role`: the role that plan was asked about.
-    `sglang`: the release that resolved it; `resolved`: that succeeded. `attention_tp`: 0 if TP does
-    not divide. `stage`: the target's layers in the first pipeline stage. `tcp`: Mooncake is told to
-    use TCP. `store`: the settings of Mooncake's store; None without it. `stock`: why SGLang does
-    not start it; `refused`: why the plugin does not."""
+    """FLAGS are SGLang's, resolved. `enabled`: it has opted in. `gpu`: the GPU that it was resolved
+    for. `mode`: its --disaggregation-mode; `role`: the role that plan was asked about. `sglang`:
+    the release that resolved it; `resolved`: whether it could. `attention_tp`: 0 if TP does not
+    divide. `stage`: the target's layers in the first pipeline stage. `tcp`: Mooncake is told to use
+    TCP. `store`: the settings of Mooncake's store; None without it. `stock`: why SGLang does not
+    start it; `refused`: why the plugin does not."""
 
     attn_cp_size: int = 1
     enable_kv_cache_sharding: bool | None = False
@@ -123,7 +123,7 @@ def resolved(make: Callable[[], Any], gpus: list[str]) -> tuple[Any, str, list[s
     the GPU, and why SGLang does not start them."""
     made = make()
     gpus = gpus if (made.device or "cuda") == "cuda" else [""]
-    for gpu in (*gpus, gpus[0]):  # if none will do, the first says why
+    for gpu in (*gpus, gpus[0]):  # if none works, report the errors of the first
         made = make()
         setattr(made, ATTRIBUTE, Config())  # `refused` has what the plugin's hook would raise
         with as_on(gpu) if gpu else nullcontext():
@@ -142,7 +142,7 @@ def server_of(
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view, notes, refused = resolving_view(made), [*notes], [*refused]
-    if view.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for it here
+    if view.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
         stock, notes = [], [*notes, f"SGLang's checks for {view.device} were not run"]
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
     if values["attn_dp_size"] is None:  # SGLang up to 0.5.21 has no such flag
@@ -152,7 +152,7 @@ def server_of(
     target = model_of(made, view, is_draft=False)
     draft = model_of(made, view, is_draft=True) if refusals.has_drafter(view) else None
     attention_tp = view.tp_size // parts if parts and not view.tp_size % parts else 0
-    # SGLang finds the drafter in a target with MTP or DSPARK; else it would load the target as one.
+    # SGLang finds an MTP or DSPARK drafter in the target; otherwise it loads the target as drafter.
     if draft and made.speculative_draft_model_path in (None, made.model_path):
         is_same = draft.facts.architecture == target.facts.architecture
         is_none = is_same and view.speculative_draft_model_path is None
@@ -213,7 +213,7 @@ def _of_host(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _check_models(args: argparse.Namespace) -> None:
-    """Raise MixKVError if a model is not here: SGLang would ask the Hub again and again."""
+    """Raise MixKVError if a model is not here: SGLang would query the Hub repeatedly."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -383,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     ServerArgs.add_cli_args(parser)
     add_flags(parser)
     for action in parser._actions:
-        action.required = False  # else a missing flag would hide a mistyped one
+        action.required = False  # a missing flag would hide a mistyped one
     return parser
 
 
@@ -405,7 +405,7 @@ def alone(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def as_on(gpu: str) -> Iterator[None]:
-    """Answer what SGLang asks about the GPU while it resolves a line, as this GPU would. The
+    """Answer SGLang's queries about the GPU as this GPU would, while SGLang resolves a line. The
     answers decide attention backends and KV types."""
     import torch
     from sglang.srt.runtime_context import _PLATFORM_PROBES, override_platform
@@ -419,7 +419,7 @@ def as_on(gpu: str) -> Iterator[None]:
         enter = stack.enter_context
         enter(patch.object(torch.cuda, "get_device_capability", lambda device=None: capability))
         enter(override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts))
-        for fact, value in facts.items():  # some of SGLang's hooks ask these themselves
+        for fact, value in facts.items():  # some of SGLang's hooks call these directly
             answer = partial(lambda value, *_, **__: value, value)
             enter(patch.object(common, _PLATFORM_PROBES[fact], answer))
         yield

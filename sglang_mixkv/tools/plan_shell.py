@@ -21,7 +21,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$`]*))?\})")
 _PIECE = re.compile(
     rf"{_QUOTED}|(?<![^\s;&|()])(?:#[^\n]*|\d+(?=[<>]))|{_VARIABLE.pattern}|{_COMPUTED}", re.DOTALL
 )
-_HIDDEN = {ord(one): 0xE000 + ord(one) for one in "$`;&|<>()"}  # quoted, so not the shell's
+_HIDDEN = {ord(one): 0xE000 + ord(one) for one in "$`;&|<>()"}  # quoted: not for the shell
 _OPERATORS = {one: hidden for one, hidden in _HIDDEN.items() if chr(one) not in "$`"}
 _SHOWN = {hidden: one for one, hidden in _HIDDEN.items()}
 _SET = re.compile(r"(?:--env=|-e|\$\{)?([A-Za-z_]\w*)(?:\[\S*\])?[+:]?=(.*)", re.DOTALL)
@@ -31,7 +31,7 @@ _BRANCHES = {"if", "for", "while", "until", "case", "select", "function", "{", "
 _KEYWORDS = {"then", "else", "elif", "do", "!", "time"}
 _NEEDED = re.compile(r"(?:SGLANG|MC|MOONCAKE)_(?!\w*(?:HOST|IP|PORT|DIR|PATH|LOG|URL|TIMEOUT))")
 _DROPPED = r"--(?:(?:[\w-]+-)?(?:key|token|password|secret)s?|nnodes|node-rank|base-gpu-id|"
-_DROPPED += r"gpu-id-step|(?:[\w-]+-)?port)"  # not kept, if unknown: a secret, or a number
+_DROPPED += r"gpu-id-step|(?:[\w-]+-)?port)"  # dropped if unknown: secrets and numbers
 HOST = re.compile(
     rf"{_DROPPED}|--(?:host|dist-init-addr|served-model-name|log-level[\w-]*|ssl-[\w-]+|"
     r"(?:disaggregation|mooncake)-ib-device|[\w-]+-(?:url|dir|log))"
@@ -70,7 +70,7 @@ class Line(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What two lines of one server have in common."""
+        """The part of a line that is the same on all nodes of one server."""
         flags = re.sub(rf"(?:{HOST.pattern})[ =]\S+(?: |$)", "", " ".join([*self.flags, ""]))
         needed = {name: value for name, value in self.environ.items() if _NEEDED.match(name)}
         return f"{self.launcher} {flags} {self.config} {needed} {self.stop}"
@@ -86,7 +86,7 @@ def lines_of(
     text: str, environ: Mapping[str, str], unknown: Mapping[str, str], branch: str = ""
 ) -> Iterator[Line]:
     """Yield the launch lines of a script. `unknown`: why the values of these variables are unknown;
-    `branch`: why those of all variables are that are set or have a default. Raises ValueError for
+    `branch`: why all variables that are set or have a default are unknown. Raises ValueError for
     text that a shell would not accept."""
     known, exported, whys, notes = dict(environ), {*environ}, dict(unknown), dict[str, None]()
     stop, last = "", -1
@@ -251,8 +251,8 @@ def line_of(
 
 
 def _kept(words: list[Word], number: int) -> tuple[list[str], list[str], str]:
-    """Return the known flags and those that plan does not need, notes on unknown ones among these,
-    and why another unknown flag stops it. No word is printed, since it may be a key."""
+    """Return the flags to keep, notes on flags with unknown values that plan does not need, and why
+    another unknown value stops plan. No word is printed, since it may be a key."""
     kept, notes = list[str](), list[str]()
     for before, (text, why) in zip(["", *(text for text, _ in words)], words, strict=False):
         name = text.partition("=")[0] if text.startswith("--") else before

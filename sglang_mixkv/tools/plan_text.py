@@ -26,7 +26,7 @@ ASK = (
 
 
 class Given(NamedTuple):
-    """What a role was given: `text`, and the `file` and `pointer` that it came from, if any."""
+    """The input for a role: `text`, and the `file` and `pointer` that it came from, if any."""
 
     text: str
     file: str = ""
@@ -66,7 +66,7 @@ def split(given: Given | str, role: str) -> Line:
     own = [one for one in found if one[1].mode == role]
     own = own or [one for one in found if one[1].mode not in ("prefill", "decode")] or found
     fitting = [one for one in own if one[1].launcher] or own
-    # Nodes of a server, and equal servers, have one line each: the first stands for all.
+    # Nodes of one server, and equal servers, have lines with the same key: use the first.
     lines = [*{line.key: line for _, line in fitting[::-1]}.values()]
     if not lines and "{{" in given.text:
         raise unreadable(f"it has a template's {{{{ }}}}: render it first. {ask}")
@@ -215,7 +215,7 @@ def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Ite
 
 
 def _compose(text: str, *_: Any) -> tuple[str, str]:
-    """Take $$ for $. Compose fills in all else from its own shell."""
+    """Replace $$ by $. Compose takes all variables from its own shell."""
     found = re.search(r"(?<!\$)(?:\$\$)*\$\{?(\w+)", text)
     return text.replace("$$", "$"), f"{found[1]} is of the shell that runs compose" if found else ""
 
@@ -223,7 +223,7 @@ def _compose(text: str, *_: Any) -> tuple[str, str]:
 def _kubernetes(
     text: str, environ: Mapping[str, str], outside: Mapping[str, str], _: Any
 ) -> tuple[str, str]:
-    """Expand $(NAME); $$(NAME) stands for $(NAME) itself."""
+    """Expand $(NAME); $$(NAME) becomes the literal $(NAME)."""
     pattern = re.compile(r"\$(\$?)\((\w+)\)")
     names = [name for is_plain, name in pattern.findall(text) if not is_plain]
     missing = [name for name in names if name not in environ]
