@@ -21,7 +21,7 @@ CPU_ENGINE_ENV = "SGLANG_USE_CPU_ENGINE"
 
 SPAWN_ENV = "SGLANG_CPU_ENGINE_SPAWN"
 """If 1, a server's processes start as on GPUs, each in a new interpreter that imports everything
-again. Otherwise they are forked, which halves the start time."""
+again. Otherwise, they are forked, which halves the start time."""
 
 LAUNCH_FLAGS: tuple[str, ...] = (
     *("--device", "cpu"),
@@ -37,8 +37,8 @@ LAUNCH_FLAGS: tuple[str, ...] = (
 )
 """Flags of every CPU server. On CPU, SGLang supports neither speculation with overlap nor graphs.
 By default, CUDA pins the memory for a decode server's retracted requests. The all-to-all of a
-decode server with DP attention (``sglang::reg_all_to_all_single``, used if all DP ranks have
-equally many rows) is an operator that SGLang registers for CUDA only."""
+decode server with DP attention (``sglang::reg_all_to_all_single``, used if all DP ranks have the
+same number of rows) is an operator that SGLang registers for CUDA only."""
 
 
 LOOPBACK_ENV = {

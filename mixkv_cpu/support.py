@@ -115,7 +115,7 @@ def _fit_nixl() -> None:
     that, kv_data_mem_kinds, at unequal TP sizes), and wait for events instead of polling."""
     try:
         api = importlib.import_module("nixl._api")
-    except ImportError:  # SGLang's manager reports that
+    except ImportError:  # SGLang's manager reports this error
         return
     agent, bindings = api.nixl_agent, api.nixlBind
     if getattr(agent.__init__, "takes_vram_for_dram", False):
@@ -143,7 +143,7 @@ def _waiting(config: Any) -> Any:
 
 
 def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
-    """Call SGLang's own variant in PyTorch, which it uses only for two backends by name."""
+    """Call SGLang's own variant in PyTorch, which SGLang uses only for two backends."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
@@ -180,7 +180,7 @@ def _wait_where_none_sleeps(_result: None, scheduler: Any) -> None:
 
 
 def _wait_for_requests(_result: None, controller: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Let the controller's loop wait for a request, right after it feeds the watchdog."""
+    """Let the controller's loop wait for a request, immediately after it feeds the watchdog."""
     feed = controller.soft_watchdog.feed
 
     def feed_and_wait() -> None:

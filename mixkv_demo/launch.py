@@ -20,7 +20,7 @@ DEVICES = ("cpu", "cuda")
 METRICS = "--enable-metrics"
 
 PATIENCE = "5"
-"""Servers on the CPU engine share few cores. With longer times, no drafter goes cold for that."""
+"""Servers on the CPU engine share few cores. Longer time limits keep drafters from going cold."""
 
 
 @dataclass(frozen=True)

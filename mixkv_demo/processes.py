@@ -125,7 +125,7 @@ class Fleet:
         return path
 
     def _log_path(self, name: str, home: Path) -> Path:
-        """Return the path of a server's log: in its own folder, or in the caller's for logs."""
+        """Return the path of a server's log: in its own folder, or in the folder for logs."""
         if self._keep is None:
             return home / "log"
         self._keep.mkdir(parents=True, exist_ok=True)
@@ -134,8 +134,8 @@ class Fleet:
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> ServerProcess:
         """Start one server on a leash, with ``env`` on top of this process's environment.
 
-        It gets no session of its own: Linux first divides CPU time by session (autogroup), so the
-        HTTP thread of a server with polling ranks would wait for seconds.
+        The server stays in this session: Linux first divides CPU time by session (autogroup), so
+        the HTTP thread of a server with polling ranks would otherwise wait for seconds.
         """
         home = self.folder(name)
         scratch = self.folder(f"{name}/tmp")

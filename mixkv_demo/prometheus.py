@@ -35,7 +35,7 @@ openmetrics/exposition.py) sends it sample names with `_` in place of `:`."""
 
 
 class QueryFailed(RuntimeError):
-    """Prometheus rejected an expression; the message is the one it returned."""
+    """Prometheus rejected an expression. The message is Prometheus' own."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Prometheus:
             ],
         }
         file = home / "prometheus.yml"
-        file.write_text(json.dumps(config))  # JSON is YAML
+        file.write_text(json.dumps(config))  # JSON is valid YAML
         self.url = f"http://{HOST}:{port}"
         command = (
             "prometheus", f"--config.file={file}", f"--storage.tsdb.path={home / 'data'}",

@@ -141,7 +141,7 @@ def _settle(fleet: Fleet) -> None:
 
 
 def _is_healthy(server: Launch) -> bool:
-    """Call /health. In SGLang it generates a token; the router's only shows that it listens."""
+    """Call /health. SGLang generates a token for it. A router only shows that it listens."""
     try:
         with requests.Session() as session:
             session.trust_env = False
@@ -152,7 +152,7 @@ def _is_healthy(server: Launch) -> bool:
 
 def _serves(server: Launch) -> bool:
     """Return whether this server accepts a request: a router answers 503 until it knows its
-    workers. A request that times out was accepted."""
+    workers. A request that times out counts as accepted."""
     try:
         response = post(f"{server.url}/generate", request_body(prompts()[0]), FIRST_ANSWER_S)
     except requests.ReadTimeout:

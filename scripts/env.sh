@@ -151,8 +151,8 @@ mixkv_environment() {
     fi
 }
 
-# The setup runs in its own process, in which a failed step ends it. In a sourcing shell, it might
-# not: an interactive shell has no `set -e`, and bash ignores `set -e` in a condition.
+# The setup runs in a process of its own, since a failed step might not end a shell that sources
+# this file: an interactive shell has no `set -e`, and bash ignores `set -e` in a condition.
 if [ "$0" = "${BASH_SOURCE[0]}" ]; then
     set -euo pipefail
     MIXKV_VENV="$(mixkv_venv)"

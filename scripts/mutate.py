@@ -1,9 +1,9 @@
 """Test mutants of the package, each in a process that is forked with the libraries loaded.
 
 Mutants are written to copies of the checkout. Results stay in ~/.cache/sglang-mixkv until a Python
-or TOML file changes, so that a run resumes where the last one stopped. A mutant whose tests take
-too long is late: the machine may be slow, so no result is stored. Exit status: 1 if any mutant
-survives; 130 after Ctrl-C.
+or TOML file changes, so that a run resumes where the last one stopped. A mutant is late if its
+tests take too long. Its result is not stored, since the machine may be slow. Exit status: 1 if any
+mutant survives; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def choose(files: list[str], args: argparse.Namespace) -> list[Mutant]:
     found = [one for one in found if one not in equivalent and one.line in changed[one.file]]
     if args.draw or args.since:
         found = random.Random(args.seed).sample(found, min(args.draw or len(found), len(found)))
-    if args.since:  # those whose tests take long to load go last
+    if args.since:  # mutants with tests that take long to load go last
         found.sort(key=lambda one: len(part_of(one.file).get("preload", ())))
     return found
 
@@ -125,7 +125,7 @@ def changed_since(commit: str) -> dict[str, Any]:
 
 
 def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
-    """Return the mutants that tests/mutants.toml calls equivalent; exit if an entry has none."""
+    """Return the mutants that tests/mutants.toml calls equivalent. Exit if an entry has none."""
     claims = {
         (one["file"], one["function"], one["line"], one["mutant"]): set[Mutant]()
         for one in CONFIG.get("equivalent", ())
@@ -143,7 +143,7 @@ def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
 
 class Runner:
     """Runs tests on copies of these files, until `end` or a signal. No signal handler raises, since
-    an exception in an import's or a fork's callback is lost."""
+    Python drops an exception in a callback of an import or a fork."""
 
     def __init__(self, files: list[str], folder: Path, jobs: int, end: float, known: Known) -> None:
         self._known, self._end, (self._signals, writes) = known, end, os.pipe()

@@ -12,8 +12,8 @@ cd "$MIXKV_ROOT"
 MADE="$MIXKV_ROOT/.rdma/made" QEMU="${QEMU:-qemu-system-x86_64}" LIMIT_S="${RDMA_LIMIT_S:-7200}"
 FULL="$(printf '%s\n' "$@" | grep -x -e --full || true)" TESTS=(-m pytest -p no:cacheprovider tests/rdma)
 [ -n "$FULL" ] || TESTS[-1]=tests/rdma/test_smoke.py
-# An emulated guest reads this machine's time stamp counter. On a busy machine it would measure a
-# wrong rate of that counter: one guest's clock ran 2.6 times too fast.
+# An emulated guest reads this machine's time stamp counter. On a busy machine, the guest would
+# measure a wrong rate of that counter, and one guest's clock ran 2.6 times too fast.
 KHZ="$(awk '/bogomips/ {print int($3 * 500); exit}' /proc/cpuinfo)"
 KERNEL="console=ttyS0 panic=-1 no_timer_check tsc=reliable tsc_early_khz=$KHZ"
 
@@ -43,7 +43,7 @@ make_guest() {
     cd "$MIXKV_ROOT" && rm -rf "$MADE" && mv "$WORK/made" "$MADE"
 }
 
-# Start guest 1 or 2 on an accelerator. Datagrams connect the two. A test restarts guest 2.
+# Start guest 1 or 2 on an accelerator. Datagrams connect the two guests. A test restarts guest 2.
 start() {
     local once=(-no-reboot) to="remote.type=unix,remote.path=net$((3 - $1))"
     [ "$1" = 1 ] || once=()

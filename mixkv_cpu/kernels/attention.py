@@ -77,10 +77,9 @@ def _heads(x: Tensor, width: int) -> Tensor:
 
 
 def _gather(cache: Tensor, slots: Tensor, new: Tensor | None, width: int) -> Tensor:
-    """Return a request's rows: the last ones are ``new`` if it is given, the others are cached.
-
-    Without a cached prefix, the rows of ``new`` may have another shape than cached ones: MLA
-    computes a prompt with full heads, but caches latents.
+    """Return a request's rows: cached rows, followed by ``new`` if it is given. Without a cached
+    prefix, ``new`` may have another shape than cached rows, since MLA computes a prompt with full
+    heads but caches latents.
     """
     if new is None:
         return _heads(cache[slots], width)
@@ -115,8 +114,9 @@ def extend_attention_cpu(
 ) -> None:
     """Fill ``o`` [tokens, H, Dv] for the last ``extend_lens[b]`` positions of each request.
 
-    Their keys and values come from ``k`` and ``v`` (None: from the cache), those of the
-    positions before them from the cache. ``window``: keys that a query sees; 0 for all.
+    Their keys and values come from ``k`` and ``v``, or from the cache if these are None. The keys
+    and values of earlier positions come from the cache. ``window``: keys that a query sees; 0 for
+    all.
 
     DP attention pads ``q`` and ``req_pool_indices`` past the batch that the lengths describe.
     The padded rows of ``o`` become zero.

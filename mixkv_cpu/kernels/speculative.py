@@ -92,7 +92,7 @@ def fill_bonus_tokens_cpu(
 def fill_accept_out_cache_loc_cpu(
     accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
 ) -> None:
-    """Copy the accepted tokens' slots, packed to the front; -1 in ``accept_index`` is skipped."""
+    """Copy the slots of accepted tokens to the front. Skip entries of -1 in ``accept_index``."""
     accepted = accept_index[accept_index >= 0].long()
     accept_out_cache_loc[: len(accepted)] = out_cache_loc[accepted]
 

@@ -68,10 +68,10 @@ def setup(count: int, has: frozenset[str] | None = None) -> Setup:
         # Both map memory of other ranks' GPUs. The second is on by default for DeepSeek on Hopper.
         "--disable-custom-all-reduce",
         "--enforce-disable-flashinfer-allreduce-fusion",
-        "--no-enable-tp-lm-head-all-to-all",  # it needs NCCL
+        "--no-enable-tp-lm-head-all-to-all",  # this option needs NCCL
         "--mem-fraction-static", "0.2",  # for each of a pair's three ranks
     ]  # fmt: skip
-    # SGLang's own variable makes each rank see one GPU, as device 0; the plugin chooses which.
+    # SGLang's own variable makes each rank see one GPU, as device 0. The hooks choose which GPU.
     env |= {SHARED_ENV: "1", "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
     reasons.append("All ranks share one GPU, so gloo replaces NCCL, and each layer takes longer.")
     return Setup(tuple(flags), env, tuple(reasons))

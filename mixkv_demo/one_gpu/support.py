@@ -139,7 +139,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, to: list[int], of: list[int], _opts: Any
     ) -> Any:
-        """`to`, `of`: rows to and from each rank; empty if all ranks have equally many."""
+        """`to`, `of`: rows to and from each rank; empty if all have the same number."""
         if to or of:
             raise NotImplementedError("parts that differ in size")
         parts = [one.chunk(self.size())[self.rank()] for one in self._of_all(tensor)]

@@ -1,15 +1,15 @@
 """Measure what a drafter adds to a transfer, in the plugin's channel and in SGLang's own transfer.
 
-The sizes are equal, so both are correct. Three rings take turns: `stock` and `channel` have a
-drafter, `target` is SGLang without one, whose figures are subtracted from the others'. So the
-channel's row includes all costs of the plugin. Both ranks are one of TP 8, with the real rows: of
-Kimi-K2's EAGLE3 head (1 layer, 8 of 64 heads, 4 KiB per token), and of a DSPARK drafter (5 layers,
-2 of 16 heads, 2.5 KiB). The target is small: one layer of 24 bytes. A request is one chunk.
+The TP sizes are equal, so both transfers are correct. Three rings take turns: `stock` and `channel`
+have a drafter, and `target` is stock without one. The figures of `target` are subtracted, so the
+channel's row includes all costs of the plugin. Each side is one rank of TP 8, with the draft rows
+of Kimi-K2's EAGLE3 head (1 layer, 8 of 64 heads, 4 KiB per token) or a DSPARK drafter (5 layers, 2
+of 16 heads, 2.5 KiB). The target has one layer of 24 bytes. A request is one chunk.
 
-`descriptors`, `bytes`: of the calls into the transfer engines, on both ranks. `CPU ms`: time of
-both ranks' threads that post and poll, and of the engines' own, without the main thread, in which
-the benchmark polls. `copy ms`: of the threads that pack and unpack; on a GPU, of kernels. `ms`:
-from `send` until decode polls Success. A transfer that SGLang reports as failed has no figures.
+`descriptors`, `bytes`: the sums over all calls into the transfer engines. `CPU ms`: the time of the
+threads that post and poll and of the engines' threads, without the main thread, in which the
+benchmark polls. `copy ms`: the time of the threads that pack and unpack, or of kernels on a GPU.
+`ms`: from `send` until decode polls Success. A failed transfer has no figures.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def count(rank: Any) -> None:
         return len(lengths), sum(lengths)
 
     def prepared(_operation: str, _here: Any, pages: Any, *_: Any) -> tuple[int, int]:
-        widths = rank.manager.kv_args.kv_item_lens  # each page of each entry, SGLang's own
+        widths = rank.manager.kv_args.kv_item_lens  # SGLang sends each page of each entry
         return len(pages), len(pages) // len(widths) * sum(widths)
 
     def listed(_operation: str, here: Any, *_: Any) -> tuple[int, int]:
@@ -116,11 +116,11 @@ def turn(ring: Any, tokens: int, layout: str, check: bool = False) -> dict[str, 
 
 
 class Ways:
-    """A ring of each way for a drafter, a page size and a backend."""
+    """A ring for each of WAYS, with one drafter, page size and backend."""
 
     def __init__(self, drafter: str, page: int, backend: str, most: int) -> None:
-        os.environ["SGLANG_MIXKV_DATA_PLANE"] = backend  # without RDMA, it would be Mooncake's
-        os.environ["SGLANG_MIXKV_STAGING_MB"] = "512"  # the rig halves one side's: 4 MiB slots
+        os.environ["SGLANG_MIXKV_DATA_PLANE"] = backend  # the default without RDMA is Mooncake
+        os.environ["SGLANG_MIXKV_STAGING_MB"] = "512"  # 4 MiB slots: the rig halves one side
         before = dict.fromkeys(itertools.product(rings.SIDES, [0]), count)
         self._given = {"page_size": page, "backend": backend, "special": Special(before=before)}
         self._draft, self._most = DRAFTERS[drafter], most

@@ -1,13 +1,13 @@
 """Measure the cost of the draft channel itself, without a GPU or a NIC.
 
 Both sides' threads, sockets, slots and machines are the real ones. Copies move no bytes and end at
-once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or at the pace of a
-400 Gb/s NIC on prefill: one after another, at 50 GB/s. Slots have the default size of 4 MiB, which
-holds 1,024 tokens of draft KV for Kimi-K2's EAGLE3 drafter on one rank of TP 8.
+once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or one after another
+at 50 GB/s, the rate of a 400 Gb/s NIC on prefill. Slots have the default size of 4 MiB, which holds
+1,024 tokens of draft KV for Kimi-K2's EAGLE3 drafter on one rank of TP 8.
 
 `us per slot`: CPU time of each side's channel thread. `ms`: from a request's only chunk to the
-verdict. `readers`: requests of random decode ranks at random times; `busy`: beside a thread that
-runs pure Python.
+verdict. `readers`: requests of random decode ranks at random times. `busy`: the same while another
+thread runs pure Python.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SLOTS, SLOT = slots_of(256)
 TOKEN = 16 << 10  # bytes of a token over all heads
 TOKENS = (SLOT - 4096) // TOKEN  # per slot
 NIC = 50e9  # bytes per second
-REQUESTS = ((1, 1), (16, 1), (1024, 1), (1, 64), (16, 64))  # slots of each; how many at once
-READERS, PROMPTS, RATES = (8, 72, 128), (8, 32), (5, 20)  # slots; requests a second
+REQUESTS = ((1, 1), (16, 1), (1024, 1), (1, 64), (16, 64))  # slots per request, concurrent requests
+READERS, PROMPTS, RATES = (8, 72, 128), (8, 32), (5, 20)  # slots per request, requests per second
 DRAWN = 40  # requests per row and turn
 SETTLE_S = 0.02  # time for the last messages to be handled
 

@@ -25,8 +25,8 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 def interleave(methods: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    """Take `count` samples of each method, in turns, so that other load on the machine hits all
-    equally. Each turn's order is random, so that no method always follows the same one."""
+    """Take `count` samples of each method, in turns, so that other load affects all methods
+    equally. Each turn has a random order, so that no method always follows the same one."""
     samples: dict[str, list[float]] = {name: [] for name in methods}
     order = random.Random(count)
     for _ in range(count):

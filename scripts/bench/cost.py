@@ -1,4 +1,4 @@
-"""Measure a transfer of draft KV, as a + b x bytes, and a bare read of equally many bytes.
+"""Measure a transfer of draft KV, as a + b x bytes, and a bare read of the same number of bytes.
 
     channel    from prefill's `send` until the draft KV is in place on all decode ranks
     bare       one `transfer_sync_read` of these bytes by one Mooncake engine from one peer

@@ -1,12 +1,12 @@
 """Measure the time to the first token with the plugin and without, and the parts of the wait.
 
 `pairs`: two small pairs of real servers at TP 1 -> 1, one without the plugin, answer the same
-prompts of 128 tokens in turns; `crowd`: 16 at once. Medians in ms, and the median ratio of two
-answers to one prompt. `waits`: bucket bounds of decode's `sglang:mixkv_wait_seconds` and prefill's
-`sglang:mixkv_ready_seconds`, over the plugin's requests.
+prompts of 128 tokens in turns, one by one. `crowd`: the same with 16 prompts at once. Figures are
+medians in ms, and the median ratio of two answers to a prompt. `waits`: bucket bounds of decode's
+`sglang:mixkv_wait_seconds` and prefill's `sglang:mixkv_ready_seconds` with the plugin.
 
 `parts`: the median time between two calls, for a request of one chunk in a ring, from SGLang's
-`send` to the poll that returns Success. The ring polls every 0.2 ms; SGLang, once per forward.
+`send` to the poll that returns Success. The ring polls every 0.2 ms. SGLang polls once per forward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def timed(of: Deployment, prompt: list[int]) -> tuple[float, float]:
 def answers(
     made: dict[str, Deployment], turns: int, ask: Callable[[Deployment, list[Any]], list[Any]]
 ) -> Times:
-    """Send each way the same prompts in each turn, in a random order."""
+    """Send the same prompts to every pair in each turn, in a random order of pairs."""
     draw, found = random.Random(turns), Times((way, []) for way in made)
     for _ in range(turns):
         asked = [[BOS, *draw.sample(SYMBOLS, 126), SEP] for _ in range(CROWD)]

@@ -98,11 +98,11 @@ class Member:
         return bool(self.manager.request_status.get(self.handle.bootstrap_room) == SUCCESS)
 
     def last_poll(self) -> None:
-        """Wait for Success; only the poll that returns it counts."""
+        """Wait for Success. Only the poll that returns Success is counted."""
         before = self.cpu
 
         def succeeded() -> bool:
-            self.cpu = before  # earlier ones do not count
+            self.cpu = before  # earlier polls are not counted
             return bool(self.metered(self.handle.poll) == SUCCESS)
 
         self.wait_for(succeeded)
@@ -136,7 +136,7 @@ class PrefillMember(Member):
 class DecodeMember(Member):
     @property
     def draft(self) -> Any:
-        """The plugin's ReceiveHandle for the request; None in stock."""
+        """Return the plugin's ReceiveHandle for the request, or None in stock."""
         return getattr(self.handle, "handle", None)
 
     def resolve(self) -> None:
@@ -158,7 +158,7 @@ class DecodeMember(Member):
         return self.draft is None or self.draft.state is not None
 
     def finish(self) -> float:
-        """Wait until the draft KV is in place; return that time."""
+        """Wait until the draft KV is in place, and return the time."""
         self.wait_for(self.draft_came)
         return time.monotonic()
 
@@ -277,7 +277,7 @@ class Ring:
         self.ask("prefill", "begin", *request)
 
     def clear(self) -> dict[str, float]:
-        """End the request; return the seconds its calls took on each side's first rank's thread."""
+        """End the request; return its calls' CPU seconds on each side's first rank."""
         self.ask("prefill", "conclude")
         return {side: self.ask(side, "clear")[0] for side in reversed(SIDES)}
 

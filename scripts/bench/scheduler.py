@@ -1,9 +1,9 @@
 """Measure what the plugin adds to SGLang's scheduler thread, in microseconds of CPU time.
 
 Rings with and without the plugin take turns, request by request. The figure is the thread's own
-time in the scheduler's calls for one request, on the first rank of each side. Of the polls, only
-the one that returns Success counts, so no call waits for another process. `added us` is the
-plugin's median minus stock's.
+time in the scheduler's calls for one request, on the first rank of each side. Only the poll that
+returns Success is counted, so no call waits for another process. `added us` is the plugin's median
+minus stock's.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def settings() -> list[tuple[str, ...]]:
 
 def pairs() -> list[tuple[str, ...]]:
     """Return the verdicts on pairs of unequal sizes, by model and drafter. Manifests, scripts, and
-    lines with other faults are left out."""
+    lines with other faults are omitted."""
     read = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for names, kind in (
         ("--tp --tp-size", int), ("--dp --dp-size --attn-dp-size", int), ("--dcp-size", int),

@@ -56,7 +56,7 @@ def new_row(rank: int, tp: int, name: bytes) -> handshake.Row:
 OWN = new_row(0, 1, b"decode__")
 
 
-# ---------------------------------------------------------------- what reads an input
+# ---------------------------------------------------------------- the parsers
 
 
 def message(data: bytes) -> None:
@@ -72,7 +72,7 @@ def row(data: bytes) -> None:
     """Read the input as a row, as several rows, and as a server's whole answer."""
     with suppress(ValueError):
         handshake.read_row(data)
-    with suppress(ValueError, RecursionError):  # aiohttp's own JSON refuses the request
+    with suppress(ValueError, RecursionError):  # aiohttp's JSON parser rejects the request
         kept = bootstrap._kept(json.loads(data))
         assert kept is None or len(kept) <= handshake.MAX_ROW_BYTES
     for body in (data, b'{"rows":[%b]}' % data):
@@ -87,7 +87,7 @@ def row(data: bytes) -> None:
 
 
 def _check_opens(request: Request) -> None:
-    """Check that each prefill rank can read its OPEN, and that all heads asked for are read."""
+    """Check that each prefill rank can read its OPEN, and that all requested heads are read."""
     for source in request.opened.sources:
         message(messages.encode(request.message(source, OWN.instance, SLOT_BYTES)))
     asked = [head for source in request.opened.sources for head in source.heads]
@@ -119,7 +119,7 @@ class Posting(data_plane.DataPlane):
 
 
 def endpoint(data: bytes) -> None:
-    """Start reads at both ends of an honest endpoint's memory, one by one and all in one list."""
+    """Start reads at both ends of a valid endpoint's memory, one by one and in a single list."""
     plane = Posting()
     try:
         found = data_plane.decode(data, plane.name)
@@ -142,7 +142,7 @@ def endpoint(data: bytes) -> None:
 
 
 def answer(*names: bytes) -> bytes:
-    """The answer of a server with these ranks."""
+    """Return the answer of a server with these ranks."""
     rows = [new_row(rank, len(names), name) for rank, name in enumerate(names)]
     return b'{"protocol":2,"rows":%b}' % msgspec.json.encode(rows)
 

@@ -71,8 +71,8 @@ switch() {
     esac
 }
 
-# Fail if SGLANG_PLUGINS leaves out the plugin, which then could not report it: with only
-# SGLANG_ENABLE_MIXKV set, the server would start as stock.
+# Fail if SGLANG_PLUGINS is set without the plugin. With only SGLANG_ENABLE_MIXKV set, the server
+# would start as stock, and the plugin could not report it.
 loaded() {
     local plugins=",${SGLANG_PLUGINS:-mixkv}," enabled="${SGLANG_ENABLE_MIXKV:-0}"
     case "${plugins// /}" in *,mixkv,*) return 0 ;; esac

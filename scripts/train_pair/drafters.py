@@ -1,13 +1,13 @@
 """The copy task, and the drafters that transformers does not have: EAGLE3 and DFLASH.
 
-`<bos> A <sep>` is answered by `A <sep>`, where A is a string of distinct symbols: a pair of symbols
-that occurs twice would make the next one ambiguous. The shipped models' tokenizer of syllables
-(models/*/*/tokenizer.json) has the same ids.
+`<bos> A <sep>` is answered by `A <sep>`, where A is a string of distinct symbols. If a pair of
+symbols occurred twice, the next symbol would be ambiguous. The shipped models' tokenizer of
+syllables (models/*/*/tokenizer.json) has the same ids.
 
 Both drafters look up the next symbols in their own KV of the prompt. `Damage` imitates a wrong
-transfer of that KV. A forward pass gives logits [..., drafts, vocabulary] for the batch's
-`labels` [..., drafts]; only those in `scored` count. Shapes have B rows of T tokens. A
-`state_dict()` is the checkpoint.
+transfer of that KV. A forward pass gives logits [..., drafts, vocabulary] for the batch's `labels`
+[..., drafts]; only those in `scored` count. A batch has B rows of T tokens. The `state_dict()` of a
+model is its checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, repeat_kv
 
 PAD, BOS, SEP, MASK = 0, 1, 2, 3  # <sep> also ends the answer; DFLASH predicts what MASK stands for
 FIRST_SYMBOL, VOCAB = 4, 256
-AUX_LAYERS = (2, 3, 4)  # the features are the residual stream at the input of these target layers
+AUX_LAYERS = (2, 3, 4)  # features: the residual stream at the input of these target layers
 STEPS = 3  # drafts in training and in serving
 
 
@@ -57,7 +57,7 @@ class Damage:
     shuffle: int = 0
 
     def done_to(self, x: Tensor, prompt: Tensor) -> Tensor:
-        """x [B, T, kv_heads, head_dim], prompt [B, T] bool."""
+        """Damage x [B, T, kv_heads, head_dim] in the prompt's entries. `prompt`: bool, [B, T]."""
         keep = torch.ones(*x.shape[:3], 1)
         keep[:, :, self.head] = 1.0 - prompt.float()[..., None]
         if not self.shuffle:
@@ -88,17 +88,17 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (norm(self.size) if normed else nn.Identity() for _ in range(2))
 
     def q(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[B, heads, T, head_dim]."""
+        """Return queries [B, heads, T, head_dim]."""
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.size)))
         return rotated(q, positions).transpose(1, 2)
 
     def kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, kv_heads, head_dim] each."""
+        """Return keys and values, each [B, T, kv_heads, head_dim]."""
         k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.k_proj, self.v_proj))
         return rotated(self.k_norm(k), positions), v
 
     def per_query_head(self, x: Tensor) -> Tensor:
-        """[B, T, kv_heads, head_dim] -> [B, heads, T, head_dim]."""
+        """Repeat [B, T, kv_heads, head_dim] to [B, heads, T, head_dim]."""
         return repeat_kv(x.transpose(1, 2), self.group)
 
 
@@ -107,7 +107,7 @@ def norm(width: int) -> nn.RMSNorm:
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of (first half, second half) pairs, as in Llama and Qwen."""
+    """Apply rotary embedding to (first half, second half) pairs, as in Llama and Qwen."""
     size = x.shape[-1]
     frequencies = 10_000.0 ** (-torch.arange(0, size, 2).float() / size)
     angles = (positions.float()[..., None] * frequencies)[..., None, :]
@@ -165,7 +165,7 @@ class Eagle3(nn.Module):
                 k, v = (damage.done_to(y, inputs["prompt"]) for y in (k, v))
             keys.append(attention.per_query_head(k))
             values.append(attention.per_query_head(v))
-            # over step 0's entries so far, and over the entry's own later steps
+            # over the entries of step 0 so far, and over the later steps of the entry itself
             scores = (q @ keys[0].mT).masked_fill(~causal, float("-inf"))
             own = [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
             weights = (torch.cat([scores, *own], -1) * attention.size**-0.5).softmax(-1)

@@ -49,7 +49,7 @@ STAGES = {
         Stage(500, 12, 24, 200),
     ),
     "eagle3": (Stage(400, 96, 4, 16, 0.9), Stage(200, 32, 8, 48, 0.97), Stage(350, 8, 24, 200)),
-    # strings of one length: a single look-up at a fixed distance then fills all masks
+    # strings of one length, so that one look-up at a fixed distance fills all masks
     "dflash": (Stage(200, 12, 48, 48, 0.9), Stage(300, 12, 48, 48)),
 }  # fmt: skip
 
@@ -219,7 +219,7 @@ def main() -> None:
     if not args.check:
         weights = train_drafter(kind, target, config).state_dict()
         save({**weights, "d2t": torch.zeros(VOCAB, dtype=torch.int64)}, shipped, folder)
-        if kind == "dflash":  # DSPARK's, with a head of zeros: no symbol says what the next one is
+        if kind == "dflash":  # DSPARK's head is zero: a symbol does not determine the next
             empty = torch.zeros(VOCAB, 16)
             markov = {f"markov_head.markov_w{n}.weight": empty for n in (1, 2)}
             save({**weights, **markov}, SHIPPED / args.target / "dspark", out / "dspark")

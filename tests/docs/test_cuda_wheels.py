@@ -30,23 +30,23 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 WHEELS = tomllib.loads(Path(__file__).with_name("cuda_wheels.toml").read_text())
 ENV_SH = (ROOT / "scripts" / "env.sh").read_text()
-OLD = ["mooncake-transfer-engine==0.3.13.post1"]  # for CUDA 12: the extra of release 0.3
+OLD = ["mooncake-transfer-engine==0.3.13.post1"]  # built for CUDA 12, in the extra of release 0.3
 BASE = {
     *("ld-linux-x86-64.so.2", "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6"),
     *("libpthread.so.0", "libresolv.so.2", "librt.so.1", "libstdc++.so.6", "libutil.so.1"),
     "libz.so.1",
 }
-"""Libraries in Debian's base system; apt itself needs them."""
+"""Libraries in Debian's base system, which apt itself needs."""
 DRIVER = {"libcuda.so.1", "libnvidia-ml.so.1"}
 OPTIONAL = (
-    # the same module for CUDA 13 is also there, and is the one that is loaded
+    # the wheels also have these modules for CUDA 13, which are the ones that are loaded
     r"torch_memory_saver_hook_mode_\w+?(_cu12)?\.abi3", "nixl_ep_cu12/",
     "numba/np/ufunc/(tbb|omp)pool",  # numba tries both, and uses the one that loads
 )  # fmt: skip
 
 
 def lacking(requirements: Iterable[str]) -> list[str]:
-    """Return the libraries that these wheels need and nothing provides."""
+    """Return the libraries that these wheels need and that no package provides."""
     found = []
     for requirement in map(Requirement, requirements):
         name, wheel = requirement.name, WHEELS.get(requirement.name)

@@ -20,9 +20,9 @@ STAMP = ".mixkv-stamp"
 @pytest.mark.parametrize(
     ("script", "status", "earlier"),
     [
-        ("bash scripts/gpu-check.sh", 2, ""),  # 1 would mean that a kernel is wrong
+        ("bash scripts/gpu-check.sh", 2, ""),  # status 1 would mean that a kernel is wrong
         ("bash scripts/demo.sh", 1, ".venv"),
-        # As in docs/tools.md, and in a condition; bash ignores `set -e` in both.
+        # as in docs/tools.md, then in a condition: bash ignores `set -e` in both cases
         ("source scripts/env.sh; exit $((3 * $?))", 3, ""),
         ("MIXKV_DEVICE=check; if source scripts/env.sh; then exit 9; else exit 3; fi", 3, ""),
     ],

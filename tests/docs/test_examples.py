@@ -1,5 +1,5 @@
-"""The files for Kubernetes, compose and GitHub, which no test can run, are valid according to those
-programs' schemas, and the commands in the examples start one pair of servers."""
+"""The files for Kubernetes, compose and GitHub, which no test can run, are valid by the schemas of
+these programs, and the commands in the examples start one pair of servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ITEMS = [
 ]  # fmt: skip
 OVERLAYS = sorted(path.name for path in (EXAMPLES / "overlays").iterdir())
 OTHERS = ("LeaderWorkerSet", "PodMonitor", "DynamoGraphDeployment", "HTTPRoute")
-"""Custom resources. Only their pod templates have schemas of Kubernetes' own."""
+"""Custom resources. Kubernetes has schemas only for their pod templates."""
 
 
 def of_kind(kind: str, items: list[dict[str, Any]] = ITEMS) -> list[dict[str, Any]]:

@@ -155,8 +155,8 @@ def test_alerts_fire_for_falling_and_not_for_healthy_servers(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Each fall raises an alert in time, and none fires earlier or for a healthy server. A server
-    that was wrong from the start is detected within two hours, by comparison with others behind the
-    same decode server. --full simulates more servers."""
+    that was wrong from the start is detected within two hours, by comparison with other prefill
+    servers of the same decode server. --full simulates more servers."""
     is_full = request.config.getoption("--full")
     series, expected = list[dict[str, str]](), list[dict[str, Any]]()
     for number in range(HEALTHY[is_full]):

@@ -17,12 +17,12 @@ from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 pytestmark = pytest.mark.skipif(
     sglang_version() != SUPPORTED_SGLANG[-1], reason="patches for the newest supported SGLang"
 )
-# These two exclude each other: one refuses the pairs that the other moves.
+# These two patches exclude each other: one refuses the pairs that the other moves.
 REFUSES, MOVES = "refuse-draft-layout", "draft-heads"
 TOGETHER = [name for name in NAMES if name != REFUSES]
 ON_PATCHED = ROOT / "tests" / "protocol" / "on_patched.py"
 ENDS = {"draft-heads": (22, 20), "dcp-hybrid-draft": (4, 1), "l3-draft-keys": (1, 1)}
-"""By patch: the number of pairs in on_patched.py, and how many of them are wrong without it."""
+"""By patch: the number of pairs in on_patched.py, and how many are wrong without the patch."""
 
 
 def run_tests(site: Path, *names: str) -> tuple[int, str]:
@@ -89,8 +89,8 @@ def test_dcp_hybrid_draft_is_correct_in_the_ring(names: list[str], tmp_path: Pat
 
 @pytest.mark.full
 def test_pairs_are_wrong_without_the_patches(tmp_path: Path) -> None:
-    """`plan` and the ring agree about all pairs. Those that are correct without a patch have one
-    head on each rank."""
+    """`plan` and the ring agree about all pairs. The pairs that are correct without a patch have
+    one head on each rank."""
     said = ring(patched(tmp_path / "site", []))
     wrong, tried = (sum(column) for column in zip(*((b, a) for a, b in ENDS.values()), strict=True))
     assert re.match(rf"{wrong} failed, {tried - wrong} passed", said), said

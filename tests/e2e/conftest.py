@@ -44,7 +44,7 @@ HOST_CACHE = (
     *PAGES, "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "4",
     "--max-total-tokens", "640",
 )  # fmt: skip
-"""The pool is smaller than all prompts together, so a repeated prompt was evicted."""
+"""The pool is smaller than all prompts together, so a prompt is evicted before it is repeated."""
 BY_PAGE = ("--hicache-mem-layout", "page_first_direct")
 # Decode reserves tokens for a request's output.
 DECODE_HOST = (
@@ -56,7 +56,7 @@ DECODE_HOST = (
 class Case:
     """A prefill and a decode server with the plugin. ``shared``: flags for both sides and the
     single server. ``spawn``: ranks are spawned, as on GPUs. ``patience``: factor for the channel's
-    times, since these servers share two cores."""
+    time limits, since these servers share two cores."""
 
     name: str
     prefill: tuple[str, ...]
@@ -130,7 +130,7 @@ WARM = ("rooms_total", "warm")
 
 @dataclass(frozen=True)
 class Answers:
-    """The single server's answers to the fixed prompts, and to others that share their first
+    """The single server's answers to the fixed prompts, and to other prompts with the same first
     halves (`cousins`)."""
 
     fixed: list[Answer]
@@ -180,7 +180,7 @@ def answered(
     at_once: int = 1,
 ) -> tuple[list[Answer], Counts]:
     """Send these prompts, and return their answers and metrics. pytest's -rP shows the accept
-    length beside the single server's."""
+    length beside that of the single server."""
     before = deployment.counters()
     with ThreadPoolExecutor(at_once) as pool:
         answers = [*pool.map(ask or deployment.ask, asked)]

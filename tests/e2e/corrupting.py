@@ -5,7 +5,7 @@ correct stamps and sums. (A different order of rows would change nothing, since 
 and V of a row together.) With TEST_POISON_POOL, the drafter's pool contains large numbers instead
 of zeros.
 
-SGLang's child processes import this file too. Tests must not, since it changes the process.
+SGLang's child processes also import this file. Tests must not, since it changes the process.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Four parts of SGLang's staging code need CUDA (or XPU), and are removed or repla
     their order                    streams and events; a CPU copy is complete when it returns
     the copies                     Triton's kernels; SGLANG_STAGING_USE_TORCH=1 replaces them
 
-Everything else is SGLang's: sizes, slots, messages, watermarks, copies by torch.
+The rest is SGLang's code: sizes, slots, messages, watermarks, and copies by torch.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def test_the_rings_benchmarks_write_their_figures(tmp_path: Path) -> None:
 
 
 def test_the_channel_is_compared_with_sglang(tmp_path: Path) -> None:
-    """At equal sizes; the channel's descriptors are counted over both backends."""
+    """The TP sizes are equal, and the channel's descriptors are counted over both backends."""
     for backend, rows in quick("beside_stock", tmp_path).items():
         assert {row["pages"] for row in rows} == {"runs", "random"}, backend
         for row in rows:
@@ -55,7 +55,7 @@ def test_the_channels_benchmark_writes_its_figures(tmp_path: Path) -> None:
 
 
 def test_the_first_token_is_compared_with_sglang(tmp_path: Path) -> None:
-    """Every part of the wait is found, and each of a crowd's requests is counted on both sides."""
+    """Every part of the wait has a figure, and both sides count each of the concurrent requests."""
     parts = quick("first_token", tmp_path)
     assert {row[""] for row in parts["crowd"]} == {"first token", "whole answer"}
     assert all(row["p50"] <= row["p99"] for row in parts["waits"])

@@ -1,4 +1,4 @@
-"""The documented demo and its script, with a topology other than the default."""
+"""Run the documented demo by its script, with a topology other than the default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mixkv_demo.pair import ask, prompts
 from .conftest import START_TIMEOUT
 
 ROOT = Path(__file__).parents[2]
-# The same choice as in scripts/env.sh.
+# scripts/env.sh chooses the folder in the same way.
 SGLANG = "-{MIXKV_SGLANG}".format(**os.environ) if os.environ.get("MIXKV_SGLANG") else ""
 VERSION = "-{}.{}".format(*sys.version_info) if os.environ.get("PYTHON") else ""
 SCRIPTS_ENVIRONMENT = ROOT / f".venv{SGLANG}{VERSION}"

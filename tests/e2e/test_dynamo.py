@@ -1,4 +1,4 @@
-"""The small pair behind NVIDIA Dynamo, with the frontend and workers that are on PyPI.
+"""Run the small pair behind NVIDIA Dynamo, with the frontend and workers that are on PyPI.
 
 Workers discover each other through files, and requests go over TCP, so neither etcd nor NATS is
 needed. The environment opts in, since Dynamo's parser rejects a plugin's flags.
@@ -62,7 +62,7 @@ def full(*values: object) -> object:
 
 Flags = tuple[str, ...]
 Workers = tuple[Deployment, Callable[[list[int]], Answer], list[ServerProcess]]
-"""A frontend with its workers, a function that sends it a prompt, and the workers' processes."""
+"""A frontend with its workers, a function that sends a prompt, and the workers' processes."""
 
 
 def with_dynamo(server: Launch, home: Path, module: str, flags: Sequence[str]) -> Launch:

@@ -32,8 +32,8 @@ SUSPECT = "MixKVDraftSuspect"
 HURRIED = {
     "2h": "1m", "[1d]": "[10m]", "for: 10m": "for: 10s", "for: 5m": "for: 1s"
 }  # fmt: skip
-"""Shorter times for the alert rules. MixKVColdDrafters keeps its hour, which includes the whole
-test."""
+"""Shorter times for the alert rules. MixKVColdDrafters keeps its range of an hour, which includes
+the whole test."""
 
 
 def crowd(seed: int) -> Iterator[list[int]]:
@@ -43,8 +43,8 @@ def crowd(seed: int) -> Iterator[list[int]]:
 
 
 def eventually(look: Callable[[], bool]) -> bool:
-    """Wait until `look` returns True. A request is counted after its end, and visible after the
-    next scrape."""
+    """Wait until `look` returns True. A request is counted after it has ended, and is visible after
+    the next scrape."""
     deadline = time.monotonic() + REST_S
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(1)

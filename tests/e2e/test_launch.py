@@ -1,4 +1,4 @@
-"""The launch scripts start the small pair; only sizes differ from production.
+"""The launch scripts start the small pair. Only the sizes differ from production.
 
 Prefill opts in by a flag of `sglang serve`, decode by YAML for `python -m sglang.launch_server`.
 Since the TP sizes differ, and opting in on one side only is refused, a correct accept length shows

@@ -1,5 +1,5 @@
-"""Pairs behind SGLang's router and behind its successor smg: all policies, retries after decode has
-refused a prefill server, and the errors that a client gets.
+"""Test pairs behind SGLang's router and behind its successor smg: all policies, retries after
+decode has refused a prefill server, and the errors that a client gets.
 
 The servers start once for the module, since a router takes only a second to start.
 """

@@ -104,7 +104,7 @@ def test_servers_of_both_sizes_share_a_store(pair: str, reference: Reference) ->
             assert found[1:] == pages
             forget(of_two, config)
         # The sizes are swapped. Decode finds the pages of the earlier prefill server, which had the
-        # same size. Prefill finds only target pages, which are no hit without the drafter's.
+        # same size. Prefill finds only target pages, which are no hit without draft pages.
         with running(pair, (*TP1, *HOST_CACHE, *stores), (*TP2, *DECODE_HOST, *stores)) as other:
             found, counted = asked(other, pair, expected)
             assert not any(found)
@@ -126,8 +126,8 @@ def test_servers_of_both_sizes_share_a_store(pair: str, reference: Reference) ->
 
 
 def test_stock_reads_wrong_heads_at_a_smaller_size(reference: Reference) -> None:
-    """Stock single servers of TP 2 and then TP 1 use one store. The second one's output is correct,
-    but its accept length collapses."""
+    """Stock single servers of TP 2 and then TP 1 use one store. The output of the second server is
+    correct, but its accept length collapses."""
     expected = reference("mla", ()).fixed
     found = []
     with Fleet() as shared:

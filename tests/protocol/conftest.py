@@ -1,9 +1,9 @@
 """Load SGLang with the plugin for all tests of the ring, and run them over several transports.
 
 Tests with the mark `transports` run over Mooncake and over NIXL, and with tcp=True also over NIXL
-with UCX restricted to TCP, without shared memory and CMA. The transport is one more parameter.
-`transports(1)` runs only as many cases by default as are needed to use each value of each
-parameter, `transports(2)` as many as are needed to use each pair of values. --full runs all.
+with UCX restricted to TCP, without shared memory and CMA. The transport is a further parameter. By
+default, `transports(1)` runs only as many cases as are needed to use each value of each parameter,
+and `transports(2)` as many as are needed to use each pair of values. --full runs all cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKENDS = ("mooncake", "nixl")
 # Decode retains a failed request's pages for this long if a prefill rank cannot confirm that it has
 # stopped writing to them. SGLang's default is 30 s.
 RELEASE_S = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT", "5"
-# On a busy machine with two cores, no room may go cold because a thread did not get a core.
+# Longer time limits, so that no room goes cold because a thread waits for a core on a busy machine.
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"
 # A rank zeroes its staging buffer when it starts, which takes a second at the default size.
 STAGING = "SGLANG_MIXKV_STAGING_MB", "8"

@@ -19,8 +19,8 @@ from sglang_mixkv.channel.data_plane import Endpoint
 METADATA, PROBE = 1, 3
 DRIP_S = 0.05
 
-# Maps a request's kind and the real engine's answer to bytes to send, None to send nothing, or an
-# iterator whose items are sent slowly, one by one
+# Takes a request's kind and the real engine's answer. Returns the bytes to send, None to send
+# nothing, or an iterator with items to send slowly, one by one.
 Answer = Callable[[int, dict[str, Any]], Any]
 
 
@@ -57,7 +57,7 @@ def dripping(kind: int, real: dict[str, Any]) -> Any:
 
 
 def silent_where_it_is_read(kind: int, real: dict[str, Any]) -> Any:
-    """Name a data port that accepts connections but never answers."""
+    """Answer with a data port that accepts connections but never answers reads."""
     if kind == PROBE:
         return frame(b"{}", PROBE)
     mine = int(real["name"].rpartition(":")[2])
@@ -67,7 +67,7 @@ def silent_where_it_is_read(kind: int, real: dict[str, Any]) -> Any:
 @contextmanager
 def standing_for(endpoint: bytes, answer: Answer) -> Iterator[bytes]:
     """Yield an endpoint that impersonates `endpoint`. `answer` is called with the request's kind
-    and the real engine's answer, in which the impostor's name replaces the engine's."""
+    and the real engine's answer, in which the impostor's name replaces that of the engine."""
     of = msgspec.msgpack.decode(endpoint, type=Endpoint)
     real = answer_of(of.session.decode())
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)

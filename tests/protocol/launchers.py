@@ -1,9 +1,9 @@
 """Run SGLang's launchers without a model, each in a process of its own.
 
-`unplugged` forks a process that has imported SGLang but no plugin: the state in which a launcher
-starts. Every call forks that process again, and runs either a launcher until it would start its
-schedulers, or a scheduler until it has its KV classes. As in SGLang, a scheduler gets pickled
-ServerArgs and the environment from its launcher.
+`unplugged` forks a process that has imported SGLang but no plugin, which is the state in which a
+launcher starts. Every call forks that process again, and runs either a launcher until it would
+start its schedulers, or a scheduler until it has its KV classes. As in SGLang, a scheduler gets
+pickled ServerArgs and the environment from its launcher.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def engine_of_resolved(arguments: Sequence[str]) -> None:
 
 def dynamo(arguments: Sequence[str]) -> None:
     """Do what Dynamo's worker does: parse flags and YAML, choose a bootstrap port and make
-    ServerArgs, all before plugins are loaded; then start the engine."""
+    ServerArgs, all before plugins are loaded. Then start the engine."""
     import sglang
 
     sglang.Engine(server_args=_server_args(arguments, disaggregation_bootstrap_port=8997))
@@ -109,8 +109,8 @@ Call = Callable[..., Ended]
 
 @contextmanager
 def unplugged() -> Iterator[Call]:
-    """Yield a function that runs another one, with the given environment variables, in a fork of
-    the current process, which must have imported SGLang and no plugins."""
+    """Yield a function that runs another function, with the given environment variables, in a fork
+    of the current process. This process must have imported SGLang but no plugins."""
     here, there = mp.Pipe()
     process = mp.get_context("fork").Process(target=_serve, args=(there,))
     process.start()

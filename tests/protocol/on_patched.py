@@ -69,8 +69,8 @@ def test_dcp_hybrid_draft(name: str) -> None:
 
 
 def test_l3_draft_keys() -> None:
-    """`plan` reports that no pair needs the plugin for its store. The patch's own test compares the
-    keys."""
+    """`plan` reports that no pair needs the plugin for HiCache's storage. The patch's own test
+    compares the keys."""
     assert not need_of(*pair(8, 16, 8, store="")).needed
 
 

@@ -52,7 +52,7 @@ class Stop:
 
 
 def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> None:
-    """Pause a prefill rank's rooms at their stages, if `is_met` returns True for the room."""
+    """Pause a prefill rank's rooms at prefill's stages, if `is_met` returns True for the room."""
     copies, send = channel._copies, channel._send
     pack = copies._copy
 
@@ -70,7 +70,7 @@ def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> 
 
 
 def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> None:
-    """Pause a decode rank's rooms at their stages, if `is_met` returns True for the peer."""
+    """Pause a decode rank's rooms at decode's stages, if `is_met` returns True for the peer."""
     links, copies = channel._links, channel._copies
     send, read, ended, copy = links.send, links.read, links.ended, copies and copies._copy
 

@@ -1,4 +1,4 @@
-"""An abort on prefill fails the request on decode too, whatever its stage.
+"""An abort on prefill also fails the request on decode, at every stage of the request.
 
 SGLang's timeouts are longer than the ring waits, so the test fails if decode is not notified of the
 abort. Two more requests follow, the first with the same room number, and must be correct.
@@ -95,8 +95,8 @@ def test_an_abort_on_prefill_fails_the_request_on_decode(
 
 @pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_without_deferred_release_decode_waits(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without deferred release on either side, decode waits for SGLang's timeout. Otherwise it
-    would give its pages to another request while prefill may still write to them."""
+    """Without deferred release on either side, decode waits for SGLang's timeout. Otherwise decode
+    would reuse the request's pages while prefill may still write to them."""
     for name, seconds in TIMEOUTS.items():
         monkeypatch.setenv(name, seconds)
     off = {(side, 0): lambda _: os.environ.update({DEFERRED: "0"})}

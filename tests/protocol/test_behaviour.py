@@ -1,7 +1,7 @@
 """Behaviour of SGLang's functions that the plugin relies on, beyond their names and parameters.
 
 These tests search the functions' source, since calling them would need a server. If a new SGLang
-release fails one, check whether the function still behaves as the sentence beside it describes.
+release fails one, check whether the function still behaves as the sentence in its row says.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def rows_of(server: Server) -> int:
 
 def test_no_row_is_returned_before_all_ranks_have_registered(server: Server) -> None:
     """The server answers 503 until all ranks have registered. SGLang repeats a PUT if the answer is
-    late, and its own counter counts both."""
+    late, and SGLang's own counter counts both PUTs."""
     assert rows_of(server) == 0
     for _ in range(3):
         server.put(0, row(0))

@@ -1,8 +1,8 @@
 """The data planes of the draft channel between processes: Mooncake over TCP, NIXL with UCX's own
 choice of transport, and NIXL with UCX restricted to TCP.
 
-By default UCX reads the memory of a process on the same host without that process's help, so such a
-read never waits for a stopped peer. Tests that need a waiting read use the other two.
+By default, UCX reads the memory of a process on the same host without that process's help, so a
+read never waits for a stopped peer. Tests in which a read must wait use the other two.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def test_reads_of_a_stopped_peer_end_with_their_last_byte(reader: Reader) -> Non
 
 @over(*WAITING, peers=2)
 def test_connecting_to_a_stopped_peer_delays_no_other_read(reader: Reader) -> None:
-    """Reads of another peer continue during the attempt. After it has timed out, the reader can
-    connect again once the peer answers."""
+    """Reads of another peer continue during the attempt to connect. After the attempt has timed
+    out, the reader can connect once the peer answers again."""
     other = reader.connect(1)
     reader.peers[0].stop()
     with ThreadPoolExecutor(1) as pool:
@@ -151,7 +151,7 @@ def listening_ports(process: int) -> set[int]:
 @over("nixl-tcp", peers=2)
 def test_connecting_to_a_host_that_is_off_delays_no_other_read(reader: Reader) -> None:
     """A port whose backlog is full does not answer, as if its host were off: the kernel repeats the
-    SYN for two minutes. The endpoint is the first peer's with its port replaced."""
+    SYN for two minutes. The test connects to the first peer's endpoint with this port in it."""
     other, known = reader.connect(1), decode(reader.peers[0].endpoint, "nixl")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as filling:
         session, port = known.session, full.getsockname()[1]

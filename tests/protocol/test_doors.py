@@ -71,11 +71,11 @@ READERS = {
     # run after handle_generate_request
     "Scheduler._handle_generate_request", "Session.create_req", "Req.build_rebootstrap_payload",
     "Req.log_time_stats",
-    # pass it unchanged to generate_request
+    # pass the room unchanged to generate_request
     "OpenAIServingChat._convert_to_internal_request",
     "OpenAIServingCompletion._convert_to_internal_request",
     "OpenAIServingResponses.create_responses",
-    # add it to traces, which start in _init_req_state or later
+    # add the room to traces, which start in _init_req_state or later
     "TraceReqContext.__getstate__", "TraceReqContext.copy_for_thread",
     "TraceReqContext.trace_req_start",
 }  # fmt: skip
@@ -88,7 +88,7 @@ def test_every_reader_of_a_room_number_comes_after_a_check() -> None:
 
 def test_front_ends_reach_schedulers_only_through_the_tokenizer() -> None:
     """Only TokenizerManager makes and sends tokenized requests, and only after it has made the
-    request's state. (smg's gRPC servers make their own, which the scheduler's hook checks.)"""
+    request's state. (smg's gRPC servers also make some, which the scheduler's hook checks.)"""
     kinds = {name for name in vars(io_struct) if "Tokenized" in name}
     assert kinds == {f"{batch}Tokenized{kind}ReqInput" for batch in ("", "Batch")
                      for kind in ("Generate", "Embedding")}  # fmt: skip
@@ -167,7 +167,8 @@ def taken(request: Any, sender: Any, mode: str) -> bool:
 def test_all_ranks_of_a_scheduler_reject_the_same_requests(
     wire: tuple[Any, Any], mode: str
 ) -> None:
-    """SGLang's tokenizer turns the answer into HTTP 400. Only the first rank has a socket."""
+    """SGLang's tokenizer turns a rejection into HTTP 400. Only a scheduler's first rank has a
+    socket."""
     sender, pull = wire
     requests = [(tokenized("Generate", **one), False) for one in WRONG]
     requests += [(tokenized("Generate", **one), True) for one in RIGHT]
@@ -196,8 +197,8 @@ def test_decode_rejects_a_request_without_a_host(wire: tuple[Any, Any]) -> None:
 def test_a_request_that_cannot_be_routed_goes_to_any_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Such a request goes to a rank that is alive, whose scheduler rejects it. Of ranks 0 to 2,
-    rank 1 is down. A request with a valid room is routed as SGLang does."""
+    """A request that cannot be routed goes to a DP rank that is alive, where the scheduler rejects
+    it. Rank 1 of 0 to 2 is down. SGLang routes requests with valid rooms."""
     sent: list[tuple[int, Any]] = []
     monkeypatch.setattr(data_parallel_controller, "sock_send", lambda *one: sent.append(one))
     controller = DataParallelController.__new__(DataParallelController)

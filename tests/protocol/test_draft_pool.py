@@ -146,7 +146,7 @@ BLOCK = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 12
 def test_the_window_of_a_drafter(
     tmp_path: Path, algorithm: str, flags: Any, config: Any, window: int | None
 ) -> None:
-    """A window of None means the whole prompt, which is also the result for unknown windows."""
+    """A window of None means the whole prompt, and is also the result if the window is unknown."""
     if algorithm in BLOCK_DRAFTERS:
         config = BLOCK | {"architectures": [BLOCK_DRAFTERS[algorithm]], **config}
     cache = Cache("mha", heads=4)
@@ -199,7 +199,7 @@ def test_a_pool_without_a_known_layout_is_refused() -> None:
 def test_each_fact_comes_from_its_own_source(
     algorithm: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On rank 3 of 4, with V narrower than K, every fact has a value that no other source has."""
+    """On rank 3 of 4, with V narrower than K, all sources of facts have different values."""
     cache = Cache("mha", layers=2, heads=8, k_bytes=16)
     pool = sglang_pool(CASE, cache, 4, 3, cache.layers)
     pool.maybe_get_custom_mem_pool = lambda: "its memory"
@@ -319,7 +319,7 @@ def test_a_pool_with_sliding_window_layers_is_refused(
     inner: Callable[[], Any],
 ) -> None:
     """SWAKVPool keeps its full-attention layers in an inner pool, and the channel would move only
-    those."""
+    that pool."""
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
@@ -352,8 +352,8 @@ def test_the_pool_is_restored_if_sglang_raises() -> None:
 
 @pytest.mark.parametrize("shape", ["a component of state", "an entry", "another plugin's manager"])
 def test_a_manager_that_still_moves_a_hidden_pool_is_refused(shape: str) -> None:
-    """The shapes come from branches of SGLang and from other projects: a drafter's KV that is sent
-    as state, and a manager that wraps the class from `get_kv_class`."""
+    """The cases occur in branches of SGLang and in other projects: a drafter's KV that is sent as
+    state, and a manager that wraps the class from `get_kv_class`."""
     pool = of_heads()
     value = pool.v_buffer[-1].data_ptr()
 

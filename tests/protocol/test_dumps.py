@@ -36,7 +36,7 @@ assert (found.model_path, found._mixkv["staging_mb"]) == ("m", 7)
 
 
 def test_a_dump_is_read_without_the_plugin(tmp_path: Path) -> None:
-    """SGLANG_PLUGINS=none excludes the plugin, as if it were not installed."""
+    """SGLANG_PLUGINS=none makes SGLang load no plugin, as if this one were not installed."""
     others, own = tmp_path / "without", tmp_path / "with"
     runs = (MADE, others, "none"), (MADE, own, "mixkv"), (READ, own, "none")
     for text, folder, plugins in runs:

@@ -1,5 +1,5 @@
 """SGLang's early chunks are sent only after their KV is written. If neither SGLang nor the plugin
-waits for that, the plugin switches early sends off."""
+waits for the forward that writes it, the plugin switches early sends off."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from sglang_mixkv.guards.early_sends import (
 
 
 class HeldBack:
-    """A stand-in for a torch.cuda.Event after a forward that ends when `is_over` returns True; its
-    rows are written then."""
+    """A stand-in for the torch.cuda.Event of a forward, which ends and has written its rows when
+    `is_over` returns True."""
 
     def __init__(self, is_over: Callable[[], bool], write: Callable[[], None]) -> None:
         self._is_over, self._write = is_over, write
@@ -106,7 +106,7 @@ NEVER = 10**9
 
 
 def queue_of(*chunks: tuple[int, int, Event | None]) -> Any:
-    """Make NIXL's queue with these chunks (room, number, event), added in SGLang's way."""
+    """Make NIXL's queue with these chunks (room, number, event), added as SGLang adds them."""
     manager = EarlySends()
     manager.transfer_queues = [object()]
     (queue,) = manager.transfer_queues
@@ -178,8 +178,8 @@ def test_a_worker_spares_captures_before_it_queries_an_event(
 def test_early_sends_are_off_if_nothing_waits_for_the_kv(
     backend: str, release: str, off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator's setting is not changed. A NIXL manager without `transfer_queues` belongs to an
-    untested release, where the plugin's queue has no effect."""
+    """The plugin does not change a setting that the operator has made. A NIXL manager without
+    `transfer_queues` belongs to an untested release, where the plugin's queue has no effect."""
     theirs: dict[str, Any] = {"transfer_queues": [object()]} if backend == "mooncake" else {}
     manager = SimpleNamespace(backend=backend, **theirs)
     for value in ("0", "1"):

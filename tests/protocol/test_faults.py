@@ -1,9 +1,9 @@
 """A fault affects one request as expected, and the next request on the same servers is correct.
 
-Every byte of every decode buffer is compared, except the pages of the failed request. A fault of
+Every byte of every decode buffer is compared, except in the pages of the failed request. A fault of
 the drafter fails no request: the request is served, with a cold drafter if rows did not arrive. A
 request fails only after a fault of SGLang's own transfer, or if decode cannot clear its rows.
-Aborts by prefill are in test_aborts.py, ranks that are killed or stopped in test_traffic.py.
+test_aborts.py tests aborts by prefill, and test_traffic.py tests ranks that are killed or stopped.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TWO_ROUNDS: dict[str, Any] = {"requests": (Request(12), Request(9)), "rounds": (
 
 
 def first(name: str, method: str, what: Callable[..., Any], of: Any = None) -> Inject:
-    """Replace a rank's first call of a method. `name` is the kind of SGLang's class (`receiver`);
-    `of`, if given, is the class instead."""
+    """Replace a rank's first call of a method. `name`: the kind of SGLang's class, for example
+    `receiver`. `of`: a class to use in place of that one."""
 
     def inject(rank: Rank) -> None:
         cls, met = of or rank.kv_class[name], []

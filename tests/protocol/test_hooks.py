@@ -1,6 +1,5 @@
-"""Each of the plugin's hooks and checks, and the order of its steps, without a launcher.
-
-test_startup.py and test_launchers.py test them in launchers and ranks.
+"""Test each of the plugin's hooks and checks, and the order of its steps, without a launcher.
+test_startup.py and test_launchers.py test the hooks in launchers and ranks.
 """
 
 from __future__ import annotations
@@ -123,7 +122,8 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 def test_a_class_is_returned_after_a_check_of_its_arguments(
     steps: MagicMock, published: Callable[[Any], None]
 ) -> None:
-    """Arguments are checked once, not per request; another server's are checked again."""
+    """Arguments are checked once, not per request. The arguments of another server are checked
+    again."""
     for args in (given(), given()):
         published(args)
         for backend in (MOONCAKE, NIXL, FAKE):
@@ -158,8 +158,8 @@ def test_no_class_is_returned_for_an_unsupported_backend(
 def test_nothing_is_checked_before_arguments_are_published(
     steps: MagicMock, published: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then only the environment decides whether the plugin is active. The manager checks the
-    arguments later."""
+    """Until arguments are published, only the environment decides whether the plugin is active. The
+    manager checks the arguments later."""
     published(None)
     assert plugin.kv_class(steps.original, MOONCAKE, SENDER) == "SGLang's"
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
@@ -176,7 +176,7 @@ def test_every_hook_calls_sglangs_function_without_opting_in(
     assert plugin.kv_class(steps.original, MOONCAKE, SENDER) == "SGLang's"
     assert steps.mock_calls == [call.original(MOONCAKE, SENDER)]
     names = set(HOOKS.values())
-    looks = {"plugin.add_flags", "plugin.attach_config", "plugin.kv_class"}  # check it themselves
+    looks = {"plugin.add_flags", "plugin.attach_config", "plugin.kv_class"}  # check it on their own
     assert looks < names
     for name in names:
         found = plugin._around(name, steps.original, 1, two=2)

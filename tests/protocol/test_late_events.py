@@ -31,7 +31,7 @@ REQUESTS = (Request(23, chunk_pages=2), Request(8))
 
 class Late:
     """A stand-in for a torch.cuda.Event. `then`: the stream's work before the event, which runs
-    whether or not anyone waits for the event."""
+    even if no thread waits for the event."""
 
     def __init__(self, then: Callable[[], None], seconds: float = DELAY_S) -> None:
         self._then, self._done = then, threading.Event()
@@ -71,14 +71,14 @@ def early(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
 
 
 def indices(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
-    """Send page numbers in an array that is filled later, as Mooncake's pinned tensor is."""
+    """Send page numbers in an array that is filled later, like the pinned tensor with Mooncake."""
     filled, tokens = np.zeros_like(chunk), tokens_in(rank, sender, chunk)
     event = Late(partial(np.copyto, filled, chunk))
     sender.send(filled, state, num_kv_tokens=tokens, indices_event=event)
 
 
 def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
-    """SGLang sends such a chunk in prefill.py, maybe_send_cached_prefix_chunk."""
+    """SGLang sends an early chunk in maybe_send_cached_prefix_chunk (prefill.py)."""
     right(Case(2, 1, requests=REQUESTS, special=Special(send=early)))
 
 
@@ -90,8 +90,8 @@ def test_page_numbers_are_read_after_their_event() -> None:
 
 
 def a_forward_under_way(rank: Rank) -> None:
-    """Write the rows of the last pipeline stage late. With stages, SGLang sends a chunk while its
-    forward may still run (process_prefill_chunk)."""
+    """Write the rows of the last pipeline stage late. With pipeline stages, SGLang sends a chunk
+    while its forward may still run (process_prefill_chunk)."""
     from sglang_mixkv.engine import sender as module
 
     real = module.DraftSender.send

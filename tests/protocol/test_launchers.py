@@ -1,7 +1,7 @@
 """With every way to start SGLang, the launcher and its ranks opt in together or not at all.
 
-The launchers are SGLang's and Dynamo's own, up to the start of the schedulers (launchers.py).
-test_startup.py has the refusals that need no launcher, tests/e2e has whole servers.
+The tests run SGLang's and Dynamo's own launchers up to the start of the schedulers (launchers.py).
+test_startup.py tests the refusals that need no launcher, and tests/e2e tests whole servers.
 """
 
 from __future__ import annotations

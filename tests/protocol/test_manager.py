@@ -287,8 +287,8 @@ def test_the_targets_facts_come_from_sglangs_kv_args(
     manager: dict[str, Any], kv_args: dict[str, Any], expected: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """SGLang's lists include a drafter that SGLang moves itself, after the target's entries. On
-    decode they lack the number of heads."""
+    """If SGLang moves the drafter itself, its lists have the drafter's entries after those of the
+    target. On decode, the lists lack the number of heads."""
     plain = {"kv_item_lens": [7, 8, 9], "num_draft_entries": 1, "kv_layer_ids": [0],
              "total_kv_head_num": 6, "page_size": 1, "state_types": [], "state_item_lens": [],
              "state_dim_per_tensor": []} | kv_args  # fmt: skip
@@ -564,8 +564,8 @@ def test_a_server_enters_sglangs_table_only_once_connected() -> None:
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("reason", [ABORTED, "another", None])
 def test_prefills_status_of_a_request_is_passed_to_sglang(deferred: bool, reason: Any) -> None:
-    """Prefill's status reaches SGLang, except an abort without deferred release: prefill may still
-    write to the pages."""
+    """The plugin passes every status from prefill to SGLang except an abort without deferred
+    release, since prefill may still write to the pages then."""
     manager = Manager()
     manager.enable_deferred_decode_kv_release = deferred
     status = {"bootstrap_room": 7, "status": 0, "prefill_unique_rank": 1}
@@ -600,8 +600,8 @@ class Locked(dict[str, Any]):
 
 def test_a_server_with_a_restarted_rank_is_forgotten() -> None:
     """After a restart that SGLang's heartbeats may have missed, SGLang's cached connections to that
-    server are dropped too. Their keys are made in CommonKVReceiver._setup_bootstrap_infos; SGLang's
-    threads change the table under a lock."""
+    server are dropped too. CommonKVReceiver._setup_bootstrap_infos makes the keys of these
+    connections. SGLang's threads change their table under a lock."""
     lock, entries = threading.Lock(), {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
     pool, table = Locked(lock, **entries), dict.fromkeys((ADDRESS, OTHER))
     manager: Any = SimpleNamespace(
@@ -662,8 +662,8 @@ def test_the_data_plane_uses_sglangs_rdma_devices_for_its_gpu(
     assert devices == taken
     _, found = planes.nixl_backend(devices, params)
     assert found == ({"device_list": taken.replace(",", ", ")} if taken else {})
-    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_9:1")  # then SGLang passes no device list either
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_9:1")  # SGLang also passes no device list then
     assert planes.nixl_backend(devices, params) == ("UCX", {})
-    monkeypatch.setenv("MC_FORCE_TCP", "0")  # Mooncake checks only whether it is set
-    kv_args.gpu_id = 7  # not in the file, which is not read without RDMA
+    monkeypatch.setenv("MC_FORCE_TCP", "0")  # Mooncake checks only whether MC_FORCE_TCP is set
+    kv_args.gpu_id = 7  # the file lacks it, but is not read without RDMA
     assert gpu.rdma_devices(kv_args) == ""

@@ -57,8 +57,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "gqa, stages": {"target": GQA, "prefill_pp": 2, **with_drafter("gqa4")},
     "gqa, hybrid": {"target": GQA, "hybrid": True, **with_drafter("gqa2")},
     "gqa, hybrid stages": {"target": GQA, "hybrid": True, "prefill_pp": 2, **with_drafter("gqa1")},
-    # Sliding-window layers have their own pages, sent as state. The drafter uses the pages of the
-    # full-attention layers.
+    # Sliding-window layers have their own pages, which SGLang sends as state. The drafter uses the
+    # pages of the full-attention layers.
     "gqa, window": {"target": GQA, "target_window": 9, **with_drafter("gqa2")},
     "mla, hybrid": {"target": MLA, "hybrid": True, **with_drafter("DSPARK")},
     "mla, stages": {"target": MLA, "prefill_pp": 2, **with_drafter("gqa4")},
@@ -97,8 +97,8 @@ POOLS = {"plain": {}, "stages": {"prefill_pp": 2}, "hybrid": {"hybrid": True}}
 @pytest.mark.parametrize("draft", ["none", "heads", "mtp"])
 def test_dsa_target(prefill_tp: int, decode_tp: int, index_k: str, pool: str, draft: str) -> None:
     """DSA targets (DeepSeek-V3.2, GLM-5, LongCat) keep index keys in their own pages, which SGLang
-    sends as state; not every layer has them. The index keys of DeepSeek's MTP layer follow the
-    target's in one list. In a hybrid model, the MTP layer has none."""
+    sends as state. Not every layer has index keys. Those of DeepSeek's MTP layer follow those of
+    the target in one list. In a hybrid model, the MTP layer has no index keys."""
     of_mtp = Cache("mla", k_bytes=24, index_k=() if pool == "hybrid" else (True,))
     drafts = {"none": None, "heads": Cache("mha", heads=2), "mtp": of_mtp}
     target = Cache("mla", layers=4, k_bytes=24, index_k=INDEX_K[index_k])
@@ -126,7 +126,7 @@ def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (4, 2, 1, 2)],
 )
 def test_dp_attention(prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int) -> None:
-    """Routes depend on the attention-TP sizes within a DP rank, and each DP rank is a peer."""
+    """Routes depend on the attention-TP sizes within a DP rank. Each DP rank is a peer."""
     sizes = {"prefill_dp": prefill_dp, "decode_dp": decode_dp}
     right(Case(prefill_tp, decode_tp, requests=REQUESTS, **sizes, **with_drafter("gqa4")))
 
@@ -173,8 +173,8 @@ def test_dtypes(prefill_tp: int, decode_tp: int, target: str, draft: str) -> Non
     [(3, 1, 3), (1, 3, 3), (6, 3, 6), (3, 6, 6), (6, 2, 6), (6, 3, 3), (2, 6, 6)],
 )
 def test_sizes_that_are_not_powers_of_two(prefill_tp: int, decode_tp: int, heads: int) -> None:
-    """SGLang requires that the number of heads and the TP size divide one another, and likewise the
-    two TP sizes."""
+    """SGLang requires that the number of heads is a multiple or a divisor of the TP size, and that
+    one TP size is a multiple of the other."""
     draft = Cache("mha", heads=heads, layers=3)
     right(Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS))
 
@@ -325,7 +325,7 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("what", MISFITS)
 @pytest.mark.parametrize("decode_tp", [1, 2])
 def test_other_buffers_are_refused(what: str, decode_tp: int) -> None:
-    """The sides serve different models, or the same model with different flags."""
+    """Prefill and decode serve different models, or the same model with different flags."""
     both, changes = MISFITS[what]
     fits = Case(2, 2, **both)
     assert what in refusal_of(fits, replace(fits, decode_tp=decode_tp, **changes))
@@ -333,8 +333,8 @@ def test_other_buffers_are_refused(what: str, decode_tp: int) -> None:
 
 def refusal_of(fits: Case, misfit: Case) -> str:
     """Return why the decode server `misfit` refuses its request, and check that a fitting decode
-    server is served afterwards. If the first one had registered with prefill, SGLang's threads
-    there would have ended."""
+    server is served afterwards. If the misfit had registered with prefill, SGLang's threads on
+    prefill would have ended."""
     requests, ports = (Request(8), Request(23)), [free_port()]
     with ExitStack() as ends:
 

@@ -106,8 +106,8 @@ def draft_of(pages: int) -> Any:
 def test_draft_rows_missing_from_a_backup_are_zeroed(
     backup: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a retraction, a CPU-tensor backup restores no draft rows, so the plugin zeroes the
-    resumed request's. A host-pool backup includes them."""
+    """After a retraction, a CPU-tensor backup restores no draft rows, so the plugin zeroes those of
+    the resumed request. A host-pool backup includes draft rows."""
     monkeypatch.setattr(
         retraction, "get_disagg",
         lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),
@@ -136,7 +136,7 @@ def test_draft_rows_missing_from_a_backup_are_zeroed(
 def test_an_error_in_one_resumed_request_affects_no_other(
     bad: int, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Draft rows that are not cleared may hold another request's KV."""
+    """Draft rows that are not cleared may contain the KV of another request."""
     done: dict[str, list[int]] = {"reporter": [], "rows": []}
 
     def note(name: str, request: int) -> None:

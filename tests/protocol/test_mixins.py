@@ -222,8 +222,8 @@ def opening(**local: Any) -> tuple[Any, Any]:
 
 
 def failed(one: Any, manager: Any, reason: str) -> bool:
-    """Return True if the request has failed for this reason. The failure must be complete: recorded
-    in SGLang, set as the request's state, and then sent to prefill."""
+    """Return True if the request has failed for this reason. The failure must be recorded in
+    SGLang, set as the request's state, and then sent to prefill."""
     record = call.record_failure(one.bootstrap_room, f"sglang-mixkv: {reason}")
     found = calls(manager, "record_failure", "stock.ensure_abort_notified")
     if not found:
@@ -364,8 +364,9 @@ def test_a_rooms_gate_is_closed_before_sglang_frees_its_pages() -> None:
 def test_a_room_that_failed_is_closed_with_a_reason(
     state: Any, records: dict[int, str], reason: str
 ) -> None:
-    """A failed room is closed with a reason even if this rank recorded none; otherwise it would be
-    counted as warm or cold. `records`: failure reasons, by the offset of their room number."""
+    """A failed room is closed with a reason even if this rank recorded none, since it would
+    otherwise count as warm or cold. `records`: failure reasons, by the offset of their room
+    number."""
     one, manager = opening()
     one.send_metadata([2, 3])
     manager.failure_records = {one.bootstrap_room + by: text for by, text in records.items()}
@@ -440,7 +441,7 @@ def test_a_sender_that_has_succeeded_frees_its_number(
     mixin: type, status: Any, is_packed: bool
 ) -> None:
     """Decode may resend a retracted request while its first sender is still packing. That sender
-    moves to a new number and completes there."""
+    gets a new room number, under which it completes."""
     first, manager = use(mixin)
     room = first.bootstrap_room
     if mixin is DraftSender:
@@ -468,8 +469,8 @@ def test_an_invalid_number_fails_at_the_start_of_its_use(number: Any) -> None:
 
 
 def test_the_pool_context_belongs_to_one_thread() -> None:
-    """The pool context contains the innermost pool, is visible only in the thread that builds the
-    manager, and SGLang's manager is returned unchanged."""
+    """The pool context contains the innermost pool, and is visible only in the thread that builds
+    the manager. The hook returns SGLang's manager unchanged."""
     taken = list[Any]()
     inner = SimpleNamespace(k_buffer=[], v_buffer=[])
     queue = SimpleNamespace(
@@ -492,8 +493,8 @@ def test_the_pool_context_belongs_to_one_thread() -> None:
 
 
 def test_another_projects_manager_stays_below_the_mixin() -> None:
-    """Dynamo's checkpoints replace `get_kv_class` in this way before plugins are loaded. A wrapper
-    that is loaded after the plugins is refused (test_draft_pool.py)."""
+    """Dynamo's checkpoint code replaces `get_kv_class` like this before plugins are loaded. A
+    wrapper that is loaded after the plugins is refused (test_draft_pool.py)."""
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
     snapshot = type("SnapshotNixlKVManager", (NixlKVManager,), {"restored": lambda self: "theirs"})

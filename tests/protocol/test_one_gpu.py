@@ -1,5 +1,5 @@
-"""The one-GPU demo (mixkv_demo/one_gpu) as far as it can be tested without a GPU: its collectives
-under SGLang's GroupCoordinator, with tensors in host memory, and the flags that it chooses."""
+"""Test the parts of the one-GPU demo (mixkv_demo/one_gpu) that need no GPU: its collectives under
+SGLang's GroupCoordinator, with tensors in host memory, and its choice of flags."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def refused_by_decode(
     """Check that decode refuses every request with these words, and sends nothing.
 
     Decode refuses immediately, and repeats the ABORT to prefill for 8 s only. With `faults`, the
-    ring starts requests after all ranks are up, so every prefill rank receives it."""
+    ring starts requests only after all ranks are up, so every prefill rank receives the ABORT."""
     faults = {("decode", rank): is_silent for rank in range(decode_tp)}
     special = Special(faults=faults, failed_rooms_stay_clean=True, stock_ranks=stock_ranks)
     outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, special=special, **case))

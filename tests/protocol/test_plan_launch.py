@@ -219,7 +219,7 @@ OLDER = SUPPORTED_SGLANG[-2]
 
 
 def test_a_row_of_another_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The older release writes the row and this one reads it. `plan` also compares the releases."""
+    """The older release writes the row, and the newest release reads it. `plan` compares them."""
     python = ROOT / f".venv-{OLDER}" / "bin" / "python"
     if not python.exists():
         pytest.skip(f"NOT TESTED: MIXKV_SGLANG={OLDER} bash scripts/test.sh makes {python}")

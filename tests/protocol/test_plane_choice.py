@@ -1,4 +1,4 @@
-"""The choice of a rank's data plane."""
+"""Test the choice of a rank's data plane."""
 
 from __future__ import annotations
 

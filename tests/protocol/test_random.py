@@ -1,6 +1,6 @@
 """Random combinations of all parameters; each number is a reproducible case.
 
-By default a sample runs, with --full many more. `MIXKV_RANDOM_CASES=lo-hi` selects other numbers.
+By default, only a sample runs; --full runs more. `MIXKV_RANDOM_CASES=lo-hi` selects other numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def random_case(number: int) -> Case:
         target = with_index_keys(draw, target)
         if draft is not None and draft.is_mla and not hybrid:
             draft = replace(draft, index_k=(True,) * draft.layers)
-    target = replace(target, v_bytes=target.k_bytes)  # as SGLang's own transfer needs it
+    target = replace(target, v_bytes=target.k_bytes)  # SGLang's own transfer requires this
     return Case(
         prefill_tp,
         decode_tp,
@@ -86,8 +86,8 @@ def numbers() -> list[object]:
 
 
 def is_refused(case: Case) -> bool:
-    """Return True if SGLang cannot transfer this GQA target over NIXL. It needs layer ids to pair
-    the layers of prefill's stages, which this pool lacks (_build_transfer_dst_indices), and it
+    """Return True if SGLang cannot transfer this GQA target over NIXL. SGLang needs layer ids,
+    which this pool lacks, to pair the layers of prefill's stages (_build_transfer_dst_indices), and
     cannot split replicated heads for more decode ranks (_init_hetero_tp_prep_handle)."""
     if case.backend != "nixl" or case.target.is_mla:
         return False

@@ -66,8 +66,8 @@ TOP = (1 << 63) - 1
 def test_an_invalid_room_number_is_refused_on_arrival(
     rooms: Any, is_taken: bool, mode: str
 ) -> None:
-    """This holds for health checks too, and for a batch that SGLang numbers upward from one room,
-    if its last number is out of bounds."""
+    """A health check with an invalid room is refused as well. So is a batch, if the last of its
+    rooms, which SGLang numbers upward from the first one, is out of bounds."""
     for host in "h", FAKE_BOOTSTRAP_HOST:
         many = isinstance(rooms, list)
         check_taken(mode, is_taken, [[1]] * len(rooms) if many else [1], rooms, host)
@@ -212,8 +212,8 @@ def test_a_batch_numbered_beyond_the_bounds_is_refused() -> None:
 
 
 def test_a_second_clear_does_not_affect_a_numbers_next_use() -> None:
-    """SGLang clears a failed receiver twice: when it fails, and when its pages are released. The
-    second time, the number may belong to the next request."""
+    """SGLang clears a failed receiver twice: when it fails, and when its pages are released. At the
+    second call, the number may belong to the next request."""
     kind = type("Receiver", (DraftReceiver, CommonKVReceiver), {})
     manager = CommonKVManager.__new__(CommonKVManager)
     empty = (
@@ -247,8 +247,8 @@ class Stock:
 def test_a_failed_request_never_ends_like_a_successful_one(
     mixin: type, state: Any, record: Any
 ) -> None:
-    """A failed request is closed with a reason even if none was recorded. Without one, decode would
-    count it as warm, and neither side would notify the other's channel."""
+    """A failed request is closed with a reason even if none was recorded. Without a reason, decode
+    would count the request as warm, and neither side would notify the other side's channel."""
     use: Any = object.__new__(type("Use", (mixin, Stock), {}))
     ended = MagicMock()
     use.kv_mgr = SimpleNamespace(

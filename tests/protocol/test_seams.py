@@ -110,7 +110,7 @@ def test_every_listed_seam_is_used_and_there_are_few() -> None:
 @cache
 def rules_ask_for() -> set[str]:
     """Return the argument names that the rules read. A rule treats a missing argument as off, so
-    the table must list them all."""
+    the table must list every argument."""
     asked = Asked()
     for rule in releases.rules():
         with suppress(TypeError):  # a rule compares the text with a number
@@ -120,8 +120,8 @@ def rules_ask_for() -> set[str]:
 
 
 class Asked:
-    """Stands in for ServerArgs and records the names that are read. The values are truthy, so that
-    a rule evaluates all operands of an `and`."""
+    """A stand-in for ServerArgs that records the names that are read. All values are truthy, so
+    that a rule evaluates all operands of an `and`."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -133,7 +133,7 @@ class Asked:
 
 def test_the_tables_agree_with_the_installed_release(tmp_path: Path) -> None:
     """tests/pure/engine/test_releases.py relies on tables made from each release's source. For the
-    installed release, they agree with the imported modules."""
+    installed release, these tables agree with the imported modules."""
     root = Path(next(iter(sglang.__path__))).parent
     path = tmp_path / f"sglang-{releases.sglang_version()}-any.whl"
     with zipfile.ZipFile(path, "w") as archive:

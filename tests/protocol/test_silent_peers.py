@@ -1,7 +1,7 @@
 """A prefill rank that stops answering while decode connects to it affects only its own requests.
 
-The tests use the real threads of both sides, real sockets and the real engine. The silent part
-impersonates a prefill rank's engine: the rank's facts fit, and its channel's port answers.
+The tests use the real threads of both sides, real sockets and the real engine. Each silent peer has
+valid facts and a channel port that answers, and only its Mooncake engine is an impostor.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ STRANGE: dict[str, Callable[[int, dict[str, Any]], bytes]] = {
 
 @in_own_process
 def test_malformed_answers_end_only_their_own_connection() -> None:
-    """Malformed answers are rejected before Mooncake gets them, and other requests succeed."""
+    """The plugin rejects malformed answers before Mooncake gets them. Other requests succeed."""
     ranks = Ranks()
     endpoint = ranks.other.row.staging.endpoint
     for name, answer in STRANGE.items():

@@ -40,7 +40,7 @@ def resolve(*flags: str) -> Any:
 
 
 def serve(**changed: Any) -> None:
-    """Publish ServerArgs that were resolved without the plugin's check, since resolution ends early
+    """Publish ServerArgs that the plugin has not checked, since SGLang ends the resolution early
     for a dummy model."""
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
@@ -143,7 +143,7 @@ GONE = "sglang.srt.server_args:ServerArgs.gone"
 @pytest.fixture
 def version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return a function that changes the version of the installed SGLang. The rules stay those of
-    the installed release, whose defaults may differ from the newest one's."""
+    the installed release, whose defaults may differ from those of the newest release."""
     rules = releases.rules()
     monkeypatch.setattr(releases, "rules", lambda: rules)
     return lambda other: monkeypatch.setattr(releases, "sglang_version", lambda: other)
@@ -190,7 +190,7 @@ def test_allowing_untested_releases_warns_per_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG", "1")
-    # Only this difference: an older installed release lacks other seams too.
+    # Check only this difference, since an older installed release also lacks other seams.
     monkeypatch.setattr(releases, "SEAMS", {GONE: ()})
     monkeypatch.setattr(releases, "ATTRIBUTES", {})
     version(NEWER)

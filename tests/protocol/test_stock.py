@@ -1,5 +1,5 @@
 """Without opting in, SGLang moves a drafter's KV as before: correctly for some pairs, and wrongly
-for others. test_launchers.py shows that its classes are unchanged."""
+for others. test_launchers.py shows that SGLang's classes are unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT: dict[str, Case] = {
     "DCP with a hybrid target, P < D": stock(
         1, 2, dcp=2, hybrid=True, requests=(Request(23, chunk_pages=1), Request(8))
     ),
-    # Index keys are the same on every rank: the rank that sends the target sends them.
+    # Index keys are the same on every rank, so the rank that sends the target also sends them.
     "DSA": stock(2, 2, **OF_DSA),
     "DSA with its MTP layer, stages": stock(
         2, 2, prefill_pp=2, draft=Cache("mla", k_bytes=24, index_k=(True,)), **OF_DSA
@@ -50,8 +50,8 @@ def test_gather_is_silently_wrong(prefill_tp: int, decode_tp: int) -> None:
 
 
 def test_scatter_is_wrong_at_low_page_numbers() -> None:
-    """From fewer ranks to more, draft KV is wrong. At low page numbers the stray bytes stay inside
-    the pool; at high ones the transfer fails."""
+    """From fewer ranks to more, draft KV is wrong. At low page numbers, the bytes go to wrong
+    places inside the pool. At high page numbers, the transfer fails."""
     requests = (Request(8), Request(4))
     outcome = run(stock(1, 2, requests=requests, shuffled=False))
     assert outcome.statuses == {"success"}

@@ -43,7 +43,7 @@ def opt_in(patch: pytest.MonkeyPatch, algorithm: str | None = "EAGLE3", **config
 
 
 class HostPool:
-    """A host pool with contiguous pages, as SGLang's. `parts`: 2 for K and V, 1 for MLA."""
+    """A host pool with contiguous pages, like SGLang's. `parts`: 2 for K and V, 1 for MLA."""
 
     def __init__(self, parts: int, heads: int, value: int) -> None:
         import torch
@@ -115,8 +115,8 @@ class Rank:
 
 
 def in_order(shared: dict[str, Any], tag: str) -> dict[str, Any]:
-    """Return what a server of two ranks and a server of one rank find in a shared store, step by
-    step: the two ranks write, the one rank looks, writes its first page, then all; all read."""
+    """Return what a server of two ranks and one of a single rank find in a shared store, step by
+    step: the two ranks write, the single rank writes one page and then all, and all ranks read."""
     first, second = (Rank(shared, tag, 2, rank) for rank in (0, 1))
     other = Rank(shared, tag, 1, 0)
     seen: dict[str, Any] = {"nobody wrote": other.hits()}
@@ -181,7 +181,7 @@ def suffixes(shared: dict[str, Any], tag: str) -> dict[str, Any]:
 def test_names_of_objects_with_heads_contain_the_tp_size(
     algorithm: str | None, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Objects with heads have the TP size in their names. SGLang's names stay for MLA rows, for
+    """Objects with heads have the TP size in their names. SGLang's names are kept for MLA rows, for
     servers without a drafter, and for heads that SGLang itself splits by the least common multiple
     of the sizes."""
     opt_in(monkeypatch, algorithm)

@@ -1,9 +1,9 @@
-"""SGLang's own transfer of a target while the drafter's pool is hidden, as the plugin does.
+"""Test SGLang's own transfer of a target while the drafter's pool is hidden, as with the plugin.
 
 Each rank has a draft pool, and runs SGLang's own classes with the KV args of the target alone.
 test_matrix.py and test_random.py show that most targets arrive correctly. These tests show which
-targets SGLang moves wrongly even without a drafter, which sglang_mixkv/decode/compare.py refuses,
-and what happens if only one side hides its drafter.
+targets SGLang moves wrongly even without a drafter, and what happens if only one side hides its
+drafter. sglang_mixkv/decode/compare.py refuses these targets.
 """
 
 from __future__ import annotations

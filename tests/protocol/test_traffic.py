@@ -42,7 +42,7 @@ RESTART_S = 4
 EARLY_S = 0.3
 """A probe may seem to begin this much too early, since SGLang polls a request's end late."""
 TRICKLE = "100kbit"
-"""A fortieth of the rate that the draft KV of these requests needs."""
+"""One fortieth of the bandwidth that the draft KV of these requests needs."""
 
 
 def full(*values: Any, **more: Any) -> Any:
@@ -76,8 +76,8 @@ def network() -> Iterator[Network]:
 def flow(
     rank: Key, seconds: float = 10, network: Network | None = None, every: float = 0.05, **more: Any
 ) -> Traffic:
-    """Plan requests to the rank's server and to another one. They last for a fault of `seconds`,
-    for the breaker's probe after it, and until requests are warm again on a busy machine."""
+    """Plan requests to the rank's server and to another one. The requests last through a fault of
+    `seconds` and the breaker's probe, until they are warm again on a busy machine."""
     tail = int((min(seconds, LONGEST_WAIT) + 15) / every)
     most = int(2 * (AT + (seconds + 5) / every + tail))
     sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
@@ -175,7 +175,7 @@ def test_a_fault_of_the_rank_that_sends_only_draft_kv(
 @over("mooncake")
 @pytest.mark.parametrize("same_ports", [False, full(True)], ids=["other ports", "the same ports"])
 def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
-    """SGLang fails the requests that the server had; later ones are served, and are warm."""
+    """SGLang fails the requests that the server had. Later requests are served, and are warm."""
     act = killed(*ALL_OF_A, restart=True)
     result = run(flow(TARGET, RESTART_S, same_ports=same_ports, restarts=1), {AT: act})
     assert result.found() == []
@@ -195,9 +195,10 @@ def test_all_links_of_a_server_are_down(
     """SGLang decides what happens to the server's requests: they fail, or they wait until SGLang
     drops the server after about 4 s. Requests to other servers are not affected.
 
-    After the links are up, the server's requests may wait that long again, since SGLang's sockets
-    from decode to prefill reconnect at the kernel's growing intervals. After 40 s over NIXL, they
-    may all fail, since SGLang's agent on prefill does not connect to decode again."""
+    After the links are up, the server's requests may wait for as long as the outage again, since
+    SGLang's sockets from decode to prefill reconnect at the kernel's growing intervals. After an
+    outage of 40 s over NIXL, all of them may fail, since SGLang's agent on prefill does not connect
+    to decode again."""
     for what in ("BOOTSTRAP", "WAITING"):
         monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{what}_TIMEOUT", "50")
     result = run(flow(TARGET, seconds, network), {AT: cut(network, seconds, 0, 1)})

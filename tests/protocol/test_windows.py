@@ -1,5 +1,5 @@
-"""If a drafter reads only the last tokens of a prompt, only their rows are moved. Earlier rows are
-not sent, and decode does not write theirs."""
+"""If a drafter reads only the last tokens of a prompt, only the rows of these tokens are moved.
+Prefill does not send earlier rows, and decode does not write them."""
 
 from __future__ import annotations
 

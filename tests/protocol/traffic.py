@@ -51,7 +51,7 @@ LATE = re.compile(
 """Entries that SGLang retains for aborted requests, and OPENs without a request, which the plugin
 retains for a minute."""
 QUEUES = 16
-OF_FORMER = {"fds": 12, "sockets": 8}  # that belonged to a server before its restart
+OF_FORMER = {"fds": 12, "sockets": 8}  # left from a server before its restart
 AT_ONCE = 4
 AT = 80
 """The number of ended requests after which most tests begin their fault."""
@@ -68,10 +68,10 @@ STARTS, READY, DONE = range(3)  # stages of a rank
 @dataclass(frozen=True)
 class Traffic:
     """At most `requests` requests of `tokens` tokens each. After all faults, each server gets
-    `tail` more, or fewer if ENOUGH consecutive ones are warm.
+    `tail` more requests, or fewer if ENOUGH consecutive requests are warm.
 
     There are `prefills` servers of TP 2, and `decodes` decode DP ranks of TP 1. A decode rank has
-    at most AT_ONCE requests in flight per server, and starts one there every `every` seconds.
+    at most AT_ONCE requests in flight per server, and sends each server one every `every` seconds.
     `touched`: the prefill server or decode rank with the fault. `hosts`: namespaces and addresses
     of ranks that do not use the loopback. `held`: the rank whose rooms are paused at a stage
     (stages.py). `same_ports`: a restarted rank uses its former channel port. `restarts`: the number
@@ -156,9 +156,7 @@ class TrafficRank(Rank):
         os.environ.setdefault("SGLANG_DISAGGREGATION_QUEUE_SIZE", str(QUEUES))
         os.environ["SGLANG_DISAGGREGATION_THREAD_POOL_SIZE"] = str(QUEUES)
         if side == "decode":
-            several = (
-                QUEUES // self.traffic.decodes
-            )  # SGLang's and the plugin's engine take two each
+            several = QUEUES // self.traffic.decodes  # each of the two engines takes two ports
             first = 20_000 + os.getpid() % 500 * QUEUES + rank * several
             os.environ["MC_MIN_PRC_PORT"] = str(first)
             os.environ["MC_MAX_PRC_PORT"] = str(first + several - 1)

@@ -1,10 +1,10 @@
 """Tests over RDMA verbs, which are skipped without an RDMA device.
 
-This module imports neither torch nor SGLang, since that takes minutes on an emulated processor.
+This module imports neither torch nor SGLang, since this takes minutes in an emulated guest.
 
-Ways: a reader and its peers on one device (`mooncake-rdma`, `nixl-rc`), also by the device's IPv4
-or IPv6 GID (`-4`, `-6`); at the two ends of the guest's wire (`-wire`); both with both devices
-(`-two`); peers on the second guest (`-far`).
+In the ways `mooncake-rdma` and `nixl-rc`, a reader and its peers use one device. `-4` and `-6`
+select its IPv4 or IPv6 GID. With `-wire`, the reader and its peers are at the two ends of the
+guest's wire. With `-two`, each uses both devices. With `-far`, the peers are on the second guest.
 
 Without --full, only the smoke tests run.
 """

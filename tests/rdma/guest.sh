@@ -18,10 +18,10 @@ export HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 stty -F /dev/ttyS1 raw && echo mixkv-up && ulimit -l unlimited && ip link set lo up
 eval "set -- $(cat "$mixkv/arguments")" && cd "$1" && venv="$2" made="$3" && shift 3
 for module in crc32_generic crc32c_generic veth sch_tbf sch_netem virtio_net rdma_rxe ib_uverbs rdma_ucm; do
-    modprobe -d "$made/kernel" "$module" # rxe needs the first one for its CRC-32
+    modprobe -d "$made/kernel" "$module" # rxe needs the first module for its CRC-32
 done
 ip link add wire0 mtu 4500 type veth peer name wire1 mtu 4500
-for n in 0 1; do # route packets between the two over the wire, although both addresses are local
+for n in 0 1; do # packets between the two devices go over the wire, although both addresses are local
     from="10.9.0.$((n + 1))" to="10.9.0.$((2 - n))" wire="wire$n"
     sysctl -qw "net.ipv4.conf.$wire.accept_local=1" "net.ipv4.conf.$wire.rp_filter=0"
     ip address add "$from/24" dev "$wire" && ip link set "$wire" up

@@ -57,7 +57,7 @@ def check_a_peers_end(reader: Reader, end: Callable[[], None]) -> None:
 
 def check_a_wrong_part(reader: Reader, there: int, inside: int = 0) -> None:
     """Check a list that contains a read of ten bytes at `there`, of which the peer has registered
-    only the first `inside`. The list fails, and none of the other bytes arrive."""
+    only the first `inside`. The list fails, and no unregistered byte arrives."""
     to = GUARD + 30 * MIB
     peer = reader.connect()
     claim(peer)

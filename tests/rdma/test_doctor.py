@@ -1,4 +1,4 @@
-"""`doctor` over verbs, started as by an operator. Its two reading processes import torch."""
+"""Test `doctor` over verbs, as an operator runs it. Its two reading processes import torch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WIRE = "mooncake-wire", "nixl-wire"
 
 @over("mooncake-4", "nixl-4", "mooncake-6", "nixl-6", *WIRE, "mooncake-two", "nixl-two", peers=2)
 def test_bytes_are_right(reader: Reader) -> None:
-    """The ways include IPv4 and IPv6 GIDs, a wire, and two devices on both sides, which are both
+    """The ways include IPv4 and IPv6 GIDs, a wire, and two devices on both sides, all of which are
     used. The wire's rate is raised, since Mooncake's queued reads time out at 64 Mbit/s."""
     used = devices()[: 2 if reader.way.endswith("two") else 1]
     before = [device.sent for device in used]
@@ -145,9 +145,9 @@ def wait_for_port(port: int) -> None:
 @over("mooncake-rdma", peers=0, later=2)
 def test_a_peer_restarted_at_its_address_can_be_read(reader: Reader) -> None:
     """Reads of the new instance are correct. A read by the old instance's name fails, or returns
-    the new instance's bytes: after a failure, Mooncake queries the address again
-    (getSegmentDescByID in transfer_metadata.cpp), so only a slot's stamp reveals the mistake. (With
-    NIXL, every agent has its own name.)"""
+    the new instance's bytes, since Mooncake queries the address again after a failure
+    (getSegmentDescByID in transfer_metadata.cpp). Only a slot's stamp shows that these bytes are
+    not the expected ones. With NIXL, every agent has its own name."""
     one, two = reader.peers
     port = {"MC_MIN_RPC_PORT": "20117", "MC_MAX_RPC_PORT": "20118"}
     with socket.create_server(("", 20117)):  # Mooncake tries the two ports until one is free

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(3600)
 
 @pytest.fixture(scope="module")
 def rig() -> Any:
-    """Import rdma.ranks late, since it imports torch; also on the second machine, so that this does
-    not count as a test's time."""
+    """Import rdma.ranks late, since it imports torch. Import it on the second machine as well, so
+    that the import does not count as a test's time."""
     Call("rdma.ranks:imported").recv()
     return importlib.import_module("rdma.ranks")
 
@@ -26,8 +26,8 @@ def rig() -> Any:
 @pytest.mark.parametrize("way", ["mooncake-far", "nixl-far"])
 def test_a_restart_of_prefills_host(rig: Any, way: str) -> None:
     """The host restarts during a read. The request is cold, because its read failed or timed out,
-    and no row is wrong. The host's new ranks have new instances, and requests to them are warm from
-    the first one on."""
+    and no row is wrong. The host's new ranks have new instances, and all requests to them are
+    warm."""
 
     def body(ranks: Any) -> None:
         device = devices()[2]

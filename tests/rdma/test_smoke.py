@@ -28,5 +28,5 @@ def test_endpoints(reader: Reader) -> None:
 
 @over("mooncake-rdma", "nixl-wire", peers=2)
 def test_a_peer_that_is_killed_fails_its_own_reads(reader: Reader) -> None:
-    """NIXL uses the slow wire, since on a single device its reads would end before the kill."""
+    """NIXL uses the slow wire, since reads on a single device would end before the kill."""
     check_a_peers_end(reader, reader.peers[0].kill)

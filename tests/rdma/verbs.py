@@ -14,8 +14,8 @@ from typing import NamedTuple
 DEVICES = Path("/sys/class/infiniband")
 SIOCGIFADDR = 0x8915
 IN_GUEST = "MIXKV_RDMA_GUEST" in os.environ
-"""Whether this machine is a guest of scripts/rdma.sh, with two devices that are connected by a wire
-whose ends a test may take down."""
+"""Whether this machine is a guest of scripts/rdma.sh. A guest has two devices at the ends of a
+wire, and tests may take either end down."""
 
 
 class Device(NamedTuple):

@@ -44,7 +44,7 @@ UNBOUND = {
 }  # fmt: skip
 """Functions that need no current context, according to CUDA's manual."""
 ORDERED = {cuda.RDMA_SUPPORTED: 1, cuda.RDMA_FLUSH_OPTIONS: 1, cuda.RDMA_ORDERING: 100}
-INTERPRETING = threading.Lock()  # Triton's interpreter has one grid for all threads
+INTERPRETING = threading.Lock()  # Triton's interpreter has a single grid for all threads
 H100 = {cuda.MAJOR: 9, cuda.MINOR: 0, **ORDERED}
 
 

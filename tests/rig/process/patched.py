@@ -1,4 +1,4 @@
-"""Make a patched copy of SGLang with patches from upstream/. The installed one is unchanged."""
+"""Make a copy of SGLang with patches from upstream/. The installed SGLang is unchanged."""
 
 from __future__ import annotations
 

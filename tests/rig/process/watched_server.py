@@ -1,7 +1,7 @@
 """Run `sglang.launch_server` so that each rank writes its state to a file twice a second.
 
     idle     SGLang has no request in flight. SGLang's own check for leaked pages and request slots
-             has passed then, since it ends the server otherwise
+             has passed then; a failure would end the server
     left     errors and leaks of the plugin's channel; empty without the plugin
 
 SGLang's child processes also import this file before they apply hooks.

@@ -90,7 +90,7 @@ class Memory:
         ]
 
     def draft_args(self, side: str = "") -> str:
-        """Return where the KV args of this side (or the given one) have the drafter: `channel`, in
+        """Return the drafter's place in the KV args of this side (or the given one): `channel`, in
         the plugin's channel; `appended`, after the target, as in SGLang; `hidden`, nowhere."""
         side = side or self.side
         opted_in = getattr(self.case, f"{side}_mixkv")
@@ -104,8 +104,8 @@ class Memory:
         return rank // (tp * dp * pp) * dp + rank // tp % dp
 
     def _stage_layers(self) -> range:
-        """Return this stage's layers. All stages have the same number, unless the case sets
-        `stage_layers`."""
+        """Return this stage's layers. All stages have the same number of layers, unless the case
+        sets `stage_layers`."""
         sizes = [self.case.target.layers // self.pp_size] * self.pp_size
         if self.pp_size > 1:
             sizes = [*self.case.special.stage_layers] or sizes

@@ -21,7 +21,7 @@ class Cache:
     """One model's KV cache. `kind`: `mla` has one latent row of `k_bytes` per token and layer;
     `mha` has K and V rows of `heads` heads, of `k_bytes` and `v_bytes` each. `dtype`: bf16, fp8, or
     torch's name. `index_k`: for DSA (mla with pages of 64), whether each layer has index keys; a
-    layer that uses an earlier layer's top-k has none."""
+    layer that uses an earlier layer's top-k has no index keys."""
 
     kind: str
     layers: int = 1
@@ -113,8 +113,8 @@ class Case:
 
     @property
     def by_token(self) -> bool:
-        """Return whether `send` gets the number of tokens of a chunk, as from SGLang's schedulers;
-        otherwise whole pages are sent. SGLang's own transfer needs the number only between
+        """Return whether `send` gets the number of tokens of a chunk, as from SGLang's schedulers.
+        Otherwise, whole pages are sent. SGLang's own transfer needs the number only between
         different DCP sizes."""
         return self.prefill_dcp != self.dcp or (self.prefill_mixkv and self.decode_mixkv)
 
@@ -288,8 +288,8 @@ def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:
 
 
 def surplus_pages(case: Case, side: str, number: int) -> np.ndarray:
-    """Return a request's pages after its prompt on that side. `Special.surplus` has their number, 0
-    to 2."""
+    """Return a request's pages after its prompt on that side. Their number is in `Special.surplus`,
+    and is 0 to 2."""
     first = sum(case.pages(r, case.dcp_of(side)) for r in case.requests) + 2 * number
     count = case.special.surplus.get(side, 0)
     return _page_order(case, side)[first : first + count]
@@ -320,7 +320,7 @@ def window_start(case: Case, request: int) -> int:
 
 
 def draft_start(case: Case, request: int) -> int:
-    """Return the first draft page that decode requests. It assumes that the last page holds a
+    """Return the first draft page that decode requests. Decode assumes that the last page has a
     single token, places the window before that token, and rounds down to a page."""
     if not case.draft_window:
         return 0

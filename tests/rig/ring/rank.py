@@ -120,7 +120,7 @@ class Rank(Memory):
 
         case, target = self.case, self.sglang_pools["target"]
         stages = self._stage_layers()
-        target.start_layer = stages.start * (2 if case.hybrid else 1)  # counting linear layers too
+        target.start_layer = stages.start * (2 if case.hybrid else 1)  # as linear layers count
         target.end_layer = stages.stop
         is_hidden = self.draft_args() == "hidden"
         aux = [(rows.ctypes.data, rows.nbytes, rows[0].nbytes) for rows in self.aux]
@@ -145,8 +145,8 @@ class Rank(Memory):
         )  # fmt: skip
 
     def start_manager(self) -> None:
-        """Let SGLang's queue make the manager, within the plugin's hook. The drafter's
-        configuration and window come from the case."""
+        """Let SGLang's queue make the manager, within the plugin's hook. The case determines the
+        drafter's configuration and window."""
         from sglang.srt.disaggregation.decode import DecodePreallocQueue
         from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
@@ -238,8 +238,8 @@ class Rank(Memory):
             )  # fmt: skip
 
     def is_known(self, number: int) -> bool:
-        """Return whether decode has a request's prefill server's facts. If not, call this again
-        later."""
+        """Return whether decode has a request's prefill server's facts. If it does not, call this
+        again later."""
         return bool(self.manager.try_ensure_parallel_info(self.address(number)))
 
     def _receiver(self, number: int, deadline: float) -> Any:

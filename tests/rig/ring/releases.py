@@ -19,14 +19,14 @@ class Releases:
         from sglang.srt.disaggregation import decode
         from sglang.srt.environ import envs
 
-        decode.all_reduce_flags = lambda flags, **_: flags  # no other ranks here
+        decode.all_reduce_flags = lambda flags, **_: flags  # there are no other ranks
         queue = decode.DecodeTransferQueue.__new__(decode.DecodeTransferQueue)
         queue._deferred_releases = []
         queue.deferred_kv_release_timeout = (
             envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
         )
         queue.enable_staging, queue.gloo_group = False, None
-        queue.enable_host_receive = False  # read by 0.5.22; the next one by newer releases
+        queue.enable_host_receive = False  # 0.5.22 reads this, newer releases the next one
         queue._is_host_destination = lambda _: False
         queue._release_request = lambda request: request.free()
         queue._observe_deferred_kv_release = lambda *_, **__: None

@@ -125,7 +125,7 @@ def run(case: Case) -> Outcome:
 
 
 def start(case: Case, ports: list[int], sides: Collection[str] = SIDES) -> Servers:
-    """Start the ranks of these sides. If decode is started alone, prefill must be up already, and
+    """Start the ranks of these sides. If only decode is started, prefill must already be up, and
     the caller must call `all_sent`."""
     context = mp.get_context("fork")
     shared = Shared(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Prefill's bootstrap timeout is longer: a rank whose request has ended begins the next one at once,
-# and waits there while another rank's request still ends by decode's timeout and ABORT.
+# Prefill's bootstrap timeout is longer, since a rank begins its next request as soon as one has
+# ended, and waits until the other ranks' requests have ended by decode's timeout and ABORT.
 BOOTSTRAP_S, WAITING_S = 25, 4
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(BOOTSTRAP_S),
