@@ -44,7 +44,7 @@ from .pools import SLOT, beside
 EARLIER = Path(__file__).parents[2] / "docs/figures/h100/rows-order-mooncake.json"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SLOTS, SLOT_BYTES, TIMES = (4, 32 << 10, 1) if INTERPRETED else (64, SLOT["cuda"], 10)
-FEW = 2  # heads to move in the interpreter, which is slow; 1 with many layers
+FEW = 2  # heads to move in the slow interpreter, or 1 with many layers
 BATCHES = (1,) if INTERPRETED else (1, 8, 48)
 OK, STALE, DIFFERS, _ = SlotCheck
 DAMAGE = {
@@ -204,7 +204,7 @@ class Check:
         return found if INTERPRETED else found | self.shares(kind)
 
     def shares(self, kind: str) -> dict[str, float]:
-        """Time two batches, and plain copies of as many slots, by CUDA events. All work is queued
+        """Time two batches, and plain copies of the same slots, by CUDA events. All work is queued
         while the stream sleeps, so launches are not included."""
         stream = torch.cuda.ExternalStream(self.rows.driver.stream)
         other = torch.empty_like(self.staging.slot(0))

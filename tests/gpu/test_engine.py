@@ -45,8 +45,8 @@ WARM, NO_DRAFTER = ("rooms_total", "warm"), ("rooms_total", "cold", "no_drafter"
 
 @dataclass(frozen=True)
 class Case:
-    """A pair. `both`: flags for both sides and the single server. `exact`: compare the outputs too;
-    with 8-bit KV, TP 2 and TP 1 round differently, which may break ties differently. `crowd`: run
+    """A pair. `both`: flags for both sides and the single server. `exact`: also compare the outputs
+    (with 8-bit KV, TP 2 and TP 1 round differently, which may break ties differently). `crowd`: run
     CLIENTS concurrent clients first, half of which disconnect. `drafts`: prefill has a drafter."""
 
     name: str

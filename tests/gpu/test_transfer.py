@@ -48,8 +48,8 @@ def side(backend: str, entries: list[torch.Tensor], heads: range) -> dict[str, A
 
 
 def truth(dtype: str, tokens: int, device: torch.device) -> list[torch.Tensor]:
-    """Return the expected rows. They are drawn on the host, so that both sides get the same rows on
-    any GPUs."""
+    """Return the expected rows. The rows are drawn on the host, so that both sides get the same
+    rows on any GPUs."""
     return [e.to(device) for e in pool(DFLASH.layers, DFLASH.heads, tokens, dtype, "cpu")]
 
 

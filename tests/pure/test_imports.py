@@ -149,7 +149,7 @@ def test_a_forbidden_import_is_found() -> None:
 def test_light_modules_load_no_engine() -> None:
     """A new process that imports all light modules loads none of the heavy packages.
 
-    This also finds imports through another module.
+    The test also finds imports through another module.
     """
     light = [
         "sglang_mixkv." + file.removesuffix(".py").replace("/", ".")

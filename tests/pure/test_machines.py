@@ -79,7 +79,7 @@ def test_a_generation_identifies_one_part() -> None:
 def test_a_restored_prefill_rank_releases_all_pages_at_once() -> None:
     """A restored prefill rank ends the parts of its readers, and waits for no reader.
 
-    Readers that want no heads, for which it has nothing to refuse, are still served.
+    Readers that want no heads are still served.
     """
     rank = Prefill()
     rank.begin("opened", 1, TOKENS)
@@ -298,7 +298,7 @@ def time_out(rooms: Driven, generation: int, now: float) -> float:
 def test_a_warm_room_without_rows_closes_no_breaker() -> None:
     """A warm room whose rows all come from the cached prefix does not close an open breaker.
 
-    Such a room proves nothing about the peer, since no read has succeeded.
+    The room proves nothing about the peer, since no read has succeeded.
     """
     rooms, now = decode(), 0.0
     for generation in (1, 2, 3):

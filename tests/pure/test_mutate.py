@@ -92,7 +92,7 @@ class One:
 def test_mutants_of_our_own_operators_compile(tmp_path: Path) -> None:
     """All mutants compile.
 
-    Any test kills a mutant with a syntax error, so such a mutant would measure nothing.
+    Any test kills a mutant with a syntax error, so the mutant would measure nothing.
     """
     (tmp_path / "blocks.py").write_text(BLOCKS)
     skip = {"functions": [], "calls": [], "keywords": []}

@@ -27,7 +27,7 @@ DOCS = PACKAGE.parent / "docs"
 
 
 class Rank(metrics.MetricsReporter):
-    """A rank's reporter with a registry of its own."""
+    """A rank's reporter with its own registry."""
 
     def __init__(self, side: str = DECODE) -> None:
         self._registry = CollectorRegistry()

@@ -1,6 +1,6 @@
 """The full text of each error message, checked once.
 
-Other tests check codes and values, so that a reworded message changes this file alone. Messages
+Other tests check codes and values, so that a reworded message changes only this file. Messages
 that need SGLang are checked in tests/protocol: failed starts in test_hooks.py, refused requests in
 test_rooms.py. The log texts of notes are in test_series.py.
 """

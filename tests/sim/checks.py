@@ -134,7 +134,7 @@ class Checks:
             self._after_prefill_pass(process, actions)
 
     def _after_prefill_pass(self, rank: PrefillRank, actions: list) -> None:
-        """Check that Success waits for packing alone.
+        """Check that Success waits only for packing.
 
         Pages are released as soon as an event allows it, or when the request is given up. A
         request that is given up causes a "slow" Fail or an "unopened" note.
@@ -164,9 +164,9 @@ class Checks:
         self.rows(rank, receiver, receiver.verdict)
 
     def polled(self, rank: Process, handle: Gated, is_over: bool) -> None:
-        """Check that a poll which waits for the drafter alone does not wait too long.
+        """Check that a poll which waits only for the drafter does not wait too long.
 
-        A hanging copy still touches pages, so a request with one may wait longer.
+        A request with a hanging copy may wait longer, since the copy still touches pages.
         """
         waited = self._running(rank) - handle.target_at + handle.slow_by
         if not (is_over or handle.copies) and waited > 2 * rank.place.times.whole_wait + 1.0:

@@ -74,7 +74,7 @@ class Fault:
     halts: ClassVar = False  # the channel thread may be late, so SGLang's scheduler may decide
     holds_slots: ClassVar = False  # the rank may hold slots of other ranks for a while
     hides_time: ClassVar = False  # the rank cannot notice that its peers' slots have expired
-    keeps_rows: ClassVar = False  # clearing rows may fail, and then the request fails too
+    keeps_rows: ClassVar = False  # clearing rows may fail, and then the request fails
 
     def __init_subclass__(cls, often: int = 0) -> None:
         KINDS[cls] = often
@@ -122,7 +122,7 @@ class Stop(Fault, often=5):
 
 
 class Suspend(Stop, often=1):
-    """Suspends a rank's host or virtual machine, whose clock then stands still too.
+    """Suspends a rank's host or virtual machine, so that its clock also stands still.
 
     A host suspended for longer than its peers retain slots reads bytes of other requests.
     """

@@ -31,7 +31,7 @@ EPS = 1e-6
 
 @dataclass(slots=True)
 class Transfer:
-    """The number of announced segments, and of those that are unpacked."""
+    """The numbers of announced and of unpacked segments."""
 
     announced: int = 0
     placed: int = 0

@@ -29,7 +29,7 @@ class Mistake(NamedTuple):
     """A defect that `make` patches into the code.
 
     It must break one of the invariants in `found` within the first `most` schedules of a scene.
-    `most` is about ten times the average, so that another order of draws finds the defect too.
+    `most` is about ten times the average, so that another order of draws also finds the defect.
     """
 
     make: Callable[[Patch], None]

@@ -92,7 +92,7 @@ class Link:
             return
         try:
             message = decode(frame)
-        except ValueError:  # a number that the other side rejects; it counts and drops the message
+        except ValueError:  # the other side drops and counts a message with an invalid number
             return
         if way == "prefill":
             process, sender = self.place.process, self.connection
@@ -127,7 +127,7 @@ class Link:
         if self.reader.alive and not self.closed:
             self._connect()
         times, rng, now = self.place.times, self.rng, self.clock.now
-        if silent:  # only TCP keepalive notices the break
+        if silent:  # the break is noticed later, by TCP keepalive
             self.world.unnoticed[former] = now + (1 + rng.random()) * times.delivery
             return
         delay = rng.choice((0.0, 0.01, 1.0, 5.0)) * rng.random()

@@ -51,9 +51,9 @@ class Process:
     """One rank's process.
 
     `local`: the time of the host's clock, which stands still while the host is suspended. `time`:
-    the time that the process's threads read. `awaiting`: requests that wait for the drafter alone;
-    on prefill their target is sent, on decode it has arrived. `stopped_for`: seconds for which the
-    whole process was stopped. `hung_for`: seconds for which the channel thread alone hung.
+    the time that the process's threads read. `awaiting`: requests that wait only for the drafter,
+    after their target was sent (prefill) or has arrived (decode). `stopped_for`: seconds for which
+    the whole process was stopped. `hung_for`: seconds for which only the channel thread hung.
     `worker`: the worker's code.
     """
 
@@ -85,7 +85,7 @@ class Process:
         self._coarse = MEDIUM if is_decode and world.patience < 0.5 else COARSE
         self._stop: tuple[str, float, bool] | None = None  # where, seconds, whether suspended
         self.ran_since = 0.0  # when the channel thread last continued after a break
-        self._asleep = 0.0  # seconds for which its host was suspended
+        self._asleep = 0.0  # seconds for which the host was suspended
         self._busy = self._slow_until = self.slow_step = 0.0  # see `slow`
         self._hang: tuple[str, float] | None = None  # action's type, or "" for any, and seconds
         self._hung: deque[tuple[Callable, tuple]] | None = None  # steps of the hung thread
@@ -197,7 +197,7 @@ class Process:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Keep the channel thread from running anything else.
+        """Keep the channel thread from making other steps.
 
         The thread is busy with this call, or the caller must first record the call's result.
         """

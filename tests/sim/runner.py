@@ -71,7 +71,7 @@ def _compare(world: World) -> None:
 
 
 def _one_by_one(spec: Spec, life: Life) -> float:
-    """Return how long a request's segments take if each waits for the one before."""
+    """Return how long a request's segments take if they are moved one after another."""
     request = life.request
     own = [spec.servers[number] for number in (request.prefill, request.decode)]
     segments = request.prompt // min(server.tokens for server in own) + len(request.chunks)

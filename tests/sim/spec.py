@@ -48,7 +48,7 @@ class Request:
     `number`: its room number. `after`: the id of the request that had this room number before, or
     -1. `optimistic`: whether the forward starts without waiting for decode's metadata. `forward`:
     seconds for which an earlier forward still writes to decode's pages. `abort`: the side that
-    aborts it, when, and whether the other side aborts it too. `late`: whether it comes long after
+    aborts it, when, and whether the other side also does. `late`: whether it comes long after
     all faults. `name`: the name by which decode addresses the prefill server.
     """
 

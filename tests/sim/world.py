@@ -170,7 +170,7 @@ class World:
         """Send a request with the room number of an earlier one, once SGLang has ended that one.
 
         guards/room_reuse.py enforces this order. Decode has closed the earlier request. Prefill has
-        either ended the request, or sent its whole target to readers that are alive. The latter
+        either ended the request, or sent its whole target to readers that are alive. That
         happens before decode sends a retracted request to prefill again (true retraction).
         """
         former = self.lives[request.after]
@@ -186,7 +186,7 @@ class World:
             self.clock.after(again, self._follow, request)
 
     def abort(self, request: Request, side: str, both: bool) -> None:
-        """Abort a request on one side. `both`: whether the other side aborts it too."""
+        """Abort a request on one side. `both`: whether the other side also aborts it."""
         other = "decode" if side == "prefill" else "prefill"
         self.groups[getattr(request, side)].fail(request, "aborted")
         if both:

@@ -411,7 +411,7 @@ def test_a_target_with_as_many_heads_as_ranks_is_served(heads, tp, backend, is_s
 def test_a_state_that_sglang_cannot_cut_by_heads_is_refused(states, target, engine, what):
     """A pair is refused for a state that SGLang cannot cut by heads, if the sizes differ.
 
-    Between equal sizes SGLang sends such a state unchanged. It sends MiniMax's only from a prefill
+    Between equal sizes SGLang sends the state unchanged, but MiniMax's state only from a prefill
     server with one pipeline stage.
     """
     for backend in ("mooncake", "nixl"):

@@ -98,8 +98,8 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_batch_releases_the_gil_only_to_sleep_and_send(channel: Channel) -> None:
     """The channel threads release the GIL only to sleep, and to send and receive messages.
 
-    A chunk wakes prefill's thread, which sends a READY of two frames; then an ACK of two frames
-    wakes it. The READY wakes decode's thread, which polls its read once and answers. The ends of
+    A chunk wakes prefill's thread, which sends a READY of two frames. An ACK of two frames wakes it
+    again. The READY wakes decode's thread, which polls its read once and answers. The ends of
     the pack and the unpack are noticed before a thread sleeps.
 
     The test uses the fewest calls of several tries, since libzmq sometimes wakes a thread for

@@ -397,8 +397,8 @@ def test_a_request_whose_event_always_raises_fails(
 ) -> None:
     """SGLang's scheduler fails a request if the event of its earlier forward keeps raising.
 
-    The scheduler does so after twice the time that the channel thread had, since the rows may hold
-    another request's KV. It keeps waiting for a forward that still runs.
+    The request fails after twice the time that the channel thread had, since the rows may hold
+    another request's KV. The scheduler keeps waiting for a forward that still runs.
     """
     decode, forward, running = channel.decode.channel, Answers(text), Event()
     rooms = [channel.open(n, TOKENS, event=event) for n, event in enumerate((forward, running))]

@@ -68,7 +68,7 @@ def ended(how: str, channel: Channel, gates: bool) -> Prefill:
     """End a request whose first segment is being packed while others are queued.
 
     `how`: "aborted" aborts SGLang's sender. With "slow" packing times out, and with "hung up" the
-    client aborts on decode. In both of these cases SGLang's poll then returns Success.
+    client aborts on decode. In the last two cases, SGLang's poll then returns Success.
     """
     prefill = channel.prefill
     if how == "slow":

@@ -109,7 +109,7 @@ def test_a_file_that_is_readable_ends_the_sleep(
 ) -> None:
     """A readable file ends the poller's sleep.
 
-    The test checks the result of the system call, since such a short sleep cannot be timed.
+    The test checks the result of the system call, since a sleep this short cannot be timed.
     """
     real, named = sockets._SLEEPS, list[int]()
     calls = {

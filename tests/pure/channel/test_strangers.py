@@ -37,8 +37,8 @@ SLACK = {"rss_mib": 128}  # twice the memory that the rooms of two connections t
 def test_a_stranger_makes_no_request_cold(lasts: int) -> None:
     """All requests stay warm while a stranger sends useless messages as fast as it can.
 
-    It opens rooms, acknowledges slots of other readers, and announces rooms, slots and tokens that
-    do not exist (stranger.py).
+    The stranger opens rooms, acknowledges slots of other readers, and announces rooms, slots and
+    tokens that do not exist (stranger.py).
     """
     with Channel(Times(PATIENCE)) as channel:
         assert channel.request(1) == ("warm", "")
@@ -70,7 +70,7 @@ def test_a_stranger_makes_no_request_cold(lasts: int) -> None:
             f"{median(seconds) * 1e3:.0f} ms, slowest {max(seconds) * 1e3:.0f} ms; "
             f"at most {most} open transfers"
         )
-        assert 100 < most <= MAX_OPEN + 1  # the request itself has one transfer too
+        assert 100 < most <= MAX_OPEN + 1  # the request itself also has a transfer
         assert most > MAX_OPEN // 2 or lasts < 60
         assert min(sent) > stranger.ENOUGH
         assert "unreadable" in channel.prefill.notes.seen

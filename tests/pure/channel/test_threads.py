@@ -277,7 +277,7 @@ def test_dead_readers_make_no_other_request_cold(
 def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
     """A failed send ends all transfers of its connection, including those with nothing to send.
 
-    Otherwise these would keep their pages for a reader that is gone.
+    Otherwise such transfers would keep their pages for a reader that is gone.
     """
     with Channel(Times(100)) as channel:
         prefill, reader = channel.prefill, Decode(channel.times)

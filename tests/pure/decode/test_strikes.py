@@ -219,7 +219,7 @@ def test_a_restarted_peer_is_forgotten_even_without_a_room() -> None:
 def test_a_lost_peer_ends_only_its_own_rooms() -> None:
     """A lost peer ends its own rooms at once, and rooms of other peers go on.
 
-    That includes a room whose segments are all announced and being read.
+    The lost rooms include one whose segments are all announced and being read.
     """
     rank = Decode()
     rank.hung.add(PREFILL)

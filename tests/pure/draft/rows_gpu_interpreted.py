@@ -310,7 +310,7 @@ def test_a_failed_device_ends_all_batches_with_an_error() -> None:
 def test_no_batch_ends_while_a_graph_is_captured(code: int) -> None:
     """No query reports the end of a batch during a graph capture.
 
-    That is true for the channel thread and for SGLang's scheduler, which closes a gate or waits.
+    The channel thread queries the batch, and so does SGLang's scheduler when it closes a gate.
     """
     side, gate = small(FakeCuda(late=0, captures=0)), Gate()
     ticket = launch_guarded([gate], lambda _: side.rows.start("pack", eight(side)))
@@ -663,7 +663,7 @@ def test_unchecked_rows_are_zeroed_before_the_verdict(
     """Rows whose check fails to run are zeroed before the request gets its verdict.
 
     The first launch has stored the rows, and the second one, which checks them, fails. If zeroing
-    fails too, the request fails.
+    also fails, the request fails.
     """
     device, decode, stored = channel.decode.store.device, channel.decode, list[bool]()
     fake, real = device.driver.library, device.driver.library._cuLaunchKernel

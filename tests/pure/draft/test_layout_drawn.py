@@ -134,7 +134,7 @@ def reach(flags: dict[str, Any], config: dict[str, Any]) -> int | None:
     return window_of(SimpleNamespace(**FLAGS | flags), drafter)
 
 
-# backends of prefill, of decode, of both, of the drafter; whether all used ones implement windows
+# flags for the backend of prefill, decode, both and the drafter, and whether they allow a window
 BACKENDS = [
     (None, None, "fa3", None, True), (None, None, "flashinfer", None, False),
     ("fa4", "trtllm_mha", "flashinfer", None, True), ("fa3", None, "flashinfer", None, False),
@@ -154,7 +154,7 @@ def test_a_window_needs_all_backends_to_implement_it(
     }  # fmt: skip
     for window, flags, config in PER_LAYER:
         assert reach(flags | named, config) == (window if windowed else None)
-    assert reach(DFLASH | named, BLOCK) == 512  # DFLASH limits its page table instead
+    assert reach(DFLASH | named, BLOCK) == 512  # DFLASH limits its page table
 
 
 @pytest.mark.parametrize("window", sorted(WINDOWED))

@@ -49,7 +49,7 @@ class Sender(DraftSender, Stock):
 def test_an_abort_does_not_wait_for_decode_ranks() -> None:
     """An abort does not wait for a decode rank that is gone, where SGLang's send blocks for 30 s.
 
-    All messages to such a rank together block only one thread.
+    All messages to this rank together block only one thread.
     """
     sender, before = Sender(), threading.active_count()
     for count in range(1, 9):
@@ -212,8 +212,8 @@ def test_refused_requests_beyond_the_limit_are_not_aborted(
 def test_limits_and_pauses_of_aborts() -> None:
     """The limits and the pauses of aborts are as intended.
 
-    The first abort of a refused request comes after decode's own answer. Later ones reach a prefill
-    rank that accepts the request late.
+    The first abort of a refused request comes after decode's own answer. Later aborts reach a
+    prefill rank that accepts the request late.
     """
     assert (notices.MAX_NOTICES, aborts.BLOCKED_AT_ONCE) == (4096, 256)
     assert (aborts.POLL_S, aborts.LATE_S, notices.LINGER_MS) == (1.0, 300.0, 1000)

@@ -148,7 +148,7 @@ def seconds_until_ready(site: Site, address: str) -> float:
 def test_hanging_look_ups_delay_only_new_names(
     name_server: NameServer, prefill: Prefill, hung: int
 ) -> None:
-    """Hanging look-ups delay new names only, and those only if no thread is left.
+    """Hanging look-ups delay only new names, and only if no thread is left.
 
     A server with an IP address or with a name that was looked up before is ready within a second.
     """
@@ -375,8 +375,8 @@ def test_false_rows_do_not_affect_another_server(
 ) -> None:
     """A server that publishes another server's rank as its own does not affect that server.
 
-    The false row copies the other rank's address, its instance or all fields. It is published
-    before or after the other server's row.
+    The false row copies the other rank's address, its instance or all fields. The false row
+    is published before or after the other server's row.
     """
     other, own = Prefill(Times()), row_of(prefill)
     stolen = own if claim == "all" else row_of(other, **{claim: getattr(own, claim)})
@@ -529,7 +529,7 @@ def test_the_number_of_ranks_of_all_servers_is_limited(
 
 
 def test_the_number_of_sockets_for_aborts_is_limited(site: Site) -> None:
-    """The number of sockets for aborts is limited. They stay open while an abort is pending."""
+    """The number of sockets for aborts is limited. Sockets with a pending abort stay open."""
     aborts, most, ran = site.servers._aborts, notices.MAX_NOTICES, list[Any]()
     for count, runs in ((most, 0), (most - 1, 1)):
         aborts._class = SimpleNamespace(_socket_cache=dict.fromkeys(range(count)))

@@ -190,7 +190,7 @@ def test_devices_are_named_as_in_sglangs_flag(
 ) -> None:
     """RDMA devices are accepted in all forms of SGLang's flag.
 
-    All of them are checked, and the read uses those of the first GPU.
+    All devices are checked, and the read uses those of the first GPU.
     """
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
         get_ib_devices_for_gpu,

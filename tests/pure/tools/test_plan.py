@@ -50,7 +50,7 @@ def model(heads: int, layers: int, head_bytes: tuple[int, ...], name: str, kind:
 
 
 def eagle3(heads: int, kind: str = "EAGLE3") -> Model:
-    """Return a drafter with the layer and head size of public ones for Kimi and DeepSeek."""
+    """Return a drafter with one layer and heads of 128, like public ones for Kimi and DeepSeek."""
     return model(heads, 1, (256, 256), "LlamaForCausalLMEagle3", kind)
 
 
