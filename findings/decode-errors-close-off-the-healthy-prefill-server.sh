@@ -2,9 +2,9 @@
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
 # Behaviour: a decode server that answers 500 also opens the circuit breaker of the prefill server,
-# although that one answers every request. Each request is tried five times, so after two requests
-# the router answers 503 with the message that the prefill servers are unhealthy, and contacts no
-# server for a minute.
+# although the prefill server answers every request. The router tries each request five times, so
+# after two requests it answers 503 with the message that the prefill servers are unhealthy, and
+# contacts no server for a minute.
 # Guess: a breaker counts its own server's errors, and the message names the server that fails.
 # Seen: both routers: 500, 500, 503 "No available prefill workers"; for the last request, no server
 # is contacted.

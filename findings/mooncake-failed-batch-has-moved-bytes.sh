@@ -2,8 +2,8 @@
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, over TCP
 #
 # Behaviour: a batch of two reads, of which the peer refuses the second, returns -1, but the bytes
-# of the first read have arrived. (If the refused read is the first one, the other may or may not
-# arrive.)
+# of the first read have arrived. (If the refused read is the first one, the bytes of the other read
+# may or may not arrive.)
 # Guess: a batch that failed as a whole has not changed its targets.
 # Seen: -1, first landed True, refused landed False.
 set -euo pipefail

@@ -4,7 +4,7 @@
 # Behaviour: is_exist gives a key the same lease as a get. A full store evicts keys to make room,
 # but not keys with a lease. If all keys have only been queried, each put fails with -200 until the
 # leases end (after 5 or 10 s by default, ten minutes here).
-# Guess: a query whether a key exists changes nothing, in particular not whether others can write.
+# Guess: asking whether a key exists changes nothing, and does not prevent others from writing.
 # Seen: full store: room again; full store of keys that were asked for: -200.
 set -euo pipefail
 master=""

@@ -4,7 +4,7 @@
 # Behaviour: on a host without an RDMA device, `initialize` succeeds for "rdma", for a NIC that does
 # not exist and for an unknown protocol, and the bytes go over TCP.
 # Guess: an error, or at least a return code other than 0, since a caller that names a protocol
-# needs that one.
+# needs it.
 # Seen: 0 from each initialize and each read, with correct bytes.
 set -euo pipefail
 if compgen -G '/sys/class/infiniband/*' >/dev/null; then

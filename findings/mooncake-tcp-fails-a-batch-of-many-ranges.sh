@@ -2,7 +2,7 @@
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, over TCP
 #
 # Behaviour: a batch of many small ranges to one healthy peer fails immediately. A peer's queue
-# accepts about 2,000 ranges, and the others are rejected, however few bytes they have. The log has
+# accepts about 2,000 ranges. All further ranges are rejected, even if they are small. The log has
 # "TCP lane queue-full rejection".
 # Guess: the engine queues all ranges, and only memory or a time limit bounds a batch.
 # Seen: 1024 ranges of 64 bytes 0, 16384 ranges of 64 bytes -1, one range of 1 MiB 0.

@@ -2,9 +2,9 @@
 # nixl-cu13 1.5.1, with the UCX that it bundles
 #
 # Behaviour: creating an agent installs a C handler for SIGHUP, even if nohup has set the signal to
-# be ignored. After a SIGHUP, UCX logs at its highest level to standard output, so a closed terminal
-# does not end such a server, but fills its log. UCX_DEBUG_SIGNO=0 prevents this.
-# Guess: a transfer library does not change its process's signal handlers, in particular for an
+# be ignored. After a SIGHUP, UCX logs at its highest level to standard output, so closing the
+# terminal does not end the server, but fills its log. UCX_DEBUG_SIGNO=0 prevents this.
+# Guess: a transfer library does not change its process's signal handlers, least of all for an
 # ignored signal.
 # Seen: by default: default -> caught; under nohup: ignored -> caught; with UCX_DEBUG_SIGNO=0:
 # ignored -> ignored.

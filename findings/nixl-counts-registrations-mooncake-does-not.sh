@@ -3,8 +3,8 @@
 #
 # Behaviour: if a range was registered twice, NIXL needs two deregistrations before peers can no
 # longer read it. Mooncake refuses the second registration with -7, and one unregistration removes
-# the range for all users. Its batch_register_memory registers no range of the batch if one of them
-# is already registered.
+# the range for all users. Mooncake's batch_register_memory registers no range of a batch if one of
+# the ranges is already registered.
 # Guess: both engines handle a second owner of a pool in the same way, and a batch registers all
 # ranges that it can.
 # Seen: NIXL DONE, DONE, nixlNotFoundError; Mooncake 0, -7, unregister 0, read -1; batch -7, and a

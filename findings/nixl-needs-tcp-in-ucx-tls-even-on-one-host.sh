@@ -3,7 +3,7 @@
 #
 # Behaviour: UCX_TLS=sm (shared memory), which is meant for processes on one host, yields no UCX
 # backend. In NIXL's default error mode ("peer"), UCX needs a transport that reports a lost peer,
-# and of the transports that every host has, only TCP does. With error mode "none", it works.
+# and TCP is the only transport on every host that does so. With error mode "none", sm works.
 # Guess: shared memory alone is enough between processes on one host.
 # Seen: sm, peer: nixlBackendError; sm, none: ok; tcp, peer: ok; sm,tcp, peer: ok.
 set -euo pipefail

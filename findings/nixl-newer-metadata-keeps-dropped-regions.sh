@@ -2,8 +2,8 @@
 # nixl-cu13 1.5.1 (UCX)
 #
 # Behaviour: add_remote_agent merges newer metadata of a known agent: a region that the agent has
-# deregistered meanwhile stays known until remove_remote_agent. An agent that has restarted under
-# the same name is refused until then.
+# deregistered meanwhile stays known until remove_remote_agent is called. Until then, an agent that
+# has restarted under the same name is refused.
 # Guess: newer metadata replaces the known metadata, and a restart counts as newer metadata.
 # Seen: new region known False, then True; dropped region known True, after removing and adding
 # False; restarted agent nixlNotAllowedError.

@@ -3,7 +3,7 @@
 #
 # Behaviour: the notification of a WRITE is not sent until its sender queries the state of the
 # transfer, although the bytes have long arrived and the progress thread is enabled.
-# Guess: the progress thread sends it as soon as the bytes have arrived.
+# Guess: the progress thread sends the notification as soon as the bytes have arrived.
 # Seen: bytes landed True, notifications in 3 s none; after one more poll by the sender: done.
 set -euo pipefail
 work="$(mktemp -d)"

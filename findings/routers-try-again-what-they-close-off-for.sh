@@ -3,7 +3,7 @@
 #
 # Behaviour: a decode server's 400 or 404 is returned to the client unchanged, opens no breaker and
 # is not retried. Each other error tried here, 4xx or 5xx, is retried elsewhere and counts against
-# both servers, even 422 or 503: a pair that always returns it gets no more requests after two.
+# both servers, even 422 or 503: after two such errors, a pair gets no more requests.
 # Guess: there is a status code with which a decode server can refuse one prefill server, so that
 # the router tries another one and does not count the error against healthy servers.
 # Seen: both routers. With one pair: 400 and 404 for each of three requests; for 409, 422, 424, 429,

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: a server's 429 (its queue is full) is returned to the client as 500, from prefill and
-# from decode. 400 and 503 are returned unchanged.
+# Behaviour: a server's 429 (its queue is full) is returned to the client as 500, whether it is from
+# prefill or from decode. 400 and 503 are returned unchanged.
 # Guess: the code is forwarded, so that clients back off instead of reporting a fault.
 # Seen: both routers, both sides: 429 -> 500, 400 -> 400, 503 -> 503.
 set -euo pipefail

@@ -3,7 +3,7 @@
 #
 # Behaviour: sglang-router's /engine_metrics joins its servers' pages, renames `sglang:x` to
 # `sglang_x` and adds the label worker_addr. If one server's series have the label dp_rank and
-# another's do not, as with DP attention on decode alone, it answers 500 and returns no server's
+# another's do not, as with DP attention on decode alone, the router answers 500 and returns no
 # series. smg keeps the names, and adds the missing label.
 # Guess: Prometheus can scrape the router instead of each server, and finds the same names.
 # Seen: sglang-router: with the same labels 200, sglang_x; with others 500. smg: 200, sglang:x,

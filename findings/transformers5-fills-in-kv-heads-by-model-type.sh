@@ -2,9 +2,9 @@
 # transformers 5.19.0, without torch
 #
 # Behaviour: if a drafter's config.json has no num_key_value_heads, the number depends on its
-# model_type: as many as attention heads for llama, but a constant for mistral (8), gemma (16) and
-# qwen3 (32), even if that is more than the attention heads. There is no warning.
-# Guess: a missing number means as many KV heads as attention heads, in each family.
+# model_type: the number of attention heads for llama, but a constant for mistral (8), gemma (16)
+# and qwen3 (32), even if there are fewer attention heads. There is no warning.
+# Guess: without a number, every family has the same number of KV heads as attention heads.
 # Seen: with 32 attention heads llama 32, mistral 8, gemma 16, qwen3 32; with 4 llama 4, mistral 8,
 # gemma 16, qwen3 32.
 set -euo pipefail

@@ -3,7 +3,7 @@
 #
 # Behaviour: connecting a PUSH socket again to an endpoint that it is already connected to opens
 # another connection. Messages then alternate between the connections, so the peer may receive them
-# in another order. On a DEALER, the same call does nothing. One disconnect ends all connections.
+# in another order. A DEALER ignores the same call. One disconnect ends all connections.
 # Guess: a second connect is refused or has the same effect for both types, and each connect needs
 # its own disconnect.
 # Seen: PUSH, connected three times: 3 connections, second disconnect refused; DEALER: 1 connection,

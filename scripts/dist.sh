@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build a release in dist/: the source distribution, and the wheel built from it. Install each into
-# an empty environment, and check its version and commands. Fetches from the package index; needs
+# an empty environment, and check its version and commands. It uses the package index, but needs
 # neither SGLang nor scripts/env.sh.
 # Usage: scripts/dist.sh [REF]; if REF is refs/tags/v*, the tag must match the version.
 set -euo pipefail

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced after env.sh by scripts that can use NVIDIA Dynamo: mixkv_dynamo unpacks a release into
-# the environment's dynamo/VERSION, for use on a PYTHONPATH. Its pins (SGLang, NIXL and about twenty
-# more) are ignored: it runs with the packages of the environment.
+# the environment's dynamo/VERSION, for use on a PYTHONPATH. Dynamo's pins (SGLang, NIXL and about
+# twenty more) are ignored: it runs with the environment's packages.
 
 mixkv_dynamo() {
     local version="$1" folder="$MIXKV_VENV/dynamo/$1"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Check that the plugin's kernels are correct on this GPU, and time them. Needs NVIDIA's driver, not SGLang.
+# Check and time the plugin's kernels on this GPU. Needs NVIDIA's driver, but not SGLang.
 # Exit status: 0 all lines are correct; 1 lines that begin with !! are wrong; 2 the check cannot run here.
-# Options: --help. TRITON_INTERPRET=1 runs the kernels on the CPU, to see that the check itself works.
+# Options: --help. TRITON_INTERPRET=1 runs the kernels on the CPU, to test the check itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "${TRITON_INTERPRET:-0}" = 1 ] || export MIXKV_DEVICE=check

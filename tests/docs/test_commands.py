@@ -24,7 +24,7 @@ from .pages import IDS, PAGES, ROOT, Block, bash, prose, readme_flags, words
 
 HERE = r"python -m sglang_mixkv plan .*|(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run( --\S+)?"
 PAIR = "mixkv_demo/models/mla"
-# The README's models, and local models that replace them.
+# The README's models, with the local models that replace them.
 HERE_MODELS = {
     "AQ-MedAI/Kimi-K26-eagle3": f"{PAIR}/drafter",
     "moonshotai/Kimi-K2.6": f"{PAIR}/target",
@@ -130,7 +130,7 @@ def test_the_table_of_fleet_sizes_agrees_with_the_code() -> None:
 
 
 def test_the_simulator_runs(tmp_path: Path) -> None:
-    """The documented commands work, with fewer schedules here."""
+    """The documented commands work. The test runs fewer schedules."""
     for line in commands(r"simulate\.py"):
         done = run(line.replace("10000", "20").replace("scripts/", f"{ROOT}/scripts/"), tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Pairs whose sides run different releases of SGLang, as during a rolling upgrade.
+"""Test pairs with different releases of SGLang on the two sides, as during a rolling upgrade.
 
 The same mix also runs without the plugin, to show whether SGLang itself serves it.
 """

@@ -1,4 +1,4 @@
-"""Behaviour of SGLang's functions that the plugin relies on, beyond their names and parameters.
+"""Check the behaviour of SGLang's functions that the plugin relies on, beyond names and parameters.
 
 These tests search the functions' source, since calling them would need a server. If a new SGLang
 release fails one, check whether the function still behaves as the sentence in its row says.

@@ -1,4 +1,4 @@
-"""The data planes of the draft channel between processes: Mooncake over TCP, NIXL with UCX's own
+"""Test the draft channel's data planes between processes: Mooncake over TCP, NIXL with UCX's own
 choice of transport, and NIXL with UCX restricted to TCP.
 
 By default, UCX reads the memory of a process on the same host without that process's help, so a

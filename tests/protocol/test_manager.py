@@ -473,7 +473,7 @@ def test_one_rank_per_server_logs_its_banner_at_info(
     mode: str, rank: dict[str, Any], is_said: bool, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """The first rank of the drafter's stage logs its banner at INFO, all others at DEBUG."""
+    """The first rank of the drafter's stage logs its banner at INFO, and the others at DEBUG."""
     with caplog.at_level(logging.DEBUG, "sglang.sglang_mixkv.engine.manager"):
         built(monkeypatch, mode, **rank)
     ((level, text),) = [(one.levelno, one.getMessage()) for one in caplog.records]

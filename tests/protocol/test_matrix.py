@@ -62,7 +62,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "gqa, window": {"target": GQA, "target_window": 9, **with_drafter("gqa2")},
     "mla, hybrid": {"target": MLA, "hybrid": True, **with_drafter("DSPARK")},
     "mla, stages": {"target": MLA, "prefill_pp": 2, **with_drafter("gqa4")},
-    # Kimi-K3's shape. SGLang allows pipeline stages with a KV-head drafter only for DSPARK.
+    # Kimi-K3's shape. With KV heads in the drafter, SGLang allows stages only for DSPARK.
     "mla, four hybrid stages": {
         "target": replace(MLA, layers=8), "hybrid": True, "prefill_pp": 4, **with_drafter("DSPARK")
     },

@@ -1,4 +1,4 @@
-"""The channel's metrics after real transfers, and the hooks that count a request's drafts."""
+"""Test the channel's metrics after real transfers, and the hooks that count a request's drafts."""
 
 from __future__ import annotations
 

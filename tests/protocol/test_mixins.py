@@ -1,4 +1,4 @@
-"""The calls between SGLang's classes and the channel, and their order, without a ring.
+"""Test the calls between SGLang's classes and the channel, and their order, without a ring.
 
 `Stock` stands in for SGLang's sender or receiver. A MagicMock as the manager records its calls and
 those of the manager's attributes in one list.
@@ -403,7 +403,7 @@ def refused(manager: Any, again: Any, got: str) -> bool:
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("mixin", [DraftSender, DraftReceiver])
 def test_only_the_second_use_of_a_number_fails(mixin: type, mode: str) -> None:
-    """Only decode counts the failed use. The same number in another manager is independent."""
+    """Only decode counts the failed use. Another manager may use the same number independently."""
     reporter = MagicMock()
     first, manager = use(mixin, mode=mode, reporter=reporter)
     manager.request_status, room = {}, first.bootstrap_room

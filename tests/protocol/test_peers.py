@@ -1,4 +1,4 @@
-"""Pairs in which one side is stock SGLang, without a channel.
+"""Test pairs in which one side is stock SGLang, without a channel.
 
 prefill    decode    result
 stock      plugin    decode refuses the request with a reason, before SGLang sends any message

@@ -1,4 +1,4 @@
-"""Random combinations of all parameters; each number is a reproducible case.
+"""Test random combinations of all parameters. Each number is a reproducible case.
 
 By default, only a sample runs; --full runs more. `MIXKV_RANDOM_CASES=lo-hi` selects other numbers.
 """

@@ -1,5 +1,5 @@
-"""HiCache's storage tier with draft KV: SGLang's MooncakeStore on a real Mooncake master, used by
-servers of two attention-TP sizes.
+"""Test HiCache's storage tier with draft KV: SGLang's MooncakeStore on a real Mooncake master, used
+by servers of two attention-TP sizes.
 
 Without the plugin, both sizes use the same object names, and reading half a page counts as a
 success.

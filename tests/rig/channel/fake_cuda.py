@@ -1,7 +1,7 @@
 """A fake CUDA driver on host memory, for cuda.py. Kernels run late, in Triton's interpreter.
 
 Arguments are converted by the prototypes in cuda.py, as for libcuda. Copies and launches run when
-an event after them, or the stream, is queried for the `late + 1`st time.
+an event after them, or the stream, is queried for the `late + 1`-th time.
 
 Some queries fail with a code from 900 to 908 and run nothing, as if another thread were capturing a
 graph. A thread must set the device's context before its first call.

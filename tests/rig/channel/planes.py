@@ -128,7 +128,7 @@ class Reader:
         return self.plane.connect(self.peers[of].endpoint, seconds)
 
     def start(self, peer: RemoteMemory, *extents: tuple[int, int, int], of: int = 0) -> int:
-        """Start a read. This must not wait for the peer, which would take 30 s if it is stopped."""
+        """Start a read. The start must not wait for a stopped peer, which would take 30 s."""
         here, there, tag = self.address, self.peers[of].address, len(self.started)
         self.started.append((of, extents))
         began = time.monotonic()
@@ -310,7 +310,7 @@ def check_endpoints(reader: Reader) -> None:
 
 
 def mooncake_names_each_instance(reader: Reader, first: RemoteMemory) -> None:
-    """Check that each instance has its own name, since Mooncake caches what it learns about a
+    """Check that each instance has its own name, since Mooncake caches its information about a
     name."""
     other = msgspec.structs.replace(first.endpoint, instance=b"another one")
     second = reader.plane.connect(msgspec.msgpack.encode(other))

@@ -23,8 +23,8 @@ def die_with_parent() -> None:
 
 
 def in_fork(what: Callable[[], Any], on_error: Callable[[BaseException], Any] = repr) -> Any:
-    """Call the function in a fork. Return its result, or the result of `on_error`, called there
-    with its exception."""
+    """Call the function in a fork. Return its result, or the result of `on_error`, which is called
+    in the fork with the exception."""
     context = mp.get_context("fork")
     here, there = context.Pipe()
 
