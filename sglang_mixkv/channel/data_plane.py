@@ -9,7 +9,7 @@ Each rank has one, with its own transfer engine beside SGLang's. Its calls:
     forget(peer)                when its owner no longer needs it, or reconnects after a failed read
 
 `start`, `ended` and `forget` never block or raise. Neither backend has completion callbacks, so
-reads are polled, at some 2 us each.
+reads are polled, which takes some 2 us each time.
 
 A read ends only when its backend reports so: neither backend can cancel a read, and the bytes of a
 stopped peer land when the peer continues. Local slots may be reused only then. The data plane

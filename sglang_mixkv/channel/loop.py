@@ -32,7 +32,7 @@ ASKED = 30e-6  # seconds to poll for a device's batch, which takes 10 to 20 us
 
 
 class StateMachine(Protocol):
-    """What a worker calls on its machine (prefill/machine.py, decode/machine.py)."""
+    """The methods that a worker calls on its machine (prefill/machine.py, decode/machine.py)."""
 
     def advance(self, now: float) -> None: ...
     def actions(self) -> Sequence[Any]: ...
@@ -43,7 +43,7 @@ class StateMachine(Protocol):
 
 
 class Reporter(Protocol):
-    """What a worker reports to (engine/metrics.py), from several threads. It raises nothing."""
+    """The metrics and log to which a worker reports, from several threads. Raises nothing."""
 
     def __call__(self, note: Note) -> None: ...
 
@@ -104,7 +104,7 @@ class Worker(ABC, Generic[M]):
 
     @property
     def broken(self) -> bool:
-        """True if a thread of the channel has ended."""
+        """Return whether a thread of the channel has ended."""
         copies = self._copies
         return not (self._thread.is_alive() and (copies is None or copies.is_alive))
 

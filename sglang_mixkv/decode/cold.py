@@ -1,4 +1,4 @@
-"""Why a decode rank's request is cold. The texts for the log are in series.py."""
+"""The reasons why a decode rank's request is cold. The texts for the log are in series.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 
 class ColdReason(StrEnum):
-    """Why a request is cold. The value is the name in metrics and in a FAIL; others are OTHER."""
+    """A reason why a request is cold: its name in metrics and in a FAIL. Other names are OTHER."""
 
     DEADLINE = "deadline"
     LOST = "lost"
@@ -40,7 +40,7 @@ class ColdReason(StrEnum):
 
 
 Cold = ColdReason | Literal[""]
-"""Why a request is cold; "" while it is not."""
+"""The reason why a request is cold; "" while it is not."""
 FAILS = {
     code: ColdReason(f"prefill_{code}")
     for code in ("aborted", "pack", "slow", "heads", "full", "restarted", "snapshot")

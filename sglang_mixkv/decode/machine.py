@@ -6,7 +6,7 @@ r"""A decode rank's state machine: calls in, actions out, time as an argument. N
 
 Each announced segment of a request is read into a slot of this rank, acknowledged, and copied to
 the pool. A fault on this rank or a peer, or draft KV later than `Times` allows, makes the request
-cold. The drafter ends a request only if rows cannot even be zeroed.
+cold. A request fails only if its rows cannot be zeroed.
 
 After a long stall of the thread, open requests go cold: announced slots may have been reused in the
 meantime (docs/protocol.md, "When a slot is used again").
@@ -109,7 +109,7 @@ class Machine:
             return
         if ready.segment < transfer.announced:
             self._out.append(Note("doubled", peer, f"segment {ready.segment}"))
-            return  # the ACK of the first copy serves both
+            return  # the ACK for the first READY covers both
         if violation := transfer.violation(ready, request.opened):
             self._segments.acknowledge(peer, ready.segments)
             self._go_cold(request, ColdReason.PROTOCOL, violation, peer)
@@ -212,7 +212,7 @@ class Machine:
         self, request: Request, why: ColdReason, detail: str, *peers: Peer,
         strikes: Sequence[Peer] = (),
     ) -> None:  # fmt: skip
-        """`peers` are named in the log; the failure counts against `strikes`."""
+        """Make a request cold. The log names `peers`; the failure counts against `strikes`."""
         request.cold = why
         for peer in peers or (b"",):
             self._out.append(Note(why, peer, detail))
@@ -253,7 +253,7 @@ class Machine:
     # -- time
 
     def tick(self) -> None:
-        """Handle all deadlines. Call it every 0.1 s while a request is open, else every second."""
+        """Handle all deadlines. Call it every 0.1 s if requests are open, or every second."""
         since = self._clock - self._times.shortest_wait
         self._segments.note_delays(self._clock, since)  # before cold requests drop their segments
         for read in self._segments.overdue(self._clock):

@@ -81,8 +81,8 @@ class DraftManager:
         logger.log(level, "%s%s", self.local.banner(), note)
 
     def register_buffer_to_engine(self) -> None:
-        """A manager that registers SGLang's memory with a new NIXL agent, as Dynamo's does, was
-        restored from a snapshot. The connections of the data plane do not work any more, either."""
+        """Make requests cold if SGLang's memory gets a new NIXL agent. This happens when Dynamo has
+        restored the process from a snapshot; no connection of the data plane works then."""
         former, self._agent = self._agent, getattr(self, "agent", None)
         channel = getattr(self, f"{self.local.mode}_channel", None)
         if channel is not None and former not in (None, self._agent):
@@ -129,8 +129,8 @@ class DraftManager:
         return self.servers.ensure(bootstrap_addr)
 
     def resolve(self, address: str) -> Any:
-        """Return SGLang's entry for a server, in any thread. SGLang adds it to the table of the
-        manager, a copy here, since the scheduler treats servers in the table as ready."""
+        """Return SGLang's entry for a server, in any thread. SGLang adds the entry to the table
+        of a copy of the manager, since the scheduler treats servers in the real table as ready."""
         asking = copy.copy(self)
         asking.prefill_info_table = {}
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]

@@ -29,7 +29,7 @@ _FUNCTIONS = {
     f"{_PD}utils:get_kv_class": "transfer_backend class_type -> plugin.kv_class",
     f"{_PREFILL}_init_kv_manager": "-> engine.pool_hooks.around_init",  # hides the draft pool
     f"{_DECODE}_init_kv_manager": "-> engine.pool_hooks.around_init",  # the same
-    # gives each room its request
+    # records the request of each handle
     f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.pool_hooks.around_extend",
     # resumed requests have new draft rows
     f"{_DECODE}resume_retracted_reqs": "-> engine.pool_hooks.around_resume",
@@ -178,4 +178,4 @@ LATER = {
     },
     "0.5.22": {"indices_event"},
 }  # fmt: skip
-"""By release: the parameters and attributes that it lacks, as well as the features behind them."""
+"""Maps a release to the parameters and attributes that it lacks, as well as their features."""

@@ -173,7 +173,7 @@ class Machine:
         self._release_pages(request)
 
     def _refusal(self, opened: Open, wanted: range, limit: int) -> tuple[str, str] | None:
-        """Return a code and a detail if this rank cannot serve it. `limit`: tokens per segment."""
+        """Return a code and a detail to refuse an OPEN, or None. `limit`: tokens per segment."""
         held = self._heads
         if opened.prefill != self._instance:
             return "restarted", "this prefill rank is not the instance addressed"
