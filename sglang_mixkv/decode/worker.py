@@ -202,7 +202,7 @@ class DecodeWorker(Worker[Machine]):
                 yield self._machine.failed, (peer, message)
 
     def _drop(self, peer: Peer) -> None:
-        """Drop a peer. Sending without a link does not drop it, since the link may return."""
+        """Drop a peer. A send that finds no link does not drop its peer."""
         self._links.drop(peer)
         self._machine.peer_lost(peer, True)
 

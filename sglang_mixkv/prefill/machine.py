@@ -8,7 +8,7 @@ until then. A request's chunks wait for its readers, and are cut into segments t
                          \__________________ FAIL, either way _______________/
 
 A request's pages are *released* once all its readers have opened it and every transfer has ended.
-The sender's Success waits only for that, so that no page is freed while it is being packed. Slots
+The sender's Success waits only for this, so that no page is freed while it is being packed. Slots
 are read and acknowledged later. If packing makes no progress after SGLang's own transfer, it is
 given up: the readers are notified, and the request continues. Prefill never fails a request.
 """

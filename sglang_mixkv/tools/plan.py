@@ -97,7 +97,7 @@ def _plan(args: dict[str, Any]) -> PairReport | None:
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """What the plugin would move, its memory, and how ranks share that memory in the worst case, in
+    """The reads of the plugin, its memory, and how ranks share that memory in the worst case, in
     which every decode rank reads from every prefill server. Two ranks share `slots`, which hold
     `tokens`. Staging of `enough_mb` makes this at least 1. `chunk`: descriptors for CHUNK
     tokens."""
