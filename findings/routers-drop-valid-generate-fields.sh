@@ -2,9 +2,9 @@
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
 # Behaviour: sglang-router forwards only the /generate fields that it knows, and answers 200 without
-# a warning. It drops constraints, stop expressions and the DP rank. smg drops fewer. From a chat
-# request, sglang-router also drops return_meta_info, with which SGLang returns the accept length;
-# smg drops none. Neither drops a field of /v1/completions.
+# a warning. It drops constraints, stop expressions and the DP rank. smg drops fewer fields. From a
+# chat request, sglang-router also drops return_meta_info, with which SGLang returns the accept
+# length; smg drops none. Neither drops a field of /v1/completions.
 # Guess: a router forwards unknown fields, and the server decides whether a field is valid.
 # Seen: sglang-router drops cache_salt, custom_params, logit_bias, routed_dp_rank, stop_regex,
 # stream_interval, structural_tag; smg logit_bias, stop_regex, stream_interval, structural_tag. Of

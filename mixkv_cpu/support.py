@@ -33,8 +33,8 @@ creates the worker of one of these drafters, since other processes never import 
         ._build_fused_kv_write_bundle (replace)
 
 SGLang finds the entry point if `site/` is on the path, and :func:`install` does nothing unless
-SGLANG_USE_CPU_ENGINE, SGLang's own switch, is 1. With both, servers need all hooks, with or
-without --enable-mixkv. Of SGLang, `install` imports only the hook registry.
+SGLANG_USE_CPU_ENGINE, SGLang's own switch, is 1. If both are set, servers need all hooks, with or
+without --enable-mixkv. `install` imports only the hook registry of SGLang.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Demo:
             self.runs.append(self._measure(name, deployment))
 
     def _measure(self, name: str, deployment: Deployment) -> report.Run:
-        """Send all prompts. Draft bytes count from the last round, without the warm-up request."""
+        """Send all prompts. Draft bytes are those of the last round only."""
         for _ in range(self._options.repeat):
             before = deployment.draft_bytes()
             answers = self._ask_all(name, deployment)

@@ -8,7 +8,7 @@
 The server gets a process group of its own, and the leash adopts processes that the server orphans
 (a scheduler after its parent has crashed, for example), so all are gone once the leash has no
 child. The leash ends when the server exits (with its exit status), on SIGTERM, or when its starter
-is gone. Only in the last case does it remove FOLDER, since the starter no longer can.
+is gone. It removes FOLDER only in the last case, since the starter no longer can.
 """
 
 from __future__ import annotations

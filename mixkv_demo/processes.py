@@ -71,7 +71,7 @@ class ServerProcess:
 
 
 def leashed(server: ServerProcess) -> list[int]:
-    """Return the processes below a server's leash, the server itself first."""
+    """Return the processes below a server's leash, beginning with the server itself."""
     pid = server.process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -1,4 +1,4 @@
-"""Display of servers while they start: one line each, with the time, on a terminal or in a log."""
+"""Show servers while they start: one line each, with the time, on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StartDisplay:
             self._bars.stop()
 
     def update(self, name: str, state: str) -> None:
-        """Show a server's state: live on a terminal, else in a line per change and per QUIET_S."""
+        """Show a server's state: live on a terminal, or in a line per change and per QUIET_S."""
         if self._console.is_terminal:
             self._update_bar(name, state)
         else:

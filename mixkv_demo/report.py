@@ -42,7 +42,7 @@ def _outputs(answers: Sequence[Answer | None]) -> list[tuple[int, ...] | None]:
 
 
 def _longest_draft(answers: list[Answer]) -> int:
-    """Return the longest draft of a round: as servers report it, or as far as it was correct."""
+    """Return the length of the longest draft, as reported by servers or by its correct part."""
     return max((max(a.drafted, len(a.rounds_by_right_drafts) - 1) for a in answers), default=0)
 
 
@@ -123,6 +123,6 @@ def table(runs: Sequence[Run], title: str) -> Table:
 
 
 def write_json(path: Path, runs: Sequence[Run], context: dict[str, Any]) -> None:
-    """Write the figures to a file, with ``context`` beside them at the top level."""
+    """Write the figures to a file, with the items of ``context`` at the top level."""
     record = {"runs": [asdict(run) for run in runs], **context}
     path.write_text(json.dumps(record, indent=2) + "\n")

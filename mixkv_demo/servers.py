@@ -48,7 +48,7 @@ def silent(_name: str, _state: str) -> None:
 @dataclass(frozen=True)
 class DraftBytes:
     """Draft KV bytes since start: those that prefill ranks packed, and those that decode ranks put
-    in place. Each side counts its own, so that the two numbers check each other."""
+    in place. Each side counts separately, so that the two numbers check each other."""
 
     sent: int
     needed: int

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: sets up .venv/ at the repository's root, and activates it.
-# With PYTHON=python3.12 (a name or a path), the environment is .venv-3.12/ instead; with
+# Sourced by the other scripts: sets up .venv/ at the repository's root, and activates it. With
+# PYTHON=python3.12 (a name or a path), the environment is .venv-3.12/ instead; with
 # MIXKV_SGLANG=0.5.22, it is .venv-0.5.22/, with that release of SGLang instead of the newest
-# supported one; with both, .venv-0.5.22-3.12/. MIXKV_DEVICE=cuda makes .venv-cuda/, whose transport
-# reads GPU memory; MIXKV_DEVICE=check makes .venv-check/, with the imports of scripts/gpu-check.sh.
+# supported one; with both, .venv-0.5.22-3.12/. MIXKV_DEVICE=cuda makes .venv-cuda/ with a transport
+# for GPU memory. MIXKV_DEVICE=check makes .venv-check/ with the packages of scripts/gpu-check.sh.
 #
 # The first run installs the engine, a transport, the dependencies of the demo and the tests, and
 # the Debian packages that they need. Later runs only check whether pyproject.toml has changed since
@@ -59,7 +59,7 @@ mixkv_python() {
     fi
 }
 
-# Print the environment's folder. Each combination of MIXKV_SGLANG and PYTHON has its own.
+# Print the environment's folder. Each combination of MIXKV_SGLANG and PYTHON has one.
 mixkv_venv() {
     local venv="$MIXKV_ROOT/.venv${MIXKV_DEVICE:+-$MIXKV_DEVICE}${MIXKV_SGLANG:+-$MIXKV_SGLANG}" python
     if [ -n "${PYTHON:-}" ]; then

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Run tests/rdma/ over RDMA verbs on any Debian machine: Debian's kernel, which has soft-RoCE, boots
 # in QEMU with this machine's file system as its root, under an overlay in memory. The kernel is
-# unpacked into .rdma/ once, and not installed. Options go to pytest, and the exit status is pytest's.
-# It runs test_smoke.py, or with --full all tests, with a second guest as another host.
-# --here: use this machine's own RDMA devices instead of a guest, and change nothing on it. Variables:
-# QEMU: another QEMU. RDMA_LIMIT_S: ends the guest (124). Status 77: no QEMU or kernel is available.
+# unpacked into .rdma/ once, and not installed. Options go to pytest, and the exit status is that of
+# pytest. It runs test_smoke.py, or with --full all tests, with a second guest. --here: use this
+# machine's own RDMA devices instead of a guest, and change nothing on it. Variables: QEMU: the
+# binary; RDMA_LIMIT_S: the guest's time limit (124). Status 77: no QEMU or kernel.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

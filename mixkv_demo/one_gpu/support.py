@@ -150,7 +150,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
         self._gloo.barrier(opts).wait()
         return _Done()
 
-    # their names in torch before 2.14
+    # the names of these methods in torch before 2.14
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
     alltoall_base = all_to_all_single
 

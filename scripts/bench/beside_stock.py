@@ -171,7 +171,7 @@ def rows(arguments: argparse.Namespace, backend: str, drafter: str, page: int) -
 
 
 def _added(made: dict[str, list[dict[str, float]]], way: str, name: str) -> float | str:
-    """Return the median difference between a way and the target alone, turn by turn."""
+    """Return the median, over all turns, of the difference between a way and `target`."""
     if way not in made or "target" not in made:
         return "fails"
     turns = zip(made[way], made["target"], strict=True)

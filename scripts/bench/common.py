@@ -1,6 +1,6 @@
 """Helpers that the benchmarks share: options, samples in turns, tables and JSON.
 
-A result is named lists of flat records. It is printed as tables; `--json FILE` also writes it.
+A result has named lists of flat records. It is printed as tables. `--json FILE` also writes it.
 """
 
 from __future__ import annotations

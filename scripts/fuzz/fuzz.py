@@ -4,7 +4,7 @@
 
 An input is one of the seeds, changed a few times, mostly within its structure. A finding is an
 unexpected exception, or an unusable input that is accepted: a message that cannot be sent again,
-rows that neither make a plan nor are refused, an endpoint that allows reads outside its memory.
+rows that neither make a plan nor are refused, or an endpoint that allows reads outside its memory.
 """
 
 from __future__ import annotations

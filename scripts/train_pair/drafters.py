@@ -50,8 +50,8 @@ def sample(
 
 @dataclass(frozen=True)
 class Damage:
-    """Damage to one KV head of the prompt's entries. `shuffle`: 0 for zeros (never written), else
-    the seed that chooses the other entries whose bytes they get."""
+    """Damage to one KV head of the prompt's entries. `shuffle`: 0 zeroes the entries, as if never
+    written; another value seeds the choice of entries to copy bytes from."""
 
     head: int
     shuffle: int = 0
@@ -182,10 +182,10 @@ class Eagle3(nn.Module):
 
 
 class Dflash(nn.Module):
-    """Two Qwen3 layers that fill a block of masks at once. Each layer projects a token's KV
-    from the same target features of it. A block's tokens, the first of which is known, see each
-    other and all tokens before the block. DSPARK's dense drafter has one more head, which adds
-    logits that depend on the previous token."""
+    """Two Qwen3 layers that fill a block of masks at once. Each layer projects a token's KV from
+    the same target features. A block's tokens, the first of which is known, see each other and all
+    tokens before the block. DSPARK's dense drafter has one more head, which adds logits that depend
+    on the previous token."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def drafts(logits: Tensor, inputs: dict[str, Tensor]) -> list[tuple[Tensor, Tens
 
 
 def accept_length(logits: Tensor, inputs: dict[str, Tensor]) -> float:
-    """Return 1 + the mean number of leading correct drafts, over entries with labels for all."""
+    """Return 1 + the mean number of leading correct drafts, over entries with all labels."""
     right = (logits.argmax(-1) == inputs["labels"]) & inputs["scored"]
     leading = right.cumprod(-1).sum(-1)[inputs["scored"][..., -1]]
     return 1 + leading.float().mean().item()

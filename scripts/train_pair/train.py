@@ -58,7 +58,7 @@ STAGES = {
 
 
 def initialise(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw random matrices by name order; those that write to the residual stream start small."""
+    """Draw random matrices by name order. Those that write to the residual stream start small."""
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() > 1:
             scale = 0.5 if "embed_tokens" in name else parameter.shape[-1] ** -0.5

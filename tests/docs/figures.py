@@ -65,7 +65,7 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of the dashboard. `label`: of its axis. `curves`: by legend."""
+    """One panel of the dashboard. `label`: the axis label. `curves`: the curves by legend."""
 
     title: str
     label: str

@@ -101,7 +101,7 @@ def test_without_deferred_release_decode_waits(side: str, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, seconds)
     off = {(side, 0): lambda _: os.environ.update({DEFERRED: "0"})}
     shape = "MLA 1 to 2" if side == "prefill" else "MLA 2 to 1"  # one rank on that side
-    rooms = [100, 101, 102]  # decode's late ABORT would hit a second request of the same number
+    rooms = [100, 101, 102]  # decode's late ABORT would end a second request with this number
     outcome = aborted(shape, "between chunks", before=off, rooms=rooms)
     assert f"timed out after {WAITING_S}." in outcome.reasons
 

@@ -24,7 +24,7 @@ from sglang_mixkv.draft.rows import DraftRows
 pytestmark = pytest.mark.transports(1)
 
 DECODE, DRAFT_ONLY = ("decode", 0), ("prefill", 1)
-"""Ranks. Prefill rank 0 sends the MLA target, rank 1 sends draft KV only."""
+"""Ranks. Prefill rank 0 sends the MLA target, and rank 1 sends only draft KV."""
 TWO_ROUNDS: dict[str, Any] = {"requests": (Request(12), Request(9)), "rounds": ((0,), (1,))}
 
 

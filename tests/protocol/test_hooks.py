@@ -176,7 +176,7 @@ def test_every_hook_calls_sglangs_function_without_opting_in(
     assert plugin.kv_class(steps.original, MOONCAKE, SENDER) == "SGLang's"
     assert steps.mock_calls == [call.original(MOONCAKE, SENDER)]
     names = set(HOOKS.values())
-    looks = {"plugin.add_flags", "plugin.attach_config", "plugin.kv_class"}  # check it on their own
+    looks = {"plugin.add_flags", "plugin.attach_config", "plugin.kv_class"}  # these check opt-in
     assert looks < names
     for name in names:
         found = plugin._around(name, steps.original, 1, two=2)

@@ -97,8 +97,8 @@ def test_a_launchs_row_has_its_resolved_settings(
 
 
 def test_launches_that_write_no_server(sglang_with_plugin: Call, tmp_path: Path) -> None:
-    """Nodes other than the first write no row; an unreadable model yields a row without a server;
-    an unknown GPU is an error."""
+    """Nodes other than the first write no row, an unreadable model yields a row without a server,
+    and an unknown GPU is an error."""
     file = tmp_path / "row.json"
     second = mode("decode", "--tp 2 --nnodes 2 --node-rank 1 --dist-init-addr 127.0.0.1:5000")
     sglang_with_plugin(launch_server, second, SGLANG_MIXKV_PLAN=str(file))

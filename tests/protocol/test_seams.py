@@ -42,8 +42,8 @@ SOURCES += sorted(PACKAGE.glob("guards/*.py"))
 OURS = (*manager.MIXINS.values(), EarlySends, RoomUse)
 METHODS = {path.rpartition(".")[2] for path in SEAMS if ".conn:" in path}
 FUNCTIONS = (FunctionType, staticmethod, classmethod)
-# Attribute names that SGLang's classes have but that the plugin only uses on other objects:
-# Python's, its own, and a model's configuration.
+# Attribute names that SGLang's classes have but that the plugin uses only on other objects: those
+# of Python, the plugin's own, and a model's configuration.
 OF_OTHERS = {
     "__class__", "__module__", "add", "close", "current", "get", "name", "run", "set", "value",
     "_connect", "config", "free_slots", "port", "reset", "size", "staging", "store",

@@ -108,7 +108,7 @@ class Rank:
         return self.store.batch_exists(KEYS), found.kv_hit_pages
 
     def read_draft(self) -> tuple[bool, set[int]]:
-        """Return whether the store reports success, and which values the rows hold afterwards."""
+        """Return whether the store reports success, and the values in the rows afterwards."""
         self.draft.kv_buffer.fill_(0)
         successes = self.store.batch_get_v2([self.of_draft()])["draft"]
         return all(successes), set(np.unique(self.draft.kv_buffer.numpy()).tolist())

@@ -36,8 +36,8 @@ def alone(case: Case, draft_args: dict[str, str] = HIDDEN, **special: Any) -> Ca
 
 
 RIGHT, WRONG, FAILED, NOBODY = "right", "wrong", "failed", "nobody"
-"""WRONG: bytes of the target differ, without an error. NOBODY: a thread of SGLang's has ended, so
-every request times out."""
+"""WRONG: bytes of the target differ, without an error. NOBODY: one of SGLang's threads has ended,
+so every request times out."""
 
 GQA = Cache("mha", layers=2, heads=4)
 WIDE_V, NARROW_V = (replace(GQA, k_bytes=k, v_bytes=v) for k, v in ((4, 12), (8, 4)))

@@ -39,8 +39,8 @@ from .netns import enter
 from .stages import Stop, hold_in_decode, hold_in_prefill
 
 RUN_S, STUCK_S, DROPPED_S = 240, 90, 5
-"""Time limits: of the whole run; of a request, longer than all its timeouts together; of a request
-on prefill that decode no longer wants."""
+"""Time limits for the whole run, for a request (longer than all its timeouts together), and for a
+request on prefill that decode no longer needs."""
 SLACK_S = 3.0
 """Time that a request may take on a busy machine in addition to the plugin's wait. The sum of this
 and `Times.longest_wait` is less than `Times.whole_wait`, for every patience in the tests."""
@@ -439,8 +439,8 @@ def nobody_waited(requests: list[Ended], bound: float) -> None:
 
 
 def untouched(result: Result, bound: float, mark: int = AT) -> None:
-    """Check that requests to other ranks are warm and within `bound`, and continued during the
-    fault at no less than a fifth of the earlier rate."""
+    """Check that requests to other ranks are warm and within `bound`, and that they continued
+    during the fault at no less than a fifth of the earlier rate."""
     others = result.of(False)
     assert [one for one in others if (one.status, one.state) != ("success", "warm")] == []
     nobody_waited(others, bound)

@@ -25,7 +25,7 @@ from sglang_mixkv.prefill.transfer import Segment
 PREFILL, READER = b"prefill_", b"reader_0"
 TOKENS = 10  # per segment
 SLOTS = 64  # in the default staging buffer
-BEGAN = 5000.0  # a real clock is not at 0 either
+BEGAN = 5000.0  # a real clock does not begin at 0
 
 
 class _Side:

@@ -24,7 +24,7 @@ from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 
-PORT = 9000  # of a prefill rank's SGLang socket, which these tests do not use
+PORT = 9000  # the port of a prefill rank's SGLang socket, which these tests do not use
 TOKENS = 20
 PATIENCE = 3  # for busy machines
 
