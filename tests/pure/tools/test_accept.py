@@ -363,6 +363,19 @@ def test_a_dp_rank_with_few_prompts_is_undecided() -> None:
     assert [*found.table()][-2] == "decode's DP rank 2: nothing to compare, of 1 prompts"
 
 
+def test_a_loss_on_one_of_many_dp_ranks_may_be_chance() -> None:
+    """A loss that would be outside the gate on its own may be chance on one of eight DP ranks.
+
+    More ranks are more chances of a false alarm, so each rank gets a wider interval.
+    """
+    lost = [*[answer(7, 20, dp_rank=3)] * 8, *[answer(10, 20, dp_rank=3)] * 3]
+    others = [answer(10, 20, dp_rank=n % 8) for n in range(160) if n % 8 != 3]
+    alone, among = compared(lost, 0.04), compared(lost + others, 0.04)
+    assert (alone.verdict, among.verdict) == (Decision.BELOW, Decision.WITHIN)
+    assert among.by_dp_rank[3].ratio == alone.ratio
+    assert not among.by_dp_rank[3].is_below
+
+
 def test_a_few_different_outputs_are_accepted() -> None:
     """Up to one output in ten may differ in its first tokens, because of ties in sampling."""
     for differ, number, other in ((3, 32, 0), (11, 32, 1), (200, 3000, 0), (400, 3000, 1)):
