@@ -260,7 +260,6 @@ class PrefillServers:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         places = min(MAX_LINKS, files // 6) if files > 0 else MAX_LINKS
         with self._lock:
-            server.links = 0
             if len(contacted) + sum(s.links for s in self._servers.values()) > places:
                 raise MixKVError(
                     "MIXKV-MSG-02",
