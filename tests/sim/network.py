@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.loop import Call
-from sglang_mixkv.channel.messages import Ready, decode
+from sglang_mixkv.channel.messages import Message, Ready, decode
 from sglang_mixkv.decode import actions as dact
 from sglang_mixkv.decode.transfer import instance_of
 from tests.sim import memory
@@ -87,12 +87,12 @@ class Link:
             self.clock.at(when, self._arrive, way, self.epoch, frame)
 
     def _arrive(self, way: str, epoch: int, frame: bytes) -> None:
-        if epoch != self.epoch:
-            self._arrive_late(way, epoch, frame)
-            return
         try:
             message = decode(frame)
         except ValueError:  # the other side drops and counts a message with an invalid number
+            return
+        if epoch != self.epoch:
+            self._arrive_late(way, epoch, message)
             return
         if way == "prefill":
             process, sender = self.place.process, self.connection
@@ -104,11 +104,11 @@ class Link:
                 process.wire.came(self.peer, message)
         process.step(self.connection, process.handle, ((method, (sender, message)),))
 
-    def _arrive_late(self, way: str, epoch: int, frame: bytes) -> None:
-        """Deliver a frame of a former connection to prefill, after frames of later connections."""
+    def _arrive_late(self, way: str, epoch: int, message: Message) -> None:
+        """Deliver a message of a former connection to prefill, after those of later ones."""
         if way == "prefill" and epoch in self.overtaken:
             former, process = self.names[epoch], self.place.process
-            received = process.machine.received, (former, decode(frame))
+            received = process.machine.received, (former, message)
             delay = self.rng.random() * self.overtaken[epoch]
             process.later(former, delay, process.handle, received)
 
