@@ -5,7 +5,7 @@
 # accepts about 2,000 ranges. All further ranges are rejected, even if they are small. The log has
 # "TCP lane queue-full rejection".
 # Guess: the engine queues all ranges, and only memory or a time limit bounds a batch.
-# Seen: 1024 ranges of 64 bytes 0, 16384 ranges of 64 bytes -1, one range of 1 MiB 0.
+# Seen: 1024 ranges of 64 bytes: 0, 16384 ranges of 64 bytes: -1, one range of 1 MiB: 0.
 set -euo pipefail
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
@@ -45,7 +45,7 @@ seen = {
     "16384 ranges of 64 bytes": read(16384, 64),
     "one range of 1 MiB": read(1, 1 << 20),
 }
-print(", ".join(f"{what} {code}" for what, code in seen.items()))
+print(", ".join(f"{what}: {code}" for what, code in seen.items()))
 if list(seen.values()) != [0, -1, 0]:
     sys.exit("changed: Mooncake's TCP accepts another number of ranges at once")
 END

@@ -94,7 +94,7 @@ class RemoteMemory:
 
 class Read:
     """`error`: None while bytes may land, then "" if all arrived, else the reason. `failed`: the
-    error to report when the read ends. Only the thread that started it checks its end."""
+    error to report when the read ends. Only the thread that started a read checks for its end."""
 
     def __init__(self, peer: RemoteMemory, tag: Any = None) -> None:
         self.peer, self.tag = peer, tag

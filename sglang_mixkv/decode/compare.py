@@ -138,7 +138,7 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             "pipeline stages of a MiniMax target",
             f"{source.stages} stages",
             f"{wanted.stages}",
-            "SGLang does not send its state from several stages",
+            "SGLang does not send this target's state from several stages",
             "Set --pp-size 1 on prefill",
         )
     if unequal and not source.even:  # send_kvcache_slice, _init_hetero_tp_prep_handle

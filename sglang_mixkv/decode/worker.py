@@ -57,7 +57,7 @@ class ReceiveHandle:
 
     @property
     def waited(self) -> float | None:
-        """Return how long draft KV alone delayed the request; None before target or verdict."""
+        """Return how long draft KV alone delayed the request; None if that is not yet known."""
         if self.arrived is None or self.decided is None:
             return None
         return max(0.0, self.decided - self.arrived)

@@ -113,8 +113,9 @@ _NAMES = {
     # a scheduler's answer to a refused request
     f"{_SRT}managers.scheduler_components.ipc_channels:SchedulerIpcChannels": "send_to_tokenizer",
     f"{_SRT}managers.io_struct:AbortReq": "finished_reason rid",
-    # a server's ranks, also as keys in the response to GET /route; those that requests contact
+    # a rank's address, with the names that the response to GET /route uses
     f"{_CONN}PrefillRankInfo": "rank_ip rank_port",
+    # a server's sizes, and the TP ranks that requests contact
     f"{_CONN}PrefillServerInfo": "attn_cp_size attn_tp_size dp_size pp_size target_tp_ranks",
     # the decode ranks of a request, which are notified
     f"{_PD}mooncake.conn:TransferInfo": "dst_port endpoint is_dummy",

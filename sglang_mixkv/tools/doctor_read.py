@@ -61,7 +61,7 @@ class Wire(msgspec.Struct, frozen=True):
 
 class Result(msgspec.Struct):
     """One side's result. `used`: the RDMA devices that it had open. `wrong`: the first wrong byte
-    of each wrong slot. A listener has no bytes or seconds."""
+    of each wrong slot. A listener's `bytes` and `seconds` are 0."""
 
     memory: str
     used: list[str]

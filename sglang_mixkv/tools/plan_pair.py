@@ -145,7 +145,7 @@ def _row_bytes(model: Model, tp: int) -> set[int]:
 
 
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
-    """Yield why there is no route: attention-TP sizes or a drafter's heads do not divide."""
+    """Yield the sizes, of attention TP or of a drafter's heads, between which no route exists."""
     try:
         layout.readers_of(prefill.attention_tp, decode.attention_tp)
     except MixKVError as error:
