@@ -55,7 +55,7 @@ def launch_env(num_ranks: int = 1) -> dict[str, str]:
     env = {
         CPU_ENGINE_ENV: "1",
         "OMP_NUM_THREADS": "1",
-        # PyNccl would load any libnccl that it finds, and ask it for a CUDA device.
+        # PyNccl would load any libnccl, and ask that library for a CUDA device.
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
         **LOOPBACK_ENV,
         "PYTHONPATH": _with_site(os.environ.get("PYTHONPATH", "")),

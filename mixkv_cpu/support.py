@@ -1,14 +1,14 @@
 """Hooks that SGLang's CPU engine needs in its processes, as an SGLang plugin.
 
     seam                                              why
-    overrides._attention_backend_platform_fallbacks   without AMX it swaps intel_amx for
+    overrides._attention_backend_platform_fallbacks   without AMX, SGLang swaps intel_amx for
         (around)                                      torch_native, which supports neither MLA
                                                       extend nor target verify
     disaggregation.utils.get_kv_class                 Mooncake's sender would copy page
         (after)                                       indices with pinned memory and a CUDA
                                                       event; NIXL would treat KV as VRAM, and
                                                       poll on the cores that compute
-    mem_cache.allocation.get_last_loc (around)        it starts a Triton kernel if a page has
+    mem_cache.allocation.get_last_loc (around)        a Triton kernel, started if a page has
                                                       several tokens
     mem_cache.allocator.paged                         the same, up to SGLang 0.5.21
         .PagedTokenToKVPoolAllocator.__init__ (after)
@@ -17,7 +17,7 @@
     managers.scheduler.Scheduler.on_idle (after)      without --sleep-on-idle (as with
                                                       DP attention, whose ranks step together)
                                                       ranks poll on the cores that compute
-    managers.data_parallel_controller                 it polls nonstop on one of these cores
+    managers.data_parallel_controller                 the controller polls nonstop on one core
         .DataParallelController.__init__ (after)
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
                                                       SGLang again: 10 s of CPU time
@@ -27,7 +27,7 @@ creates the worker of one of these drafters, since other processes never import 
 
     speculative_hook._handle_dflash, _handle_dspark   SGLang accepts only certain devices
         (around)
-    SpeculativeAlgorithm.create_worker (after)        it runs before the model is created
+    SpeculativeAlgorithm.create_worker (after)        called before SGLang makes the model
     models.dflash.DFlashAttention.__init__ (after)    a Triton kernel for norm and rotation
     models.dspark.DSparkDraftMixin                    a Triton kernel that writes the prompt's KV
         ._build_fused_kv_write_bundle (replace)
@@ -105,14 +105,14 @@ def _keep_intel_amx(original: Callable[[Any], dict[str, Any]], view: Any) -> dic
 def _without_device_memory(kv_class: Any, transfer_backend: Any, class_type: Any) -> None:
     """Adapt a backend's classes to KV in host memory."""
     if getattr(kv_class, "supports_host_tensor_indices", False):
-        kv_class.supports_host_tensor_indices = False  # subclasses inherit that
+        kv_class.supports_host_tensor_indices = False  # subclasses inherit the value
     if (transfer_backend.value, class_type.value) == ("nixl", "manager"):
         _fit_nixl()
 
 
 def _fit_nixl() -> None:
-    """Make this process's NIXL agents treat VRAM as host memory (SGLang refuses its own setting for
-    that, kv_data_mem_kinds, at unequal TP sizes), and wait for events instead of polling."""
+    """Make this process's NIXL agents treat VRAM as host memory (at unequal TP sizes, SGLang
+    refuses its setting for that, kv_data_mem_kinds), and wait for events instead of polling."""
     try:
         api = importlib.import_module("nixl._api")
     except ImportError:  # SGLang's manager reports this error
@@ -191,7 +191,7 @@ def _wait_for_requests(_result: None, controller: Any, *_args: Any, **_kwargs: A
 
 
 def _fork(_result: None, _server_args: Any) -> None:
-    """Fork SGLang's processes, which it starts before any thread. CUDA does not support forking."""
+    """Fork SGLang's processes; no thread runs before they start. CUDA does not support forking."""
     multiprocessing.set_start_method("fork", force=True)
 
 
@@ -239,7 +239,7 @@ def _fit_block_drafter(_worker: type, algorithm: Any, _server_args: Any) -> None
 
     _let_draft_with_intel_amx()
     ignore_streams()
-    DFlashVerifyInput.tree_topk = property(lambda self: self.topk)  # intel_amx reads it
+    DFlashVerifyInput.tree_topk = property(lambda self: self.topk)  # for intel_amx
     HookRegistry.register(BLOCK_ATTENTION, _rotate_in_torch, HookType.AFTER)
     HookRegistry.register(FUSED_WRITE, _write_in_torch, HookType.REPLACE)
     HookRegistry.apply_hooks()

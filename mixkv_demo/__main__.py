@@ -4,7 +4,7 @@
     stock    prefill + decode behind SGLang's router, without the plugin
     mixkv    the same with --enable-mixkv on both sides
 
-The demo needs no GPU, no download and no training. ``report.DISCLAIMER`` explains its figures.
+The demo needs no GPU, no download and no training. ``report.DISCLAIMER`` explains the figures.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _builder(name: str, options: argparse.Namespace) -> Builder:
 
 
 def _version(package: str) -> str | None:
-    """Return a package's version; None if it is not installed, as a transport may be."""
+    """Return a package's version; None if the package, such as a transport, is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

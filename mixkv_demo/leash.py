@@ -1,6 +1,6 @@
 """Run one server so that none of its processes outlives the program that started it.
 
-``python -m mixkv_demo.leash PARENT_PID FOLDER COMMAND...`` is a process between the two:
+``python -m mixkv_demo.leash PARENT_PID FOLDER COMMAND...`` is a process between starter and server:
 
     starter --SIGTERM, or its death--> leash --SIGTERM--> server
                                              --SIGKILL, after GRACE_S--> server's group

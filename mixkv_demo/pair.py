@@ -1,8 +1,8 @@
 """The small trained pairs, and the prompts of their copy task.
 
 The task is ``<bos> A <sep>`` -> ``A <sep>`` with a string A of distinct symbols. The drafter knows
-A only from its own KV of the prompt, and was trained to need every KV head of it. So it detects
-wrong draft bytes, but does not show how much accept length production drafters lose by them.
+A only from its own KV of the prompt, and was trained to need every KV head of it. So wrong draft
+bytes lower this drafter's accept length; production drafters may lose less or more.
 """
 
 from __future__ import annotations

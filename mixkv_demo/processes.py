@@ -1,8 +1,8 @@
 """Groups of server processes that end together.
 
-A :class:`Fleet` is a context manager. It starts servers and detects when one dies. On exit
-(normal, exception, Ctrl-C, SIGTERM) it ends all of them and removes their folders. Start servers
-from the thread that entered the context: the kernel ends a leash with the thread that started it.
+A :class:`Fleet` is a context manager. It starts servers and detects when one dies. On exit (normal,
+exception, Ctrl-C, SIGTERM) it ends all of them and removes their folders. Start servers from the
+thread that entered the context: when a thread ends, the kernel ends each leash that it started.
 """
 
 from __future__ import annotations

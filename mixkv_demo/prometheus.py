@@ -1,7 +1,7 @@
 """A Prometheus that scrapes the demo's servers, and the expressions of the shipped dashboard.
 
-The binary must be in PATH (scripts/prometheus.sh gets Debian's). It runs in a Fleet, with its own
-configuration and data folder, and ends with the Fleet.
+The binary must be in PATH (scripts/prometheus.sh gets Debian's). Prometheus runs in a Fleet, with
+its own configuration and data folder, and ends with the Fleet.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mixkv_demo.processes import Fleet
 
 START_TIMEOUT_S = 30.0
 EVERY = "5s"
-"""The interval of scrapes, and the limit of each. For a scrape, SGLang reads one file per process
-and kind of series, which takes more than a second if the cores are busy."""
+"""The interval of scrapes, and the time limit of each scrape. For a scrape, SGLang reads one file
+per process and kind of series, which takes more than a second if the cores are busy."""
 
 COLON_AGAIN = {
     "source_labels": ["__name__"],
@@ -31,11 +31,11 @@ COLON_AGAIN = {
     "replacement": "sglang:$1",
 }
 """Relabelling for Prometheus before 3: prometheus_client 0.23 to 0.26 (generate_latest in
-openmetrics/exposition.py) sends it sample names with `_` in place of `:`."""
+openmetrics/exposition.py) sends such a Prometheus sample names with `_` in place of `:`."""
 
 
 class QueryFailed(RuntimeError):
-    """Prometheus rejected an expression. The message is Prometheus' own."""
+    """Prometheus rejected an expression. The message is the one that Prometheus returned."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,6 @@ class Prometheus:
         return [Series(s["metric"], float(s["value"][1])) for s in found]
 
     def rules(self) -> list[dict[str, Any]]:
-        """Return all rules with their health and last error, as Prometheus evaluated them."""
+        """Return all rules, each with the health and last error that Prometheus reports."""
         groups = self._data("/api/v1/rules")["groups"]
         return [rule for group in groups for rule in group["rules"]]

@@ -42,7 +42,7 @@ def _outputs(answers: Sequence[Answer | None]) -> list[tuple[int, ...] | None]:
 
 
 def _longest_draft(answers: list[Answer]) -> int:
-    """Return the length of the longest draft, as reported by servers or by its correct part."""
+    """Return the longest draft that servers report, or the longest correct part of a draft."""
     return max((max(a.drafted, len(a.rounds_by_right_drafts) - 1) for a in answers), default=0)
 
 
@@ -76,7 +76,7 @@ def is_close(length: float, reference: float) -> bool:
 
 
 def shortcomings(runs: Sequence[Run]) -> list[str]:
-    """Return how the results differ from the expected ones; empty if they do not."""
+    """List the differences from the expected results."""
     found = [
         f"{run.name}: output differs from the single server's"
         for run in runs

@@ -9,9 +9,9 @@ from sglang_mixkv.tools.status import samples
 
 
 def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:
-    """Sum the series over ranks, by name without the prefix and by the values of their own labels,
-    except empty values and the label `without`. A histogram's value is its number of observations.
-    Raises ValueError."""
+    """Sum each series over ranks. A key is the name without the prefix, then the values of the
+    labels in SERIES, except empty values and that of the label `without`. A histogram's value is
+    its number of observations. Raises ValueError."""
     own = {PREFIX.replace(":", "_") + one.name: one for one in SERIES}
     found: Counter[tuple[str, ...]] = Counter()
     for sample in samples(text):

@@ -25,6 +25,6 @@ def described(deployment: Deployment) -> dict[str, Any]:
 
 
 def serve(deployment: Deployment) -> None:
-    """Print the line; return when standard input ends. Raises ServerDied if a server ends first."""
+    """Print the JSON; return when standard input ends. Raises ServerDied if a server ends first."""
     print(json.dumps(described(deployment)), flush=True)
     deployment.watch(sys.stdin.read)

@@ -85,8 +85,8 @@ class Deployment:
         return _watched(self.fleet, call)
 
     def counters(self) -> Counter[tuple[str, ...]]:
-        """Sum the plugin's series over all ranks of all servers, once the series stop changing: a
-        request is counted after its end."""
+        """Sum the plugin's series over all ranks of all servers, once the series stop changing:
+        servers count a request after they have answered."""
         last = totals(self.servers)
         while True:
             time.sleep(POLL_S)
@@ -96,7 +96,7 @@ class Deployment:
             last = now
 
     def draft_bytes(self) -> DraftBytes | None:
-        """Return the bytes so far; None if no server counts them."""
+        """Return the draft bytes so far; None if no server counts draft bytes."""
         found = self.counters()
         if ("sent_bytes_total", "draft") not in found:
             return None

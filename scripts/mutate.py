@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/mutate.sh", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders (default: all)")
     parser.add_argument("--without", action="append", default=[], metavar="PATH", help="exclude")
-    parser.add_argument("--since", metavar="COMMIT", help="mutants on lines changed since it")
+    parser.add_argument("--since", metavar="COMMIT", help="mutants on lines changed since COMMIT")
     parser.add_argument("--draw", type=int, metavar="N", help="a sample of N, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9, help="limit; the next run resumes")
@@ -125,7 +125,7 @@ def changed_since(commit: str) -> dict[str, Any]:
 
 
 def claimed(found: list[Mutant], files: set[str]) -> set[Mutant]:
-    """Return the mutants that tests/mutants.toml calls equivalent. Exit if an entry has none."""
+    """Return the equivalent mutants of tests/mutants.toml. Exit if an entry matches no mutant."""
     claims = {
         (one["file"], one["function"], one["line"], one["mutant"]): set[Mutant]()
         for one in CONFIG.get("equivalent", ())
@@ -160,8 +160,8 @@ class Runner:
         self.children: set[int] = set()
 
     def run(self, todo: Iterable[Mutant]) -> Iterator[tuple[Mutant, bool | None]]:
-        """Yield each mutant with whether it was killed, in the order in which they end; None if it
-        is late."""
+        """Yield each mutant when its tests have ended, with True if they killed it, False if it
+        survived, and None if it is late."""
         rest, free = iter(todo), list(self._copies)
         running: dict[int, tuple[int, Mutant, Path, float]] = {}
         while True:

@@ -3,7 +3,7 @@
     python scripts/simulate.py --seed 1 --schedules 10000
     python scripts/simulate.py --replay 1234
 
-If an invariant is broken, it logs the calls of the smallest failing schedule, and exits with 1.
+If an invariant is broken, log the calls of the smallest failing schedule, and exit with 1.
 """
 
 from __future__ import annotations

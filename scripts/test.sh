@@ -14,7 +14,7 @@ mixkv_prometheus
 # shellcheck source=scripts/dynamo.sh
 source "$MIXKV_ROOT/scripts/dynamo.sh"
 DYNAMO=1.6.1
-[ "${MIXKV_SGLANG:-}" != 0.5.22 ] || DYNAMO=1.7.0.dev20261026 # it pins SGLang 0.5.22
+[ "${MIXKV_SGLANG:-}" != 0.5.22 ] || DYNAMO=1.7.0.dev20261026 # pins SGLang 0.5.22
 case "$*" in
     "" | --full* | *dynamo*) mixkv_dynamo "$DYNAMO" ;;
 esac

@@ -96,6 +96,6 @@ class Background:
 
     async def send(self, to: Any, message: Callable[..., None], **fields: Any) -> None:
         """Call `message(**fields)` in a thread, one call at a time per receiver `to`. SGLang's
-        sends block for up to 30 s if the receiver is gone, so each occupies at most one thread."""
+        sends block for up to 30 s if the receiver is gone, so each receiver takes one thread."""
         async with self._sending.setdefault(to, asyncio.Lock()):
             await self.in_thread(partial(message, **fields))

@@ -1,8 +1,8 @@
 """Copies between KV pools and the host cache, both in host memory on the CPU engine.
 
 A KV pool has a buffer per layer (and per K and V): [slots, ...]. The host cache has the same
-(`layer_first`), or [pages, layers, page_size, ...] (`page_first_direct`). Indices are slots, page
-by page. The signatures are those of sgl_kernel's ``kvcacheio.py``.
+buffers (`layer_first`), or [pages, layers, page_size, ...] (`page_first_direct`). Indices are
+slots, page by page. The signatures are those of sgl_kernel's ``kvcacheio.py``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SHARED_ENV, NO_DUAL_GEMM_ENV = "MIXKV_DEMO_ONE_GPU", "MIXKV_DEMO_NO_DUAL_GEMM"
 CUDA_FLAGS: tuple[str, ...] = (
     *("--device", "cuda"),
     *("--attention-backend", "triton"),
-    *("--sampling-backend", "pytorch"),  # nvcc compiles FlashInfer's at the first request
+    *("--sampling-backend", "pytorch"),  # FlashInfer's kernels need nvcc at run time
     "--cuda-graph-backend-decode=disabled",
     "--cuda-graph-backend-prefill=disabled",
     "--skip-server-warmup",
@@ -52,7 +52,7 @@ def cards() -> int:
 
 
 def setup(count: int, has: frozenset[str] | None = None) -> Setup:
-    """Choose the setup for `count` GPUs. `has`: the installed optional packages; None to look."""
+    """Choose the setup for `count` GPUs. `has`: the optional packages; None to look for them."""
     if has is None:
         has = frozenset(name for name in ("cutlass",) if find_spec(name))
     path = os.environ.get("PYTHONPATH", "")
@@ -65,7 +65,7 @@ def setup(count: int, has: frozenset[str] | None = None) -> Setup:
         flags += ["--mem-fraction-static", "0.5"]
         return Setup(tuple(flags), env, tuple(reasons))
     flags += [
-        # Both map memory of other ranks' GPUs. The second is on by default for DeepSeek on Hopper.
+        # Both features map memory of other ranks' GPUs. The second is on for DeepSeek on Hopper.
         "--disable-custom-all-reduce",
         "--enforce-disable-flashinfer-allreduce-fusion",
         "--no-enable-tp-lm-head-all-to-all",  # this option needs NCCL

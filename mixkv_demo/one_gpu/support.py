@@ -7,7 +7,7 @@ distributed.parallel_state.init_model_parallel_group   other communicators than 
     (around)                                           NCCL, or map other GPUs' memory
 platforms.cuda.CudaDeviceMixin.reindex_device_id       rank 1 would use GPU 1
     (around)
-layers.dual_gemm.DualGemm._select_mode (around)        it imports CUTLASS, which SGLang does
+layers.dual_gemm.DualGemm._select_mode (around)        an import of CUTLASS, which SGLang does
                                                        not require
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mixkv_demo.one_gpu import NO_DUAL_GEMM_ENV, SHARED_ENV
 
-_Group: Any = dist.ProcessGroup  # its methods are overloaded for each way to call them
+_Group: Any = dist.ProcessGroup  # Any, since its methods have many overloads
 BACKEND = "mixkv_one_gpu"
 DEFAULT_BACKEND = "sglang.srt.distributed.parallel_state.get_default_distributed_backend"
 MODEL_GROUP = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
@@ -75,7 +75,7 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout or timedelta(minutes=30))
         self._name = ""
 
-    # torch does not store the name that it gives to a group in Python, but asks for it at the end.
+    # torch does not store the name of a group that is written in Python, but asks for that name.
     def setGroupName(self, name: str) -> None:
         self._name = name
 

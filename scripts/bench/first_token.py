@@ -38,7 +38,7 @@ Times = dict[str, list[tuple[float, float]]]
 
 
 def timed(of: Deployment, prompt: list[int]) -> tuple[float, float]:
-    """Stream an answer; return the ms until its first token and until its end."""
+    """Stream an answer; return the ms until the first token and until the last."""
     body, began = {**request_body(prompt), "stream": True}, time.perf_counter()
     with client.session() as made, made.post(f"{of.url}/generate", json=body, stream=True) as reply:
         assert reply.status_code == requests.codes.ok, reply.text

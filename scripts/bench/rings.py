@@ -1,13 +1,13 @@
-"""A ring of ranks for the benchmarks. Each is a rank of tests/rig in its own process, which serves
-one request after another on command.
+"""A ring of ranks for the benchmarks. Each rank is one of tests/rig in its own process, which
+serves one request after another on command.
 
     stock      SGLang alone
     channel    with the plugin
 
-A ring's `way` is one of these. Rings of several ways run side by side, so that their requests can
-take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or receiver as
-SGLang's scheduler does. Times are seconds of CLOCK_MONOTONIC, which all processes share. The
-target is small: 24 bytes per token.
+A ring's `way` is one of these two words. Rings of several ways run side by side, so that their
+requests can take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or
+receiver as SGLang's scheduler does. Times are seconds of CLOCK_MONOTONIC, which all processes
+share. The target is small: 24 bytes per token.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class DecodeMember(Member):
 
     def conclude(self) -> float:
         """Poll once everything has arrived, so that the poll waits for no other process. Return the
-        time at which it returned Success."""
+        time at which the poll returned Success."""
         if self.rank.case.backend == "mooncake":  # NIXL's notifications are read in the poll
             self.wait_for(lambda: self.target_came() and self.draft_came())
         if self.draft is not None:

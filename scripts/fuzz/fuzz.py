@@ -34,7 +34,7 @@ VALUES: tuple[Any, ...] = (
     0.5, "", "x" * 600, "\0", b"", b"another_", [], {},
 )  # fmt: skip
 DEEP = 3_000
-ODD = {  # what no encoder writes
+ODD = {  # bytes that no encoder writes
     msgspec.msgpack: (b"\x91" * DEEP + b"\x01", b"\xa1\xff", b"\xdd\x7f\xff\xff\xff", b"\xc1"),
     msgspec.json: (b"[" * DEEP + b"]" * DEEP, b'"\xff"', b'"\\ud800"', b"9" * 400, b"NaN"),
 }
@@ -87,7 +87,7 @@ def row(data: bytes) -> None:
 
 
 def _check_opens(request: Request) -> None:
-    """Check that each prefill rank can read its OPEN, and that all requested heads are read."""
+    """Check that each prefill rank can read the OPEN to it, and that all wanted heads are read."""
     for source in request.opened.sources:
         message(messages.encode(request.message(source, OWN.instance, SLOT_BYTES)))
     asked = [head for source in request.opened.sources for head in source.heads]

@@ -26,7 +26,7 @@
 #   TRUST_REMOTE_CODE 1: --trust-remote-code (Kimi-K2 needs it)                           0
 #   MIXKV             1: --enable-mixkv; 0: stock                                         1
 #   LAUNCHER          the command in front of the flags    python -m sglang.launch_server
-#   SGLANG_ENABLE_MIXKV, SGLANG_PLUGINS: the server's own, checked before it starts
+#   SGLANG_ENABLE_MIXKV, SGLANG_PLUGINS: checked before the server starts
 #
 # Router (router.sh)
 #   PREFILL           space-separated URL or URL,BOOTSTRAP_PORT   http://127.0.0.1:30000,8998

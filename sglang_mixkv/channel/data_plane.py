@@ -1,19 +1,19 @@
 """The data plane: a decode rank reads slots of a prefill rank's staging buffer.
 
-Each rank has one, with its own transfer engine beside SGLang's. Its calls:
+Each rank has a data plane, with a transfer engine of its own beside SGLang's. The calls:
 
     register(memory)            once; sets `endpoint`, which travels in the rank's facts
     connect(endpoint) -> peer   in a background thread, since it blocks
     start(tag, peer, extents)   in the channel's thread: starts one transfer of many slots
     ended() -> [(tag, error)]   in the channel's thread, repeatedly
-    forget(peer)                when its owner no longer needs it, or reconnects after a failed read
+    forget(peer)                when the link to the peer ends, or is replaced after a failed read
 
 `start`, `ended` and `forget` never block or raise. Neither backend has completion callbacks, so
 reads are polled, which takes some 2 us each time.
 
 A read ends only when its backend reports so: neither backend can cancel a read, and the bytes of a
-stopped peer land when the peer continues. Local slots may be reused only then. The data plane
-retains every read in flight, with its peer, even after the read's owner is gone.
+stopped peer land when the peer continues. The local slots may be reused only after the read's end.
+The data plane retains every read in flight, with its peer, even if the read's owner is gone.
 
 Reads outside either side's registered memory fail here and never reach a backend: the backends
 handle them differently, and over RDMA one such read fails all others on the connection.
@@ -93,8 +93,8 @@ class RemoteMemory:
 
 
 class Read:
-    """`error`: None while bytes may land, then "" if all arrived, else the reason. `failed`: the
-    error to report when the read ends. Only the thread that started a read checks for its end."""
+    """`error`: None while bytes may land; then "" for a success, or the error. `failed`: the error
+    to report at the end. Only the thread that started a read checks whether it has ended."""
 
     def __init__(self, peer: RemoteMemory, tag: Any = None) -> None:
         self.peer, self.tag = peer, tag
@@ -184,7 +184,7 @@ class DataPlane(ABC):
         return True
 
     def ended(self) -> list[tuple[Any, str]]:
-        """Return each read that has ended since the last call: its tag, and "" or its error."""
+        """Return tag and error ("" for a success) of each read that ended since the last call."""
         if self._unanswered:
             answered = [probe for probe in self._unanswered if self._has_ended(probe)]
             with self._lock:
@@ -237,7 +237,7 @@ class DataPlane(ABC):
 
     def _end(self, read: Read, error: str) -> None:
         read.error, peer = read.failed or error, read.peer
-        read.handle = None  # the backend releases it
+        read.handle = None  # so that the backend releases the handle
         with self._lock:
             peer.reads -= 1
             is_over = peer.gone and not peer.reads
@@ -257,12 +257,12 @@ class DataPlane(ABC):
     @abstractmethod
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         """Start the read and set `read.handle`. If this raises, only the transfers in the handle
-        have started: none if it is empty or None."""
+        have started: none if the handle is empty or None."""
 
     @abstractmethod
     def _check(self, read: Read) -> str | None:
-        """Return None while any part of the read is in flight, then "" or its error; it is not
-        called again. If it raises, the read has ended."""
+        """Return None while any part of the read is in flight. Any other result is the last: the
+        error, or "" for a success. An exception also ends the read."""
 
     @abstractmethod
     def _drop(self, peer: RemoteMemory) -> None:

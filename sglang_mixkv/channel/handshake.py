@@ -21,9 +21,9 @@ Few = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 class Target(msgspec.Struct, frozen=True):
     """The target's KV on one rank, as in SGLang's KV args. `heads`: over all ranks, 0 for MLA.
-    `entries`: this stage's buffers. `states`: SGLang's names for the other state that it sends.
+    `entries`: this stage's buffers. `states`: SGLang's names for the state sent beside KV.
     `drafts`: how many of a drafter's buffers SGLang sends. `widths`: the distinct sizes of a
-    buffer's page. `units`: those of a TP-sharded row of linear-attention state."""
+    buffer's page. `units`: the distinct sizes of a row of linear-attention state that TP shards."""
 
     heads: Few
     entries: Few

@@ -4,9 +4,9 @@
     sockets, reads, copies, CUDA events -------+--> a machine's method --> machine.actions --> do
 
 Each iteration handles all pending calls, then takes the machine's actions once, and again after
-copies that it made itself. This batches work: eight slots share one message, one read and one
-launch. The thread makes no decisions and raises nothing. After an error that it cannot survive, it
-ends, and SGLang's scheduler stops waiting for it (`broken`).
+copies that the thread made itself. This batches work: eight slots share one message, one read and
+one launch. The thread makes no decisions and raises nothing. After an error that it cannot survive,
+it ends, and SGLang's scheduler stops waiting for it (`broken`).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Worker(ABC, Generic[M]):
-    """A rank's channel thread. `names`: its name, and that of the thread for host copies. The
-    simulator replaces `_clock`."""
+    """A rank's channel thread. `names`: the names of this thread and of the thread for host copies.
+    The simulator replaces `_clock`."""
 
     names: tuple[str, str]
     _clock = staticmethod(time.monotonic)
@@ -129,7 +129,7 @@ class Worker(ABC, Generic[M]):
 
     @abstractmethod
     def _poll(self, ready: list[Any]) -> Iterable[Call]:
-        """Return calls for all that arrived, except copies. `ready`: sockets with messages."""
+        """Return the calls for all events except ended copies. `ready`: sockets with messages."""
 
     @abstractmethod
     def _do(self, action: Any) -> None:
@@ -153,7 +153,7 @@ class Worker(ABC, Generic[M]):
                 self._copies.stop()
 
     def _calls(self, ready: list[Any]) -> Iterator[Call]:
-        """Yield the calls of one iteration. `_take` reads the clock after it obtains each one."""
+        """Yield the calls of one iteration. `_take` reads the clock after it obtains each call."""
         yield from self._queue.take(ready)
         yield from self._poll(ready)
         if self._copies is not None and self._copies.done:

@@ -73,9 +73,9 @@ class Announced(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """A prefill rank announces segments of a room, which the reader may now read. The first has
-    number `segment` and begins at token `first_token`. `last`: no segment follows; `segments` is
-    empty if that became known only at the end of a chunk."""
+    """A prefill rank announces segments of a room, which the reader may now read. The first segment
+    has number `segment` and begins at token `first_token`. `last`: no segment follows; `segments`
+    is empty if that became known only at the end of a chunk."""
 
     room: Room
     generation: Secret
@@ -110,7 +110,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> bytes:
     """Encode a message. Raises ValueError or OverflowError for an OPEN that is out of bounds."""
     frame = _encoder.encode(message)
-    if isinstance(message, Open):  # its numbers come from SGLang
+    if isinstance(message, Open):  # the numbers of an OPEN come from SGLang
         decode(frame)
     return frame
 

@@ -112,7 +112,7 @@ class Mooncake(DataPlane):
         return ""
 
     def _drop(self, peer: RemoteMemory) -> None:
-        peer.name = None  # Mooncake keeps its entry, about a hundred bytes
+        peer.name = None  # Mooncake keeps about a hundred bytes for the peer
 
 
 def _ask(session: str) -> bytes:

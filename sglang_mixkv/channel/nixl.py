@@ -36,7 +36,7 @@ from typing import Any
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Read, RemoteMemory, refused
 
 UNBLOCKED = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
-WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it occupies a core
+WAIT_US = 1_000  # the progress thread's wait for an event; with 0 that thread occupies a core
 
 
 class Nixl(DataPlane):
@@ -67,7 +67,7 @@ class Nixl(DataPlane):
 
     def _open(self, peer: RemoteMemory) -> None:
         """Connect. Peers of one agent share a name and a connection. A retry first removes the
-        name, since the connection may be broken, unless one of them has reads in flight."""
+        name, since the connection may be broken, unless one of these peers has reads in flight."""
         with self._naming:
             if peer.name is not None:
                 with self._lock:  # a read that begins before the name is removed would fail

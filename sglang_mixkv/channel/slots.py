@@ -81,9 +81,9 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """Return the number of free slots above which this owner may get its first slot: a quarter
-        of those not published before its last sign of life, and at most an eighth of all. For an
-        owner that has read no slot, and may never read one, it is at least a sixteenth of all."""
+        """Return how many slots must stay free after this owner gets its first slot: a quarter of
+        the slots not published before its last sign of life, and at most an eighth of all. If the
+        owner has read no slot, and may never read one, at least a sixteenth must stay free."""
         heard, served = (signs.get(owner, float("-inf")) for signs in self._signs)
         published = [since for since, _ in self._published.values()]
         left = self.count - bisect_right(published, max(heard, served))

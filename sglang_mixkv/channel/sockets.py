@@ -43,7 +43,7 @@ class EventQueue(Generic[T]):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def put(self, event: T, wake: bool = True) -> None:
-        """Add an event. `wake`: wake the thread now; otherwise it takes the event later."""
+        """Add an event. `wake`: wake the thread now; otherwise the thread takes the event later."""
         self._events.put(event)
         if wake:
             self.wake()

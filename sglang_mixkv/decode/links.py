@@ -129,7 +129,7 @@ class Links:
             local = here.address + segment.slot * here.slot_bytes
             remote = there.base + one.slot * there.slot_bytes
             extents.append((local, remote, store.rows.packed_bytes(one.count, len(heads))))
-        memory = link.memory  # once: a reconnect may replace it
+        memory = link.memory  # read once, since a reconnect may replace it
         store.plane.start((action, link, memory), memory, extents)
         return True
 

@@ -2,7 +2,7 @@ r"""A decode rank's state machine: calls in, actions out, time as an argument. N
 
     OPENED --all rows in place--> WARM
        \--a fault, or too late-----> cold --the other rows zeroed--> COLD
-                                          \--they cannot be--------> FAILED
+                                          \--zeroing fails---------> FAILED
 
 Each announced segment of a request is read into a slot of this rank, acknowledged, and copied to
 the pool. A fault on this rank or a peer, or draft KV later than `Times` allows, makes the request
@@ -123,7 +123,7 @@ class Machine:
             self._finish(request)
 
     def failed(self, peer: Peer, message: Fail) -> None:
-        """Handle a peer's FAIL: it sends nothing more for a request."""
+        """Handle a peer's FAIL: the peer sends nothing more for a request."""
         request = self._requests.get(message.generation)
         if message.code == "restarted":
             self._out.append(act.Forget(peer))
@@ -156,7 +156,7 @@ class Machine:
     # -- segments
 
     def read_ended(self, read: act.StartRead, error: str = "") -> None:
-        """Handle the end of a read: nothing more lands in its slots. No `error`: all bytes have."""
+        """Handle the end of a read: no more bytes land. `error`: "" if all bytes have landed."""
         self._segments.end_read(read, self._clock, error)
         if error or self._clock > read.until:
             self._read_failed(read, error or "it took too long")

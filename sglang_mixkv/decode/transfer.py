@@ -45,9 +45,9 @@ def server_of(peer: Peer) -> str:
 class Source(msgspec.Struct, frozen=True):
     """One contacted prefill rank of the drafter's stage, for one request.
 
-    `heads`: those to read from it, possibly none. `readers`: how many decode ranks open the request
-    on it. `slots`: how many it has. `segment_tokens`: how many tokens fit the smaller of its slots
-    and this rank's. `patience`: the rank's, which sets when it reuses unacknowledged slots."""
+    `heads`: the heads to read, possibly none. `readers`: how many decode ranks open the request on
+    that rank. `slots`: how many slots that rank has. `segment_tokens`: how many tokens fit a slot
+    on both ranks. `patience`: that rank's setting, which scales the time until it reuses a slot."""
 
     peer: Peer
     heads: range
@@ -79,8 +79,8 @@ Stage = Literal["waiting", "reading", "copying"]
 
 class Segment(msgspec.Struct, eq=False, gc=False):
     """An announced segment. `number`, `first`: its place in the transfer, and its first token.
-    `since`: when it was announced. `slot`: this rank's, once its read starts. The garbage collector
-    need not track segments, since each is removed from its request's `segments`."""
+    `since`: when it was announced. `slot`: the slot of this rank, once the read starts. The garbage
+    collector need not track segments, since each is removed from its request's `segments`."""
 
     request: Request
     transfer: SourceTransfer
@@ -153,12 +153,12 @@ class SourceTransfer:
 
 class Request:
     """One request on this rank. `transfers`: from the prefill ranks whose heads it reads.
-    `segments`: those announced and not yet in place, in order.
+    `segments`: the announced segments that are not yet in place, in order.
 
-    Times on the machine's clock: `first_ready`; `arrived`, of the target; `progress`, the latest.
-    `copying`: how many copies are in flight. `cold`: why it is cold, or "". `decided`: its Verdict
-    was issued, or is not needed any more. `limits`: times within which this rank finishes with a
-    prefill rank's slot, at the smaller patience of the two.
+    Times on the machine's clock: `first_ready`; the target's arrival, `arrived`; the latest
+    `progress`. `copying`: how many copies are in flight. `cold`: why the request is cold, or "".
+    `decided`: the Verdict was issued, or is not needed any more. `limits`: times within which this
+    rank finishes with a prefill rank's slot, at the smaller patience of the two.
     """
 
     def __init__(self, opened: Opened, heads: bool, times: Times, now: float) -> None:

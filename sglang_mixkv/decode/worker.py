@@ -35,12 +35,12 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class ReceiveHandle:
-    """One receiver's request, shared by the scheduler and the channel. `pages`: the draft pool's,
-    of `page_size` tokens, from `opened.first_token` on; written only while `gate` is open. `event`:
-    an earlier forward's, or None. `prefill`: the server's bootstrap address. `state`, `reason`: the
-    channel's verdict. `request`: SGLang's, once it is queued. `arrived`: when SGLang's own transfer
-    succeeded, recorded by the scheduler, since the channel thread may hang. `decided`: the time of
-    the verdict."""
+    """One receiver's request, shared by the scheduler and the channel. `pages`: pages of
+    `page_size` tokens in the draft pool, from `opened.first_token` on; written only while `gate` is
+    open. `event`: the event after an earlier forward, or None. `prefill`: the server's bootstrap
+    address. `state`, `reason`: the channel's verdict. `request`: SGLang's request, once queued.
+    `arrived`: when SGLang's own transfer succeeded, recorded by the scheduler, since the channel
+    thread may hang. `decided`: the time of the verdict."""
 
     request: Any = None
 
@@ -70,7 +70,7 @@ class ReceiveHandle:
 class DecodeWorker(Worker[Machine]):
     """`store`: None on a rank without a drafter, which opens requests but reads nothing.
 
-    `forget_peer` is called with a restarted peer, and must `drop` it and all others of its server.
+    `forget_peer` is called with a restarted peer, and must `drop` all peers of that peer's server.
     `check_peer` is called with a peer to which a message could not be sent. Both are called in the
     channel thread, and must neither block nor raise.
     """
@@ -262,5 +262,5 @@ class DecodeWorker(Worker[Machine]):
 
 
 def _is_unwanted(copy: Copy) -> bool:
-    """Return whether this copies a segment of a cold request, whose rows are zeroed anyway."""
+    """Return whether a copy is of a segment of a cold request, whose rows are zeroed anyway."""
     return copy.kind == "unpack" and not copy.job.request.wants

@@ -1,7 +1,7 @@
 """Copies between the draft pool and slots, each through its request's gate.
 
-`start` begins copies; `ended` returns those that have ended. `done`: whether any has ended.
-`polled`: whether copies whose end wakes no thread are in flight; `launched`: the last one's start.
+`start` begins copies; `ended` returns those that have ended. `done`: whether any copy has ended.
+`polled`: whether copies are in flight whose end wakes no thread. `launched`: the last one's start.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def libcuda() -> Any:
 
 
 def spare_captures(library: Any = None) -> None:
-    """Let the calling thread query events without failing another thread's graph capture, as it
-    would by default. Call it once in each thread."""
+    """Let the calling thread query events without failing another thread's graph capture, as a
+    query does by default. Call it once in each thread."""
     (library or libcuda()).cuThreadExchangeStreamCaptureMode(byref(c_int(2)))  # relaxed
 
 

@@ -55,7 +55,7 @@ def _move(
     """Move tiles of _COLUMN words of _TOKENS tokens, of one entry and job, in pages of PAGE tokens.
     Each program moves one tile, or several if there are fewer programs. _PACK and _UNPACK also sum
     the stored words, and _UNPACK stores nothing if the stamp differs. After them, _SEAL writes the
-    headers; _SETTLE writes the verdicts, and zeros where one is not _OK."""
+    headers; _SETTLE writes the verdicts, and zeros for each verdict but _OK."""
     number = tl.program_id(2)
     job, entry = jobs + number * 8, entries + tl.program_id(1) * 4
     slot, stamp = _words(tl.load(job)), tl.load(job + 6)

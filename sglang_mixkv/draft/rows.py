@@ -32,13 +32,13 @@ _own = threading.local()
 
 class DraftRows:
     """One rank's draft pool. `entries`: contiguous tensors [rows, heads, head size] of any type, as
-    in SGLang's `k_buffer` and then `v_buffer`; stored as bytes. `heads`: those on this rank.
+    in SGLang's `k_buffer` and then `v_buffer`; stored as bytes. `heads`: the heads on this rank.
 
-    `bytes_per_head`: of one token, in all entries. `flush`: if set, called before data from a NIC
-    is unpacked. In all methods, `rows` are distinct token numbers in the pool, `heads` is a range
-    of global numbers, and `slot` is from a Staging on the pool's device. Anything out of range
-    raises ValueError before a byte is touched. When a call returns, its bytes are visible to any
-    stream. Several threads may make calls, for different rows and slots."""
+    `bytes_per_head`: the bytes of one head of one token, over all entries. `flush`: if set, called
+    before data from a NIC is unpacked. In all methods, `rows` are distinct token numbers in the
+    pool, `heads` is a range of global numbers, and `slot` is from a Staging on the pool's device.
+    Anything out of range raises ValueError before a byte is touched. When a call returns, its bytes
+    are visible to any stream. Several threads may make calls, for different rows and slots."""
 
     def __init__(self, entries: Sequence[Tensor], heads: range, by_numpy: bool = True) -> None:
         """`by_numpy`: use numpy in host memory. Tests turn this off, to run a GPU's code there."""

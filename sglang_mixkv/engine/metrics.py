@@ -49,8 +49,8 @@ class MetricsReporter(Reporter):
     """The metrics and log of a rank's channel. After the first failure to count, which is logged,
     metrics are no longer updated.
 
-    `labels`: common to all series; None for no series. `slots` and `breaker`: this rank's, once
-    they exist. `name_of`: returns the bootstrap address of a prefill rank's server, "" if unknown.
+    `labels`: common to all series; None for no series. `slots` and `breaker`: those of this rank,
+    once made. `name_of`: returns the bootstrap address of a prefill rank's server, "" if unknown.
     """
 
     slots: SlotPool | None = None

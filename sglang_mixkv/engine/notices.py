@@ -1,6 +1,6 @@
-"""SGLang's own ABORT, sent to the prefill ranks of a refused server. Without it, each would hold
-the request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits for both
-sides' responses would keep its client waiting."""
+"""SGLang's own ABORT, sent to the prefill ranks of a refused server. Without an ABORT, each rank
+would hold the request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits
+for both sides' responses would keep its client waiting."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) ->
     """Wrap DecodeTransferQueue.extend, to record the request of each handle."""
     found = original(queue, decode_reqs)
     for one in decode_reqs:
-        handle = getattr(one.kv_receiver, "handle", None)  # SGLang's own receivers lack it
+        handle = getattr(one.kv_receiver, "handle", None)  # None in SGLang's own receivers
         if handle is not None:
             handle.request = one.req
     return found

@@ -64,14 +64,14 @@ class _PrefillServer:
         self.rows: Rows = {}
         self.cold: Cold = ""  # why all its requests are cold, or ""
         self.peers: list[Peer] = []
-        self.links = 0  # how many of MAX_LINKS its ranks use
+        self.links = 0  # how many of MAX_LINKS the server's ranks use
         self.ready = self.doubted = self.gone = False
-        # By the ids of SGLang's entries, which are kept alive here, since SGLang may free them.
+        # Keys: the ids of SGLang's entries. The values keep the entries from being freed.
         self.plans: dict[tuple[int, ...], tuple[Sequence[Any], Plan]] = {}
 
 
 class _Refusal(NamedTuple):
-    """Why requests to a server fail, until it may be queried again. `ranks` get SGLang's ABORT."""
+    """Requests fail with `error`; `ranks` get ABORTs. No query of the server before `until`."""
 
     error: MixKVError
     ranks: Ranks
@@ -98,7 +98,7 @@ class PrefillServers:
     # -- the scheduler's thread
 
     def ensure(self, address: str) -> bool:
-        """Return whether the server is ready or refused. Its refused requests fail in `init`."""
+        """Return whether the server is ready or refused. If refused, requests fail in `init`."""
         if address in self._table:
             return True
         now = time.monotonic()
@@ -146,7 +146,7 @@ class PrefillServers:
         except MixKVError as error:
             self._manager.local.reporter.refused(error)
             self._aborts.add(list(infos), receiver)
-            server.doubted = True  # its facts may predate the rank
+            server.doubted = True  # the known facts may predate the rank
             raise
 
     # -- any thread

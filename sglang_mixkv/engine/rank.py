@@ -134,7 +134,7 @@ def _target(manager: Any) -> Target:
     lens = list(args.kv_item_lens)
     lens = lens[: len(lens) - args.num_draft_entries]
     mla, half = manager.is_mla_backend or manager.is_hybrid_mla_backend, len(lens) // 2
-    heads = getattr(args, "total_kv_head_num", 1)  # decode has it only with SGLang's staging
+    heads = getattr(args, "total_kv_head_num", 1)  # on decode only with SGLang's staging
     widths, units, states = {*lens}, set[int](), [state.value for state in args.state_types]
     for state, sizes, dims in zip(
         states, args.state_item_lens, args.state_dim_per_tensor, strict=True

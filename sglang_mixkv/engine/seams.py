@@ -1,10 +1,10 @@
-"""The plugin's dependencies on SGLang, with reasons. SEAMS: the functions that it hooks, overrides
-or calls. ATTRIBUTES: those that it reads or sets.
+"""The plugin's dependencies on SGLang, with reasons. SEAMS: the functions that the plugin hooks,
+overrides or calls. ATTRIBUTES: the attributes that the plugin reads or sets.
 
 In this package, only `plugin.py`, `engine/`, `guards/` and `tools/plan_*.py` use SGLang. `check`
 (releases.py) verifies each entry in every opted-in process, and tests/protocol/test_seams.py finds
-uses that are not listed here. `doctor --against` (tools/against.py) reads the further dependencies
-of `plan` from its source. Each function is listed with the parameters that the plugin passes or
+uses that are not listed here. `doctor --against` (tools/against.py) reads further dependencies of
+`plan` in that tool's source. Each function is listed with the parameters that the plugin passes or
 reads by name (SGLang may have more) and, after an arrow, the plugin's function that wraps it.
 """
 

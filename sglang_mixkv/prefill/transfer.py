@@ -64,8 +64,8 @@ class Request:
 
 class Segment(msgspec.Struct, eq=False, gc=False):
     """`count` tokens of a chunk, from token `first` of the prompt on, in a slot of this rank.
-    `ends`: they are the chunk's last. `packed`: their bytes are in the slot. The garbage collector
-    need not track segments, since their reference cycles are broken explicitly."""
+    `ends`: the chunk ends with these tokens. `packed`: the bytes are in the slot. The garbage
+    collector need not track segments, since their reference cycles are broken explicitly."""
 
     transfer: ReaderTransfer
     chunk: Chunk
@@ -80,10 +80,10 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 class ReaderTransfer:
     """The transfer of a request to one reader, in segments of at most `limit` tokens.
 
-    `token`: the next one to cut into a segment, from the chunk `at`, which has the index `chunk`
-    and ends before token `until`.
-    `packing`: the segments cut but not yet announced, in the order of the prompt. `announced`: how
-    many were announced. `all_cut`: no more follow. `ended`: the last READY was made, or it failed.
+    `token`: the next token to cut into a segment, from the chunk `at`, which has the index `chunk`
+    and ends before token `until`. `packing`: the segments cut but not yet announced, in the order
+    of the prompt. `announced`: how many segments were announced. `all_cut`: no further segments
+    follow. `ended`: the last READY was made, or the transfer failed.
     """
 
     def __init__(

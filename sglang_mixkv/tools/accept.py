@@ -3,11 +3,11 @@
     python -m sglang_mixkv accept --single URL --pair ROUTER_URL --prompts FILE [--gate 0.05]
     python -m sglang_mixkv accept --baseline FIGURES --pair ROUTER_URL [--gate 0.05]
 
-Both get the same token ids, and decode greedily. A baseline is the file that an earlier run wrote
-with `--json`: its prompts, and the single server's answers to them. The report shows accept length,
-acceptance by position, and whether the outputs agree. The loss of accept length is judged at 95 %
-confidence, over all prompts and on each of decode's DP ranks. A prompt that fails with status 502
-or 503 is sent once more.
+The single server and the pair get the same token ids, and decode greedily. A baseline is the file
+that an earlier run wrote with `--json`: its prompts, and the single server's answers to them. The
+report shows accept length, acceptance by position, and whether the outputs agree. The loss of
+accept length is judged at 95 % confidence, over all prompts and on each of decode's DP ranks. A
+prompt that fails with status 502 or 503 is sent once more.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or too many outputs differ in their
 first tokens; 2 no verdict: too few prompts, a failed request, or a server that does not answer or

@@ -85,7 +85,7 @@ def _attributes(owner: ast.ClassDef) -> Iterator[str]:
 
 
 def taken(source: str) -> Iterator[str]:
-    """Yield the names that a module imports from SGLang, and their attributes that it uses."""
+    """Yield the names that a module imports from SGLang, and the attributes that it uses."""
     nodes, found = [*ast.walk(ast.parse(source))], dict[str, str]()
     for node in (one for one in nodes if isinstance(one, ast.ImportFrom)):
         if f"{node.module}.".startswith("sglang."):

@@ -102,8 +102,8 @@ def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -
 
 
 def read_stream(url: str, lines: Iterable[bytes]) -> Answer:
-    """Read an answer's events, or its only line if it is not streamed. An event has all tokens so
-    far or, from a server with --incremental-streaming-output, only the new ones. Raises
+    """Read an answer's events, or the only line of an answer that is not streamed. An event has all
+    tokens so far or, from a server with --incremental-streaming-output, only the new ones. Raises
     RequestFailed, also if the request was aborted."""
     event, tokens = None, ()
     for line in lines:

@@ -40,7 +40,7 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|BACKEND_PARAMS", re.IGNO
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report. `problem`: what is wrong and what to do; empty when nothing is."""
+    """One line of the report. `problem`: what is wrong and what to do; "" if nothing is wrong."""
 
     section: str
     name: str

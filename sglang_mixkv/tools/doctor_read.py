@@ -213,7 +213,7 @@ def _read_slots(side: LocalEnd, peer: RemoteMemory, offer: StagingFacts) -> Resu
 
 
 def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None = None) -> Result:
-    """Read from `peer`, or let one read from port `listen`, or read between two processes here."""
+    """Read from `peer`, let a peer read from port `listen`, or read between two processes here."""
     roles: list[Any] = [(serve, "*", listen)] if peer is None else [(read, *peer)]
     if peer is None and listen is None:
         with socket.create_server((HERE, 0)) as free:

@@ -1,4 +1,4 @@
-"""``python -m sglang_mixkv plan``: whether a pair needs the plugin, and what it would do."""
+"""``python -m sglang_mixkv plan``: whether a pair needs the plugin, and what changes with it."""
 
 from __future__ import annotations
 

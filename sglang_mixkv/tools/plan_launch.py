@@ -30,11 +30,11 @@ from sglang_mixkv.tools.plan_text import Given
 SCHEMA = 1
 MARK = r'\{\s*"sglang_mixkv_plan"'
 _SEEN = "_mixkv_planned"
-_for_good = ExitStack()  # never left, since this process ends
+_for_good = ExitStack()  # no exit, since this process ends
 
 
 class LaunchRow(msgspec.Struct, frozen=True):
-    """The row of a launch. `error`: why it has no `server`, as SGLang or the plugin says it."""
+    """The row of a launch. `error`: what SGLang or the plugin reports if there is no `server`."""
 
     sglang_mixkv_plan: int
     plugin: str

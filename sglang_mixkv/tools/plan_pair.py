@@ -192,7 +192,7 @@ _OF_MANAGER = "try_ensure_parallel_info", "_resolve_rank_mapping"
 
 
 def _check_of_sglang(requests: Any) -> dict[str, Any]:
-    """Compile SGLang's check of a pair from its source, without the classes it does not use."""
+    """Compile SGLang's check of a pair from SGLang's source, with only the classes that it uses."""
     wanted = list[ast.stmt]()
     for file in ("disaggregation/base/conn.py", _CONN):
         for node in ast.parse(_source(file)).body:
@@ -209,7 +209,7 @@ def _check_of_sglang(requests: Any) -> dict[str, Any]:
 
 
 def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
-    """List SGLang's refusals, the plugin's if it is asked for or needed, and the pair's."""
+    """List what SGLang refuses, what the plugin refuses (if set or needed), and other faults."""
     is_needed = need is not None and need.needed
     for server in (prefill, decode):
         yield from server.stock
@@ -265,7 +265,7 @@ def _differences(prefill: Server, decode: Server) -> list[Difference]:
 
 
 def _row(server: Server, topk: int) -> Row:
-    """Make the row that a server's ranks would publish, without what only a running rank knows."""
+    """Make the row that a server's ranks would publish, except facts of running ranks."""
     facts, tp = server.facts, server.attention_tp or 1
     draft = DraftLayout(facts, tp, 0) if facts else None
     of_rank = server.sglang, bytes(8), "", 0, "", tp, 0, 0, ()

@@ -39,12 +39,12 @@ GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """FLAGS are SGLang's, resolved. `enabled`: it has opted in. `gpu`: the GPU that it was resolved
-    for. `mode`: its --disaggregation-mode; `role`: the role that plan was asked about. `sglang`:
-    the release that resolved it; `resolved`: whether it could. `attention_tp`: 0 if TP does not
-    divide. `stage`: the target's layers in the first pipeline stage. `tcp`: Mooncake is told to use
-    TCP. `store`: the settings of Mooncake's store; None without it. `stock`: why SGLang does not
-    start it; `refused`: why the plugin does not."""
+    """FLAGS have the values that SGLang resolved. `enabled`: the server has opted in. `gpu`: the
+    GPU assumed. `mode`: the line's --disaggregation-mode; `role`: the role that plan was asked
+    about. `sglang`: SGLang's release; `resolved`: whether SGLang resolved all flags.
+    `attention_tp`: 0 if TP does not divide. `stage`: the target's layers in the first pipeline
+    stage. `tcp`: Mooncake is told to use TCP. `store`: the settings of Mooncake's store; None
+    without it. `stock`, `refused`: why SGLang or the plugin refuses the server."""
 
     attn_cp_size: int = 1
     enable_kv_cache_sharding: bool | None = False
@@ -137,12 +137,12 @@ def server_of(
     made: Any, gpu: str, stock: list[str], config: Config, *, role: str = "",
     refused: Sequence[str] = (), notes: Sequence[str] = (),
 ) -> Server:  # fmt: skip
-    """Describe resolved arguments. `role`: the one asked for, if not that of the arguments.
-    Raises MixKVError for a model that SGLang cannot read."""
+    """Describe resolved arguments. `role`: the role that plan was asked about; "" for that of the
+    arguments. Raises MixKVError for a model that SGLang cannot read."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view, notes, refused = resolving_view(made), [*notes], [*refused]
-    if view.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
+    if view.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would probe this host
         stock, notes = [], [*notes, f"SGLang's checks for {view.device} were not run"]
     values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
     if values["attn_dp_size"] is None:  # SGLang up to 0.5.21 has no such flag
@@ -186,8 +186,8 @@ def server_of(
 
 
 def _ends(view: Any, stage: Target) -> Iterator[str]:
-    """Yield why SGLang exits in the constructors of its two queues (disaggregation/prefill.py and
-    decode.py)."""
+    """Yield each reason for SGLang to exit while it makes its two queues (disaggregation/prefill.py
+    and decode.py)."""
     from sglang.srt.environ import envs
 
     if not envs.SGLANG_DISAGG_STAGING_BUFFER.get():
@@ -229,8 +229,8 @@ def _check_models(args: argparse.Namespace) -> None:
 
 
 def _not_started(made: Any) -> Iterator[str]:
-    """Yield what SGLang raises or, if an error has no text, the source line that raises it. A step
-    of its resolution that raises does not hide later errors."""
+    """Yield the text of each error that SGLang raises or, if the error has no text, the source line
+    that raises it. After a step that raises, the next steps of the resolution run, too."""
     from sglang.srt.arg_groups import pipeline
 
     raised, run = list[Exception](), pipeline.run_hook
@@ -255,8 +255,8 @@ SPECULATION = ("num_steps", "eagle_topk", "num_draft_tokens")
 
 
 def _words(error: Exception, made: Any) -> str:
-    """Return an error's text. SGLang's errors about incomplete speculative flags have none, so add
-    the missing flags."""
+    """Return an error's text. SGLang's errors about incomplete speculative flags have no text, so
+    add the missing flags."""
     text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
     values = {
         f"--speculative-{name.replace('_', '-')}": getattr(made, f"speculative_{name}", None)
@@ -275,8 +275,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the parsed flags, those of the plugin that Dynamo refuses, and why Dynamo does not
-    start it. Raises MixKVError with all flags that SGLang does not know."""
+    """Return the parsed flags, the plugin's flags that Dynamo refuses, and why Dynamo does not
+    start the server. Raises MixKVError with all flags that SGLang does not know."""
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     parser, words = _parser(), line.flags
@@ -357,7 +357,7 @@ _OF_DYNAMO = (
 
 
 def _after_dynamo(words: list[str]) -> list[str]:
-    """Return the words that Dynamo's parser, if it is here, leaves to SGLang's."""
+    """Return the words that Dynamo's parser, if installed, leaves to SGLang's parser."""
     try:
         of_router, *groups = map(pkgutil.resolve_name, _OF_DYNAMO)
     except ImportError:

@@ -36,7 +36,7 @@ HOST = re.compile(
     rf"{_DROPPED}|--(?:host|dist-init-addr|served-model-name|log-level[\w-]*|ssl-[\w-]+|"
     r"(?:disaggregation|mooncake)-ib-device|[\w-]+-(?:url|dir|log))"
 )
-"""Flags that plan does not need. It adds a note if only the host knows their values."""
+"""Flags that plan does not need. plan adds a note if only the host knows their values."""
 _ELSEWHERE = {"docker", "podman", "nerdctl", "kubectl", "ssh"}
 Word = tuple[str, str]
 """A word, and why it is unknown; "" if it is known."""

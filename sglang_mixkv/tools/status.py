@@ -64,15 +64,15 @@ class Page(list[Sample]):
         self, name: str, by: str = "", but: str = "*", **labels: Collection[str]
     ) -> Counter[str]:
         """Count requests by a label. The ranks of a DP rank serve the same requests, so take the
-        rank with the most, not counting `but`."""
+        rank with the most requests, not counting those of `but`."""
         groups = {sample.labels.get("dp_rank", "") for sample in self}
         each = (self.ranks(name, by, dp_rank=[one], **labels) for one in groups)
         most = (max(one, key=lambda n: n.total() - n[but], default=Counter()) for one in each)
         return sum(most, Counter())
 
     def within(self, name: str, share: float) -> float | None:
-        """Return the bucket bound within which `share` of a histogram lies, or its last finite one
-        if that is less. Take the rank where it is largest: a request waits for all of its ranks."""
+        """Return the bucket bound within which `share` of a histogram lies, or the last finite
+        bound if that is less. Take the largest of all ranks, since a request waits for all."""
         found = list[float]()
         for one in (rank for rank in self.ranks(f"{name}_bucket", "le") if rank.total()):
             below = sum(number < share * max(one.values()) for number in one.values())
@@ -134,9 +134,9 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[MetricPages, 
 
 
 class ServerSlots(msgspec.Struct, frozen=True):
-    """`ranks`: how many have series of the plugin. `slots_used`: on the rank that uses most. `p50`,
-    `p99`: seconds within which 50 and 99 % of requests had their draft KV or, on prefill, of chunks
-    had their READY. `release`: the plugin's, NONE before 0.4."""
+    """`ranks`: how many ranks have series of the plugin. `slots_used`: on the rank that uses most
+    slots. `p50`, `p99`: seconds within which 50 and 99 % of requests had their draft KV; on
+    prefill, the same for chunks and their READY. `release`: the plugin's, NONE before 0.4."""
 
     name: str
     role: str

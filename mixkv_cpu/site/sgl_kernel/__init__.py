@@ -4,14 +4,13 @@ With this folder's parent on PYTHONPATH, ``import sgl_kernel`` finds this packag
 takes effect only if
 
     1. SGLANG_USE_CPU_ENGINE is 1, SGLang's own condition, and
-    2. the ``sgl_kernel`` further down the path is not a CPU build, which has its compiled
-       ``common_ops`` at its top; CUDA builds keep one per GPU architecture in subfolders.
+    2. the ``sgl_kernel`` further down the path is not a CPU build. Compiled ``common_ops`` are
+       at the top of a CPU build; CUDA builds have one per GPU architecture in subfolders.
 
-In every other case the import returns that other ``sgl_kernel``, as if this package did not
-exist. The stand-in suffices for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1,
-DFLASH and DSPARK.
-``torch.ops.sgl_kernel`` gets the two attention operators, and some that fail when called. It has no
-``convert_weight_packed``, so layers take their native PyTorch paths.
+In every other case the import returns that other ``sgl_kernel``, as if this package did not exist.
+The stand-in suffices for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1, DFLASH and
+DSPARK. ``torch.ops.sgl_kernel`` gets the two attention operators, and some that fail when called.
+The stand-in has no ``convert_weight_packed``, so layers take their native PyTorch paths.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def _has_cpu_kernels(package: ModuleSpec | None) -> bool:
 
 
 def _is_wanted(package: ModuleSpec | None) -> bool:
-    """Return whether this process runs the CPU engine and has no other kernels for it."""
+    """Return whether this process runs the CPU engine and has no other kernels for that engine."""
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not _has_cpu_kernels(package)
 
 
