@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # mooncake-transfer-engine-non-cuda 0.3.13.post1, over TCP with P2PHANDSHAKE
 #
-# Behaviour: the port in initialize("127.0.0.1:PORT", ...) is ignored. The engine chooses one
+# Behaviour: the port in initialize("127.0.0.1:PORT", ...) is ignored. The engine chooses a port
 # between MC_MIN_RPC_PORT and MC_MAX_RPC_PORT, 15000 to 17000 by default, and listens on all
-# interfaces, although the address was a loopback address.
+# interfaces, despite the loopback address.
 # Guess: the engine listens on the given address and port, or fails.
 # Seen: initialize 0, on the asked port False, between 15000 and 17000 True, listens on 0.0.0.0.
 set -euo pipefail

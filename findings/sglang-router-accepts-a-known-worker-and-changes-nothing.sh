@@ -3,7 +3,7 @@
 #
 # Behaviour: for POST /workers with the URL of a known worker and another bootstrap port,
 # sglang-router answers 202 and keeps the old port; smg rejects it with 409 and names the call that
-# would change it. A prefill server that returns with another port can therefore not be reached
+# changes the port. A prefill server that returns with another port can therefore not be reached
 # through sglang-router.
 # Guess: the port is updated, or the call fails.
 # Seen: sglang-router 202, smg 409; with both, requests contain the old port.

@@ -2,7 +2,7 @@
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
 # Behaviour: smg returns the first error from either side to the client, and drops the other side's
-# request. sglang-router waits until both sides have answered, however long the healthy one takes.
+# request. sglang-router waits until both sides have answered, however long the healthy side takes.
 # Guess: two related routers behave alike: the client gets the error, whichever side it is from.
 # Seen: smg: prefill's 400 before decode's answer True, decode's 500 before prefill's answer True;
 # sglang-router: the same codes, False and False.

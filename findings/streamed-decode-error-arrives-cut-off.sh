@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # sglang-router 0.3.2 and smg 1.13.0, in front of stand-ins for SGLang's servers
 #
-# Behaviour: for a streamed request, the routers wrap decode's error in a "data:" line, which makes
-# it longer, but keep the Content-Length of decode's answer. The client gets only the beginning of
-# the reason, as invalid JSON.
+# Behaviour: for a streamed request, the routers wrap decode's error in a "data:" line, which
+# lengthens the answer, but keep the Content-Length of decode's answer. The client gets only the
+# beginning of the reason, as invalid JSON.
 # Guess: the client gets the status and the whole reason, as without a stream.
 # Seen: both routers: 500, end of the reason included False; without a stream True.
 set -euo pipefail
