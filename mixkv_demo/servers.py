@@ -47,8 +47,8 @@ def silent(_name: str, _state: str) -> None:
 
 @dataclass(frozen=True)
 class DraftBytes:
-    """Draft KV bytes since start: those that prefill ranks packed, and those that decode ranks put
-    in place. Each side counts separately, so that the two numbers check each other."""
+    """Draft KV bytes since start: `sent`, packed by prefill ranks, and `needed`, put in place by
+    decode ranks. Each side counts separately, so that the two numbers check each other."""
 
     sent: int
     needed: int
@@ -59,8 +59,8 @@ class DraftBytes:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Running servers, and the URL for requests. ``servers``: those that run models; ``routers``:
-    the routers in front of them."""
+    """Running servers, and the URL for requests. ``servers``: the servers that run models;
+    ``routers``: the routers in front of them."""
 
     fleet: Fleet
     url: str

@@ -153,8 +153,8 @@ _KNOWN = {*_OF_VARIABLE, API_KEY_ENV, PLAN_ENV, PLAN_GPU_ENV}
 
 
 def variable(name: str, text: str) -> Any:
-    """Return the value of an environment variable; None if it is empty, or servers do not read it.
-    Raises MixKVError if it is invalid, or is unknown but named like one of the plugin's."""
+    """Return an environment variable's value; None if empty or unused by servers. Raises MixKVError
+    for an invalid value, or an unknown name like those of the plugin."""
     if setting := _OF_VARIABLE.get(name):
         return setting.value(name, text) if text.strip() else None
     if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):

@@ -22,10 +22,10 @@ STATES = ("warm", "cold", "retracted")  # how the drafter of a finished request 
 
 
 class NoteSpec(NamedTuple):
-    """The counter of a note, and the log line of the first from each peer. `series`: "" if the room
-    is counted instead, when SGLang ends it. `message` and `remedy` follow the peer's name in the
-    log line; a note without them is not logged. `logged`: False if earlier log lines explain it:
-    differing facts, other reasons, or a traceback."""
+    """The counter of a note, and the log line of the first such note from each peer. `series`: ""
+    if the room is counted instead, when SGLang ends it. `message` and `remedy` follow the peer's
+    name in the log line; a note without them is not logged. `logged`: False if earlier log lines
+    explain it: differing facts, other reasons, or a traceback."""
 
     message: str = ""
     remedy: str = ""

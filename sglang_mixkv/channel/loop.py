@@ -51,7 +51,7 @@ class Reporter(Protocol):
         """Record that `size` bytes of draft KV were packed or unpacked in `seconds`."""
 
     def announced(self, seconds: float) -> None:
-        """Record that a chunk's last READY left for a reader `seconds` after its KV was written."""
+        """Record that a chunk's last READY left for a reader `seconds` after the KV was written."""
 
     def ended(self, handle: Any, reason: str) -> None:
         """Record that SGLang on decode proceeds with a request, or has failed it for `reason`.

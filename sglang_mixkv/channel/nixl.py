@@ -2,7 +2,7 @@
 
 A read has ended when `check_xfer_state` returns DONE or ERR, or raises:
 
-    nixlRemoteDisconnectError   the connection broke, or the peer died; all its reads end this way
+    nixlRemoteDisconnectError   broken connection or dead peer: all reads from the peer end this way
     nixlNotFoundError           at the start: the peer never registered this memory, or was removed
     others                      the backend failed
 

@@ -101,8 +101,8 @@ class Links:
         return False
 
     def received(self, ready: Sequence[Any]) -> Iterator[tuple[Peer, Message | ValueError]]:
-        """Yield the messages received over these sockets, and a ValueError for each unreadable one.
-        Drop the link of a peer that sends a second frame, which no prefill rank does."""
+        """Yield the messages received over these sockets, and a ValueError for each unreadable
+        message. Drop the link of a peer that sends a second frame, which no prefill rank does."""
         for dealer in ready:
             if (link := self._of_dealer.get(dealer)) is not None:
                 for frame in self._poller.received(dealer):

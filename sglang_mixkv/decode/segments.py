@@ -102,8 +102,8 @@ class Segments:
         self._delayed = recent | here
 
     def late(self, request: Request, since: float) -> list[Peer]:
-        """Return the peers to blame for missing rows: those that this rank has not delayed since
-        `since`, and those with a read that began earlier. A peer whose slots all wait for this rank
+        """Return the peers to blame for missing rows: peers that this rank has not delayed since
+        `since`, and peers with a read that began earlier. A peer whose slots all wait for this rank
         cannot announce segments of any request."""
         reading = {read.peer for read in self._reads if read.began <= since}
         spared = self._delayed.keys() - reading

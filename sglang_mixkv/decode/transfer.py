@@ -201,7 +201,7 @@ class Request:
         return [segment for segment in self.segments if segment.stage is stage]
 
     def message(self, source: Source, instance: bytes, slot_bytes: int) -> Open:
-        """Make the OPEN to one prefill rank. `instance`, `slot_bytes`: this rank's."""
+        """Make the OPEN to one prefill rank. `instance`, `slot_bytes`: facts of this rank."""
         opened, transfer = self.opened, self.transfers.get(source.peer)
         return Open(
             opened.version, opened.bootstrap_room, opened.generation, instance_of(source.peer),

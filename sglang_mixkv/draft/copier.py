@@ -1,7 +1,7 @@
 """Copies between the draft pool and slots, each through its request's gate.
 
 `start` begins copies; `ended` returns those that have ended. `done`: whether any copy has ended.
-`polled`: whether copies are in flight whose end wakes no thread. `launched`: the last one's start.
+`polled`: whether copies in flight must be polled. `launched`: when the last batch was started.
 """
 
 from __future__ import annotations

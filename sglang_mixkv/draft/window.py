@@ -27,8 +27,8 @@ Triton's have no window before 0.5.23 (triton_backend.py, TritonMultiStepDraftBa
 
 
 def window_of(flags: Any, config: Any) -> int | None:
-    """Return the window in tokens, None if the drafter may read the whole prompt. `flags`:
-    SGLang's, resolved. `config`: the drafter's, as transformers loads it."""
+    """Return the window in tokens, None if the drafter may read the whole prompt. `flags`: SGLang's
+    resolved arguments. `config`: the drafter's config in transformers."""
     asked, own = flags.speculative_draft_window_size, flags.speculative_draft_attention_backend
     if flags.disaggregation_decode_enable_radix_cache or flags.speculative_draft_sink_size:
         return None

@@ -4,11 +4,11 @@ a request without a prefill server.
 fault   SGLang's tables (CommonKVManager, in common/conn.py under disaggregation/) cannot tell such
         requests apart
 patch   none yet
-until   SGLang refuses such requests itself, or its tables tell apart those that share a number
+until   SGLang refuses such requests itself, or its tables tell requests with one number apart
 
-A server refuses such a request when it receives it: in its tokenizer, or, if the request bypassed
-the tokenizer, in its scheduler. If a number in use still gets through, for example from a client
-that calls both servers directly, the request fails without affecting any other.
+A server refuses such a request on receipt: in its tokenizer, or, if the request bypassed the
+tokenizer, in its scheduler. If a number in use still gets through, for example from a client that
+calls both servers directly, the request fails without affecting any other.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ STEP = 1.0  # the most that a rank's clock advances between two calls
 class Machine:
     """All requests of one prefill rank. `heads`: this rank's draft heads. `segment_tokens`: called
     with a number of heads and a reader's slot size; returns how many tokens with these heads fit
-    both that slot and one of this rank. `draw_stamp`: see Packing."""
+    both that slot and a slot of this rank. `draw_stamp`: see Packing."""
 
     def __init__(
         self, instance: bytes, heads: range, segment_tokens: Callable[[int, int], int],

@@ -1,4 +1,4 @@
-"""Compare a pair of servers' acceptance with a single server's, on your own prompts.
+"""Compare the acceptance of a pair of servers with that of a single server, on your own prompts.
 
     python -m sglang_mixkv accept --single URL --pair ROUTER_URL --prompts FILE [--gate 0.05]
     python -m sglang_mixkv accept --baseline FIGURES --pair ROUTER_URL [--gate 0.05]
@@ -141,7 +141,7 @@ def ask(args: argparse.Namespace, number: int, prompt: Any, again: bool = True) 
 
 def ask_all(args: argparse.Namespace, number: int, prompts: Sequence[Any]) -> list[Any]:
     """Send all prompts, until Ctrl-C, and return the results of `ask`. Print the progress after the
-    first one, on a terminal after each. Raises RequestFailed if the first, sent alone, fails."""
+    first prompt, on a terminal after each. Raises RequestFailed if the first, sent alone, fails."""
     begin, once, screen = time.monotonic(), partial(ask, args, number), sys.stderr.isatty()
     found = [once(prompts[0])]
     if isinstance(found[0], RequestFailed):

@@ -1,5 +1,5 @@
-"""Compare a pair's answers with a single server's, prompt by prompt. Accept length: tokens per
-verify round, correct drafts plus one. An answer's first token comes before all rounds."""
+"""Compare the answers of a pair with those of a single server, prompt by prompt. Accept length:
+tokens per verify round, correct drafts plus one. The first token comes before all rounds."""
 
 from __future__ import annotations
 

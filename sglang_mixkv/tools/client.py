@@ -67,7 +67,7 @@ def session() -> requests.Session:
 
 @contextmanager
 def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[requests.Response]:
-    """Yield a request's response. Raises RequestFailed for an error, no answer, or a broken one."""
+    """Yield a request's response. Raises RequestFailed for an error, or without a full answer."""
     shown = hidden(url)
     try:
         with session() as made, made.request(method, url, timeout=timeout, **how) as response:
@@ -103,7 +103,7 @@ def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -
 
 def read_stream(url: str, lines: Iterable[bytes]) -> Answer:
     """Read an answer's events, or the only line of an answer that is not streamed. An event has all
-    tokens so far or, from a server with --incremental-streaming-output, only the new ones. Raises
+    tokens so far or, from a server with --incremental-streaming-output, only the new tokens. Raises
     RequestFailed, also if the request was aborted."""
     event, tokens = None, ()
     for line in lines:

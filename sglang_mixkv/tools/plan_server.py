@@ -87,8 +87,8 @@ FLAGS = Server.__struct_fields__[:12]
 
 
 def read(role: str, given: Given | str, *, gpu: str | None = None) -> Server:
-    """Resolve a launch line. `gpu`: a name in GPUS; None for the first on which SGLang starts it.
-    Raises MixKVError or ValueError if it cannot be read, ImportError without SGLang."""
+    """Resolve a launch line. `gpu`: a name in GPUS; None for the first with which SGLang starts.
+    Raises MixKVError or ValueError for an unreadable line, ImportError without SGLang."""
     try:
         line = split(given, role)
         with alone(line.environ):

@@ -212,7 +212,7 @@ def line_of(
     words: list[Word], environ: Mapping[str, str], unknown: Mapping[str, str], number: int = 0,
     stop: str = "", branch: str = "",
 ) -> Iterator[Line]:  # fmt: skip
-    """Yield the launch line in a command, or those in a script that is one of its words."""
+    """Yield the launch line in a command, or the lines in a script that the command quotes."""
     texts = [text for text, _ in words]
     begin = next((n for n, word in enumerate(texts, 1) if LAUNCHER.fullmatch(word)
                   or LAUNCHER.fullmatch(" ".join(texts[max(0, n - 2) : n]))), 0)  # fmt: skip

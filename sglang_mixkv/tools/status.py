@@ -2,8 +2,8 @@
 
     python -m sglang_mixkv status URL... [--seconds N] [--json]
 
-A URL is a server's, or a metrics page of a router or Prometheus. Requests are counted since each
-server's start; with --seconds N, only those that end in the next N seconds are counted.
+A URL is that of a server, or of a metrics page of a router or Prometheus. Requests are counted
+since each server's start; with --seconds N, only those that end in the next N seconds are counted.
 
 Exit status: 0 nothing is wrong; 1 something is; 2 a page could not be read.
 
@@ -35,8 +35,8 @@ RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
 
 
 def samples(text: str) -> Iterator[Sample]:
-    """Read the finite samples of a metrics page. Names on a server's page begin with `sglang:`;
-    those on a router's, and those returned, with `sglang_`. Raises ValueError."""
+    """Read the finite samples of a metrics page. Names begin with `sglang:` on a server's page,
+    with `sglang_` on a router's page and in the result. Raises ValueError."""
     for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
         if isfinite(one.value):
             yield one._replace(name=one.name.replace(":", "_", 1))
@@ -136,7 +136,7 @@ def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[MetricPages, 
 class ServerSlots(msgspec.Struct, frozen=True):
     """`ranks`: how many ranks have series of the plugin. `slots_used`: on the rank that uses most
     slots. `p50`, `p99`: seconds within which 50 and 99 % of requests had their draft KV; on
-    prefill, the same for chunks and their READY. `release`: the plugin's, NONE before 0.4."""
+    prefill, the same for chunks and their READY. `release`: of the plugin, NONE before 0.4."""
 
     name: str
     role: str
