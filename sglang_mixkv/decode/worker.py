@@ -40,7 +40,8 @@ class ReceiveHandle:
     open. `event`: the event after an earlier forward, or None. `prefill`: the server's bootstrap
     address. `state`, `reason`: the channel's verdict. `request`: SGLang's request, once queued.
     `arrived`: when SGLang's own transfer succeeded, recorded by the scheduler, since the channel
-    thread may hang. `decided`: the time of the verdict."""
+    thread may hang. `held`: when the scheduler last found that forward unfinished. `decided`: the
+    time of the verdict."""
 
     request: Any = None
 
@@ -52,6 +53,7 @@ class ReceiveHandle:
         self.state: act.State | None = None
         self.reason = ""
         self.arrived: float | None = None
+        self.held = 0.0
         self.decided: float | None = None
         self.closed = False
 
@@ -146,8 +148,8 @@ class DecodeWorker(Worker[Machine]):
     def is_lost(self, handle: ReceiveHandle) -> bool:
         """Return whether the channel will never decide this request, since its threads have ended
         or twice the allowed time has passed. The scheduler must then call `clear_now`."""
-        since = handle.arrived
-        return self.broken or (since is not None and self._clock() - since > self._slowest)
+        late = handle.arrived and self._clock() - max(handle.arrived, handle.held) > self._slowest
+        return bool(self.broken or late)
 
     def clear_now(self, handle: ReceiveHandle) -> None:
         """Clear all rows of the request in the caller's thread, and make it cold. Nothing else
@@ -156,6 +158,7 @@ class DecodeWorker(Worker[Machine]):
         opened = handle.opened
         try:
             if handle.event is not None and not handle.event.query():
+                handle.held = self._clock()
                 return
         except Exception as error:
             if handle.arrived and self._clock() - handle.arrived > 2 * self._slowest:

@@ -168,7 +168,7 @@ class Checks:
 
         A request with a hanging copy may wait longer, since the copy still touches pages.
         """
-        waited = self._running(rank) - handle.target_at + handle.slow_by
+        waited = self._running(rank) - max(handle.target_at - handle.slow_by, handle.held)
         if not (is_over or handle.copies) and waited > 2 * rank.place.times.whole_wait + 1.0:
             raise Finding("undecided", f"{rank.name}: {waited:.2f} s after the target")
 

@@ -73,6 +73,8 @@ class Receiver(Gated):
         event = handle.event
         if event is None or event.over:
             rank.world.checks.polled(rank, self, handle.state is not None)
+        else:
+            self.held = rank.clock.now - rank.stopped_for
 
     def _clear_now(self) -> None:
         rank, handle = self.rank, self.handle

@@ -444,7 +444,8 @@ class Gated:
 
     `copies`: copies in flight, by job. `then`: SGLang's call that waits in `Gate.close`.
     `has_target`: whether SGLang's own status is Success. `target_at`: when it became Success.
-    `slow_by`: the total seconds for which the rank was stopped before `target_at`.
+    `slow_by`: the total seconds for which the rank was stopped before `target_at`. `held`: until
+    when an earlier forward might still write the rows, less the seconds of all stops before.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -452,6 +453,7 @@ class Gated:
         self.copies: dict[int, Any] = {}
         self.then: tuple[Callable, tuple] | None = None
         self.has_target, self.target_at, self.slow_by = False, 0.0, 0.0
+        self.held = 0.0
 
     def note_target(self, rank: Process) -> None:
         self.has_target, self.target_at = True, rank.clock.now

@@ -518,6 +518,24 @@ def test_rows_are_not_cleared_during_an_earlier_forward(channel: Channel) -> Non
     worker.close(handle)
 
 
+def test_an_earlier_forward_postpones_the_last_resort() -> None:
+    """SGLang's scheduler leaves the channel thread its time again after an earlier forward.
+
+    Without that, both would clear the rows when a long forward ends.
+    """
+    with Channel(Times(0.3)) as channel:
+        worker, forward, slowest = channel.decode.channel, Event(), channel.times.last_resort
+        handle = channel.open(1, SEGMENT, event=forward)
+        handle.arrived = time.monotonic() - 1.1 * slowest
+        assert worker.is_lost(handle)
+        worker.clear_now(handle)
+        forward.done = True
+        assert (worker.is_lost(handle), handle.state) == (False, None)
+        handle.held -= 1.1 * slowest
+        assert worker.is_lost(handle)
+        worker.close(handle)
+
+
 def test_a_verdict_after_the_schedulers_has_no_effect(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
