@@ -677,3 +677,17 @@ def test_each_side_counts_requests_by_both_sides_weights(channel: Channel) -> No
         assert channel.request(room, 64) == ("warm", "")
         assert wait_for(lambda: all(len(side.weighed) == room + 1 for side in sides))  # noqa: B023
     assert prefill.weighed == decode.weighed == expected
+
+
+def test_an_empty_last_ready_has_the_weights(channel: Channel) -> None:
+    """Both sides compare weights even if a request's last chunk has no tokens."""
+    sides = prefill, decode = channel.prefill.notes, channel.decode.notes
+    prefill.digest, decode.digest = 7, 5
+    sender, handle = channel.prefill.channel, channel.open(3, 20)
+    sent = sender.begin(3)
+    sender.add_chunk(sent, 0, 20, False, channel.prefill.pages(20))
+    assert wait_for(lambda: prefill.announcing)
+    sender.add_chunk(sent, 20, 0, True, channel.prefill.pages(0))
+    assert channel.state(handle) == ("warm", "")
+    assert [side.weighed for side in sides] == [["weights_different"]] * 2
+    channel.end(sent, handle)
