@@ -47,7 +47,7 @@ _R = ColdReason
 NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     _R.DEADLINE: NoteSpec("draft KV did not arrive in time", f"{NETWORK}. Slots full? {MEMORY}"),
     _R.LOST: NoteSpec(
-        "the channel's connection is lost", "Check that it runs, and its SGLANG_MIXKV_PORT is open"
+        "the channel's connection is lost", "Is the server up, with SGLANG_MIXKV_PORT open?"
     ),
     _R.READ: NoteSpec("its staging buffer could not be read", NETWORK),
     _R.SLOTS: NoteSpec("no slot of this rank was free", MEMORY),

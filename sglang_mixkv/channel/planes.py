@@ -43,7 +43,7 @@ def make(name: str, host: str, devices: str, nixl_params: Mapping[str, str]) -> 
             "Mooncake, to read draft KV without RDMA",
             str(error),
             "with NIXL's UCX over TCP, a dying decode process can end the prefill process",
-            "Install mooncake-transfer-engine, or accept that: SGLANG_MIXKV_DATA_PLANE=nixl",
+            "Install mooncake-transfer-engine, or set SGLANG_MIXKV_DATA_PLANE=nixl to accept that",
         ) from error
 
 

@@ -101,5 +101,5 @@ def changes(wheel: Wheel) -> list[str]:
     )
     for file in sorted(Path(__file__).parent.glob("plan*.py")):
         names = sorted(set(taken(file.read_text())))
-        found += [f"{one}: {file.name} uses it; found none" for one in names if not wheel.has(one)]
+        found += [f"{one}: missing, and used in {file.name}" for one in names if not wheel.has(one)]
     return found

@@ -139,7 +139,7 @@ def transfer(plan: PairReport, prefills: int = 1, decodes: int = 1) -> Transfer 
 
 
 def whole(plan: PairReport, prefills: int, decodes: int) -> dict[str, Any]:
-    """Return the plan for JSON, with its sizes, and the number of buffers of each width."""
+    """Return the plan for JSON, with Transfer, and `head_bytes` as a count of each width."""
     found: dict[str, Any] = msgspec.to_builtins(plan)
     for side in ROLES:
         for model in filter(None, (found[side]["target"], found[side]["draft"])):

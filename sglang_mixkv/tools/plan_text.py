@@ -71,7 +71,7 @@ def split(given: Given | str, role: str) -> Line:
     if not lines and "{{" in given.text:
         raise unreadable(f"it has a template's {{{{ }}}}: render it first. {ask}")
     if not lines:
-        whose = f" in {given.file}" if given.file else "; nor is it a file here"
+        whose = f" in {given.file}" if given.file else ", and no such file is here"
         raise unreadable(f"expected a launch line of SGLang or Dynamo, found none{whose}. {ask}")
     if len(lines) > 1:
         places = (

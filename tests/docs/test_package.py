@@ -1,8 +1,8 @@
 """The wheel and the source distribution are complete, installable, and work without SGLang.
 
-The installed setuptools builds the source distribution, and the wheel from it. For the clean
-environment, the wheel is unpacked beside links to this environment's light dependencies, and Python
-sees nothing else. Nothing is downloaded.
+The installed setuptools builds the source distribution, and the wheel from it. The `clean`
+fixture unpacks the wheel into a folder with links to the plugin's declared dependencies, and Python
+can import nothing else. Nothing is downloaded.
 """
 
 from __future__ import annotations

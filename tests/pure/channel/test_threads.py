@@ -519,9 +519,9 @@ def test_rows_are_not_cleared_during_an_earlier_forward(channel: Channel) -> Non
 
 
 def test_an_earlier_forward_postpones_the_last_resort() -> None:
-    """SGLang's scheduler leaves the channel thread its time again after an earlier forward.
+    """After an earlier forward, the channel thread gets its whole time limit again.
 
-    Without that, both would clear the rows when a long forward ends.
+    Otherwise SGLang's scheduler and the thread would both clear the rows when a long forward ends.
     """
     with Channel(Times(0.3)) as channel:
         worker, forward, slowest = channel.decode.channel, Event(), channel.times.last_resort

@@ -84,7 +84,7 @@ AT_ONCE = ("no_drafter", "mismatch", "breaker", "repeated")  # rooms that are co
 
 
 def test_the_table_has_all_reasons() -> None:
-    """COLDS and AT_ONCE cover all reasons except those that the machine does not decide."""
+    """COLDS and AT_ONCE together cover every reason that the machine decides."""
     assert {reason for reason, _, _ in COLDS} | {*AT_ONCE, "broken", "other"} == set(ColdReason)
 
 

@@ -306,7 +306,7 @@ def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ("", "expected a launch line of SGLang or Dynamo, found none"),
-        ("prefill.sh --enable-metrics", "nor is it a file here"),
+        ("prefill.sh --enable-metrics", "and no such file is here"),
         ("--model-path 'm", "No closing quotation. Let the launch itself say it"),
         ("command: [sh, -c]\nargs: serve 'm", "No closing quotation. Let the launch itself say it"),
         (f"{RUN} \\\n  # --dp 8 \\\n  --tp 8", "--tp is cut off from its command"),
