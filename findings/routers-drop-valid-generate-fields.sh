@@ -6,9 +6,9 @@
 # chat request, sglang-router also drops return_meta_info, with which SGLang returns the accept
 # length; smg drops none. Neither drops a field of /v1/completions.
 # Guess: a router forwards unknown fields, and the server decides whether a field is valid.
-# Seen: sglang-router drops cache_salt, custom_params, logit_bias, routed_dp_rank, stop_regex,
+# Seen: sglang-router drops custom_params, logit_bias, routed_dp_rank, stop_regex,
 # stream_interval, structural_tag; smg logit_bias, stop_regex, stream_interval, structural_tag. Of
-# chat: cache_salt, custom_params, return_meta_info, stop_regex; smg none.
+# chat: custom_params, return_meta_info, stop_regex; smg none.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" # standins.py
 work="$(mktemp -d)"
@@ -24,11 +24,11 @@ SAMPLING = {
     "max_new_tokens": 4, "logit_bias": {"1": 1.0}, "structural_tag": "{}", "stop_regex": "x+",
     "custom_params": {"a": 1}, "stream_interval": 3, "min_p": 0.1,
 }
-GENERATE = {"input_ids": [1], "sampling_params": SAMPLING, "routed_dp_rank": 0, "cache_salt": "s"}
+GENERATE = {"input_ids": [1], "sampling_params": SAMPLING, "routed_dp_rank": 0}
 COMPLETION = {"model": "m", "prompt": "x", "max_tokens": 4, "stop_regex": "x+", "custom_params": {"a": 1},
-              "logit_bias": {"1": 1.0}, "cache_salt": "s"}
+              "logit_bias": {"1": 1.0}}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}], "return_meta_info": True,
-        "stop_regex": "x+", "custom_params": {"a": 1}, "cache_salt": "s", "min_p": 0.1}
+        "stop_regex": "x+", "custom_params": {"a": 1}, "min_p": 0.1}
 ASKED = {"/generate": GENERATE, "/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 seen = {}
 for kind in COMMANDS:
@@ -41,8 +41,8 @@ for kind in COMMANDS:
     seen[kind] = codes, sorted(dropped), sorted(of_completion), sorted(of_chat)
     print(f"{kind}: {codes}, dropped of /generate, completions, chat: {seen[kind][1:]}")
 both = ["logit_bias", "stop_regex", "stream_interval", "structural_tag"]
-of_chat = ["cache_salt", "custom_params", "return_meta_info", "stop_regex"]
-more = ["cache_salt", "custom_params", "routed_dp_rank"]
+of_chat = ["custom_params", "return_meta_info", "stop_regex"]
+more = ["custom_params", "routed_dp_rank"]
 if seen != {
     "sglang-router": ({200}, sorted([*both, *more]), [], of_chat),
     "smg": ({200}, both, [], []),

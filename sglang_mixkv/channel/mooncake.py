@@ -6,9 +6,9 @@ and it busy-waits. Over TCP, a read fails once its socket has made no progress f
 (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is then closed. Sockets are reused; with
 MC_TCP_ENABLE_CONNECTION_POOL=0, `start` would block to connect for each read.
 
-The first read from a name opens it: Mooncake queries the peer for its registered memory, and other
-reads wait. So `connect` sends that query itself, with a time limit, in the format of Mooncake's
-releases (readString in its common.h). It then lets Mooncake open an address of this process, which
+The first read from a name opens it: Mooncake queries the peer for its registered memory. `connect`
+sends that query itself, with a time limit, in the format of Mooncake's releases (readString in its
+common.h). It then lets Mooncake open an address of this process, which
 returns the peer's answer. Mooncake never drops a cached answer, so each new process at a peer's
 address gets a new name. Host names in an answer are rejected.
 

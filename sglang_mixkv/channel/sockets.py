@@ -164,8 +164,7 @@ def new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
 ) -> zmq.Socket[bytes]:
     """Make a socket whose messages reach the peer's kernel within `times.delivery`, or are lost
-    with their connection. The kernel checks idle connections, since libzmq's own check is not safe
-    with hostile peers.
+    with their connection. The kernel checks idle connections (TCP keepalive).
 
     Connecting is retried every few seconds. The kernel alone would retry a silent host at growing
     intervals, up to a minute after its link is back."""

@@ -175,7 +175,7 @@ class Links:
 
 
 def _check(address: str) -> None:
-    """Reject host names: resolving one would block libzmq's I/O thread, which all sockets share."""
+    """Raise ValueError for an address without an IP address and a port."""
     scheme, _, rest = address.partition("://")
     host = rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
     try:

@@ -109,7 +109,7 @@ async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
             check_sizes(counts)
             every = itertools.product(*map(range, counts))
             found = [await _route(address, names, *ranks) for ranks in every]
-            # IP addresses only: the I/O thread of SGLang's own sockets would look names up.
+            # only IP addresses, as in facts
             addresses = [(str(ip_address(r["rank_ip"])), int(r["rank_port"])) for r in found]
             return [{"rank_ip": ip, "rank_port": port} for ip, port in addresses]
     except Exception as error:

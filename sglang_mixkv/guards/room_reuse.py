@@ -70,8 +70,8 @@ def around_request(
 def around_dispatch(
     original: Callable[..., Any], controller: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap DataParallelController.follow_bootstrap_room_scheduler, which needs a number. A request
-    without one is sent to any scheduler, which refuses it."""
+    """Wrap DataParallelController.follow_bootstrap_room_scheduler. A request without a number is
+    sent to any scheduler, which refuses it."""
     follows = _is_number(getattr(request, "bootstrap_room", None))
     send = original if follows else type(controller).round_robin_scheduler
     return send(controller, request, *args, **kwargs)
@@ -126,8 +126,8 @@ def _is_number(room: Any) -> bool:
 
 
 def _is_address(host: Any, port: Any, is_decode: bool) -> bool:
-    """Return whether SGLang's scheduler can split, resolve and log the address. Prefill needs no
-    host; without a port, the server's own is used."""
+    """Return whether the address is usable. Prefill needs no host; without a port, the server's own
+    is used."""
     is_host = type(host) is str and 0 < len(host) < 256 and host.isprintable()
     is_port = type(port) is int and 0 < port < 1 << 16
     return (is_host or (host is None and not is_decode)) and (is_port or port is None)

@@ -128,7 +128,7 @@ class PrefillWorker(Worker[Machine]):
 
     def _received(self) -> Iterator[Call]:
         """Receive messages. If one has a second frame, return: later calls skip its other frames,
-        PARTS at a time. libzmq delivers no other message until it ends."""
+        PARTS at a time."""
         for _ in range(PARTS):
             if not self._inside:
                 break

@@ -197,7 +197,7 @@ def test_decode_rejects_a_request_without_a_host(wire: tuple[Any, Any]) -> None:
 def test_a_request_that_cannot_be_routed_goes_to_any_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request that cannot be routed goes to a DP rank that is alive, where the scheduler rejects
+    """A request that the guard refuses goes to a DP rank that is alive, where the scheduler rejects
     it. Rank 1 of 0 to 2 is down. SGLang routes requests with valid rooms."""
     sent: list[tuple[int, Any]] = []
     monkeypatch.setattr(data_parallel_controller, "sock_send", lambda *one: sent.append(one))
@@ -208,8 +208,8 @@ def test_a_request_that_cannot_be_routed_goes_to_any_scheduler(
     follow = partial(
         around_dispatch, DataParallelController.follow_bootstrap_room_scheduler, controller
     )
-    wrong = [tokenized("Generate", **one) for one in WRONG if one["bootstrap_room"] != 7]
-    for request in [*wrong, tokenized("Embedding")]:
+    for room in -1, TOP + 1, -TOP:
+        request = tokenized("Generate", **{**HERE, "bootstrap_room": room})
         follow(request)
         ((worker, got),) = sent
         assert worker in (0, 2)

@@ -164,7 +164,7 @@ STRANGE: dict[str, Callable[[int, dict[str, Any]], bytes]] = {
 
 @in_own_process
 def test_malformed_answers_end_only_their_own_connection() -> None:
-    """The plugin rejects malformed answers before Mooncake gets them. Other requests succeed."""
+    """An answer that is not the peer's ends only its own connection. Other requests succeed."""
     ranks = Ranks()
     endpoint = ranks.other.row.staging.endpoint
     for name, answer in STRANGE.items():

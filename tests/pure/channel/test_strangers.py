@@ -6,7 +6,6 @@ A stranger is a process that belongs to no server.
 from __future__ import annotations
 
 import multiprocessing as mp
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -164,34 +163,6 @@ def test_one_pass_receives_a_limited_number_of_frames(looks: list[int]) -> None:
                 assert Counter(notes) - before == Counter(unreadable=1, restarted=1)
         assert max(looks) <= PARTS + 2 * BATCH
         assert sum(looks) > 54 * PARTS
-
-
-def greeted(address: str) -> socket.socket:
-    """Connect to a ROUTER as a DEALER does, with a raw socket (ZMTP 3.0, NULL)."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    made = socket.create_connection((host, int(port)))
-    made.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0"))
-    made.recv(64, socket.MSG_WAITALL)
-    ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
-    made.sendall(bytes([4, len(ready)]) + ready)
-    made.recv(made.recv(2)[1], socket.MSG_WAITALL)
-    return made
-
-
-def test_an_endless_message_delays_no_request(looks: list[int]) -> None:
-    """A message that never ends delays no request, and is dropped with its connection."""
-    with Channel(Times(PATIENCE)) as channel:
-        with greeted(channel.prefill.channel.address) as endless:
-            for room in range(20):
-                endless.sendall(b"\x01\x01x" * 10_000)  # frames of one byte with the MORE flag
-                assert channel.request(room) == ("warm", "")
-        assert channel.request(20) == ("warm", "")
-        assert channel.prefill.notes.seen == []
-        assert max(looks) <= 2 * BATCH
-        with greeted(channel.prefill.channel.address) as ended:
-            ended.sendall(b"\x01\x01x" * 10_000 + b"\x00\x00")
-            assert wait_for(lambda: channel.prefill.notes.seen == ["unreadable"])
-        assert channel.request(21) == ("warm", "")
 
 
 def test_decode_drops_a_peer_that_sends_a_second_frame() -> None:

@@ -141,10 +141,7 @@ def test_messages_before_the_registration_are_read() -> None:
     ["tcp://prefill.example:9100", "ipc:///tmp/a:1", "inproc://a:1", "tcp://127.0.0.1", "", "a:b"],
 )
 def test_an_address_without_ip_and_port_is_rejected(ranks: Ranks, address: str) -> None:
-    """An address without an IP and a port is rejected.
-
-    libzmq's thread would block all sockets while it resolves a host name.
-    """
+    """An address without an IP and a port is rejected."""
     with pytest.raises(ValueError, match="expected tcp://IP:PORT"):
         ranks.links.dial(SimpleNamespace(address=address), "")  # type: ignore[arg-type]
 

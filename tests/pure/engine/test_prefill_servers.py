@@ -1148,10 +1148,7 @@ def test_a_server_with_unknown_ranks_gets_no_abort(site: Site, receiver: Receive
 def test_ranks_need_ip_addresses_and_are_limited(
     monkeypatch: pytest.MonkeyPatch, most: int, host: Any, found: int
 ) -> None:
-    """A server's ranks are known only up to MAX_RANKS, and only if they have IP addresses.
-
-    libzmq's I/O thread, which all of SGLang's sockets share, would block to resolve a name.
-    """
+    """A server's ranks are known only up to MAX_RANKS, and only if they have IP addresses."""
     monkeypatch.setattr(prefill_http, "MAX_RANKS", most)
 
     def answer(path: str) -> tuple[int, bytes]:
