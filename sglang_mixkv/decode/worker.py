@@ -33,6 +33,8 @@ from sglang_mixkv.draft.layout import Pages
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
+ENDING = 0.5  # seconds for the channel thread to notice that an earlier forward has ended
+
 
 class ReceiveHandle:
     """One receiver's request, shared by the scheduler and the channel. `pages`: pages of
@@ -157,8 +159,9 @@ class DecodeWorker(Worker[Machine]):
         caller polls again. If that forward's end stays unknown too long, the request fails."""
         opened = handle.opened
         try:
-            if handle.event is not None and not handle.event.query():
-                handle.held = self._clock()
+            if handle.event is not None and not ((over := handle.event.query()) and handle.held):
+                # the thread gets its time again; if the forward may be over for long, ENDING
+                handle.held = self._clock() - (self._slowest - ENDING if over else 0)
                 return
         except Exception as error:
             if handle.arrived and self._clock() - handle.arrived > 2 * self._slowest:

@@ -33,6 +33,7 @@ from rig.channel.threads import (
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import STRIKES
+from sglang_mixkv.decode.worker import ENDING
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
@@ -533,6 +534,13 @@ def test_an_earlier_forward_postpones_the_last_resort() -> None:
         assert (worker.is_lost(handle), handle.state) == (False, None)
         handle.held -= 1.1 * slowest
         assert worker.is_lost(handle)
+        handle.held = 0.0  # as if the scheduler had not seen the forward unfinished
+        worker.clear_now(handle)
+        assert (worker.is_lost(handle), handle.state) == (False, None)
+        handle.held -= ENDING
+        assert worker.is_lost(handle)
+        worker.clear_now(handle)
+        assert handle.reason == "broken"
         worker.close(handle)
 
 
