@@ -8,7 +8,8 @@ from sglang_mixkv.draft.layout import DraftFacts
 
 
 class Descriptors(NamedTuple):
-    """Counts for a decode rank. `stock`: ranges that SGLang sends. `channel`: slots to read."""
+    """Counts for a decode rank. `stock`: ranges that SGLang sends. `channel`: slots to read; 0 if a
+    slot holds no token."""
 
     stock: int
     channel: int
@@ -21,7 +22,7 @@ def descriptors(
 
     SGLang's NIXL backend has a descriptor per page and entry. Mooncake's joins neighbouring pages;
     after a long run, few pages are neighbours on both sides, so it needs almost as many. The
-    channel's number does not depend on pages. Raises ZeroDivisionError if a slot holds no token."""
-    pages = -(-tokens // page_size)
-    segments = -(-tokens // facts.tokens_in(slot_bytes, heads))
+    channel's number does not depend on pages."""
+    pages, per_slot = -(-tokens // page_size), facts.tokens_in(slot_bytes, heads)
+    segments = -(-tokens // per_slot) if per_slot else 0
     return Descriptors(len(facts.head_bytes) * pages, sources * segments)

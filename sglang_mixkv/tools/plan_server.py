@@ -43,7 +43,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     GPU assumed. `mode`: the line's --disaggregation-mode; `role`: the role that plan was asked
     about. `sglang`: SGLang's release; `resolved`: whether SGLang resolved all flags.
     `attention_tp`: 0 if TP does not divide. `stage`: the target's layers in the first pipeline
-    stage. `tcp`: Mooncake is told to use TCP. `store`: the settings of Mooncake's store; None
+    stage. `tcp`: Mooncake is set to TCP. `store`: the settings of Mooncake's store; None
     without it. `stock`, `refused`: why SGLang or the plugin refuses the server."""
 
     attn_cp_size: int = 1

@@ -150,7 +150,7 @@ def _documents(text: str) -> list[Any]:
 
 def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[Line]:
     """Read a node: a container, flags, words, or a string with a line or YAML. A node that no
-    pointer names must be a launch by itself."""
+    pointer names must itself be a launch."""
     value = node.value
     inner = next(iter(_documents(value)), None) if isinstance(value, str) else value
     is_whole = is_named or node.where.count("/") == 1

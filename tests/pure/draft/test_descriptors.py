@@ -21,6 +21,7 @@ DSPARK = DraftFacts("Qwen3DSparkModel", "DSPARK", 16, (128,) * 10, "bfloat16")
         (EAGLE3, 8_192, 16, 4, 2, 1_024, 8),  # half the heads from each of two ranks
         (DSPARK, 8_192, 1, 2, 1, 81_920, 5),  # 1,638 tokens a slot
         (DSPARK, 1, 16, 2, 1, 10, 1),
+        (EAGLE3, 64, 16, 64 * 300, 1, 8, 0),  # no token fits a slot
     ],
 )
 def test_a_chunk_takes(

@@ -236,7 +236,12 @@ def test_a_plan_says_how_servers_share_slots(readers: int, staging_mb: int, shar
 
 @pytest.mark.parametrize(
     ("sizes", "heads", "page", "channel", "stock"),
-    [((2, 1), 8, 1, 8, 16_384), ((2, 1), 8, 64, 8, 256), ((1, 4), 16, 16, 4, 1_024)],
+    [
+        ((2, 1), 8, 1, 8, 16_384),
+        ((2, 1), 8, 64, 8, 256),
+        ((1, 4), 16, 16, 4, 1_024),
+        ((1, 2), 1 << 16, 4, 0, 4_096),
+    ],
 )
 def test_a_plan_compares_the_descriptors(
     sizes: tuple[int, int], heads: int, page: int, channel: int, stock: int
@@ -397,6 +402,18 @@ def test_a_config_file_continuations_and_a_positional_model(tmp_path: Path) -> N
     assert (found.attention_tp, found.page_size, found.stock) == (4, 8, ())
     with pytest.raises(ValueError, match="three"):
         read("decode", line.replace("one", "three"))
+
+
+@of_the_newest
+@pytest.mark.parametrize(
+    ("more", "store"),
+    [("", None), ("--hicache-storage-backend file", None),
+     ("--hicache-storage-backend mooncake", ""),
+     ("--hicache-storage-backend mooncake --hicache-storage-backend-extra-config "
+      "'{\"extra_backend_tag\": \"a\"}'", '{"extra_backend_tag": "a"}')],
+)  # fmt: skip
+def test_a_server_has_the_settings_of_mooncakes_store(more: str, store: str | None) -> None:
+    assert read("decode", flags(f"--enable-hierarchical-cache {more}")).store == store
 
 
 CUTEDSL = "--decode-attention-backend cutedsl_mla --page-size 128"
