@@ -46,10 +46,11 @@ class Part:
         return found
 
     def delayed(self, since: float, now: float) -> float:
-        """Return for how many seconds between `since` and `now` any segment waited on this rank."""
+        """Return the longest time between `since` and `now` for which segments waited on this rank
+        without a gap. Shorter waits may begin and end between two of the rank's checks."""
         ends = [*self.times, now] if len(self.times) % 2 else self.times
         spans = zip(ends[::2], ends[1::2], strict=True)
-        return sum(max(0.0, end - max(since, begin)) for begin, end in spans)
+        return max((end - max(since, begin) for begin, end in spans), default=0.0)
 
 
 class Wire:
@@ -129,5 +130,5 @@ class Wire:
             return False
         if part.delayed(since + NOW, now - NOW) > TICK + NOW:
             return False
-        is_calm = not part.read and part.delayed(since - NOW, now) == 0
+        is_calm = not part.read and part.delayed(since - NOW, now) <= 0
         return True if is_calm else None
