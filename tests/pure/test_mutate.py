@@ -180,6 +180,20 @@ def test_each_file_has_tests_or_a_reason_why_not() -> None:
     assert bare == set(config["uncovered"]), "add the file to a part in tests/mutants.toml"
 
 
+def test_each_equivalent_entry_has_a_mutant() -> None:
+    config = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
+    claims = {tuple(one.values())[:4] for one in config["equivalent"]}
+    files = {file for file, *_ in claims}
+    found = (one for file in sorted(files) for one in mutants(ROOT, file, config))
+    places = {claim[:2] for claim in claims}
+    made = {
+        (one.file, one.function, *one.change(ROOT))
+        for one in found
+        if (one.file, one.function) in places
+    }
+    assert claims - made == set(), "change the line in tests/mutants.toml, or drop the entry"
+
+
 LATE = """\
 import time
 
