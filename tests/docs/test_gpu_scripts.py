@@ -1,5 +1,4 @@
-"""Scripts that need a GPU or its driver report the first one that is missing, and install
-nothing."""
+"""Scripts that need a GPU or its driver report which of them is missing, and install nothing."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ servers.
 promtool evaluates the rules every STEP over simulated prefill servers: the requests that end, their
 verify rounds and their tokens. A request has one of four kinds of prompts, which are mixed or come
 in runs, and up to 7 draft tokens per round. Answers have 200 tokens on average, and a few have
-thousands. Traffic varies between day and night and has bursts, decode restarts, and prompts become
+thousands. Traffic varies between day and night and comes in bursts. Decode restarts. Prompts become
 harder and easier over hours.
 """
 

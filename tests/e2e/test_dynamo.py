@@ -1,7 +1,7 @@
 """Run the small pair behind NVIDIA Dynamo, with the frontend and workers that are on PyPI.
 
 Workers discover each other through files, and requests go over TCP, so neither etcd nor NATS is
-needed. The environment opts in, since Dynamo's parser rejects a plugin's flags.
+needed. The workers opt in through the environment, since Dynamo's parser rejects a plugin's flags.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """With many clients, some of which disconnect, and servers that are killed meanwhile, all other
 clients get the single server's answers, and the ranks hold nothing afterwards.
 
-With MIXKV_LOAD_MINUTES=5, crowds of clients repeat for five minutes, with different clients
+With MIXKV_LOAD_MINUTES=5, rounds of clients repeat for five minutes, with different clients
 disconnecting.
 """
 

@@ -104,7 +104,7 @@ def test_servers_of_both_sizes_share_a_store(pair: str, reference: Reference) ->
             assert found[1:] == pages
             forget(of_two, config)
         # The sizes are swapped. Decode finds the pages of the earlier prefill server, which had the
-        # same size. Prefill finds only target pages, which are no hit without draft pages.
+        # same size. Prefill finds only target pages, which without draft pages are not a hit.
         with running(pair, (*TP1, *HOST_CACHE, *stores), (*TP2, *DECODE_HOST, *stores)) as other:
             found, counted = asked(other, pair, expected)
             assert not any(found)

@@ -1,8 +1,8 @@
 """After a restore from a snapshot under traffic, requests are served with cold drafters.
 
-Dynamo's snapshots replace SGLang's NIXL manager by one that makes a new agent after a restore. The
-stand-ins in these tests do the same between two requests, without a snapshot. The data plane would
-still work, so the tests show that the plugin does not use it.
+Dynamo's snapshots replace SGLang's NIXL manager with one that makes a new agent after a restore.
+The stand-ins in these tests do the same between two requests, without a snapshot. The data plane
+would still work, so the tests show that the plugin does not use it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_stock_is_correct_for_these_pairs(name: str) -> None:
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (4, 2)])
 def test_gather_is_silently_wrong(prefill_tp: int, decode_tp: int) -> None:
     """From more ranks to fewer, draft KV is wrong, and no request fails. This is the fault that the
-    plugin is for."""
+    plugin fixes."""
     outcome = run(stock(prefill_tp, decode_tp))
     assert outcome.statuses == {"success"}
     assert outcome.wrong

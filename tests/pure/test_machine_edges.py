@@ -29,7 +29,7 @@ AT = BEGAN
 def test_slots_follow_the_staging_buffer(staging_mb: int, slots: int, rows: int) -> None:
     """The number and the size of slots follow from the size of the staging buffer.
 
-    `rows`: the KiB of a slot without its header, which takes one more page.
+    `rows`: the size of a slot's rows in KiB. The header takes another 4 KiB.
     """
     assert slots_of(staging_mb) == (slots, (rows << 10) + 4096)
     assert slots * rows <= staging_mb << 10 < (slots + 1) * rows

@@ -63,7 +63,7 @@ def of(kind: type, actions: list[Any]) -> list[Any]:
 
 
 def test_a_generation_identifies_one_part() -> None:
-    """A generation identifies one reader's part. A second OPEN with that generation is not served.
+    """A generation identifies one reader's transfer. A second OPEN with it is not served.
 
     Readers draw their generations independently.
     """
@@ -77,7 +77,7 @@ def test_a_generation_identifies_one_part() -> None:
 
 
 def test_a_restored_prefill_rank_releases_all_pages_at_once() -> None:
-    """A restored prefill rank ends the parts of its readers, and waits for no reader.
+    """A restored prefill rank ends all transfers, and waits for no reader.
 
     Readers that want no heads are still served.
     """

@@ -49,7 +49,7 @@ class Checks:
         self._done: set[tuple[Where, int]] = set()  # pairs of rank and server with a finished read
         self._heard: dict[tuple[Where, int], float] = {}  # first message of a generation
         self._reader: dict[int, bytes] = {}  # by generation
-        self._lied: set[int] = set()  # stamps of READYs that may be lies
+        self._lied: set[int] = set()  # stamps of READYs that may be false
         self._lost: set[int] = set()  # stamps of ACKs that were not sent
         self._restored: set[Process] = set()  # whose machine knows that its data plane is dead
         self._unpacked: set[tuple[PrefillRank, int]] = set()  # generations with a failed copy

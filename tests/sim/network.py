@@ -42,7 +42,7 @@ class Link:
         self.doubles = 0
         self.closed = False
         self.overtaken: dict[int, float] = {}  # delay in seconds of an epoch's last messages
-        self.heard: list[Ready] = []  # the READYs that a liar has sent
+        self.heard: list[Ready] = []  # READYs of a rank that also sends false ones
         self._arrivals = {"prefill": 0.0, "decode": 0.0}
         self._connect()
         self.world.links.append(self)
@@ -182,7 +182,7 @@ class Read:
         self.remote = place.process if place.process.instance == instance else None
         self.peer = action.peer
         self.world, self.clock, self.rng = rank.world, rank.clock, rank.rng
-        # a liar may announce 2^30 tokens
+        # a false READY may announce 2^30 tokens
         sizes = [min(one.count, memory.TOKENS) + 2 for one in self.announced]
         self.pieces = [(n, i) for n, size in enumerate(sizes) for i in range(size)]
         self.rng.shuffle(self.pieces)
@@ -209,7 +209,7 @@ class Read:
         self.clock.after(seconds, self._step, self._rest)
 
     def _step(self, call: object) -> None:
-        """Make a step. A copy over TCP needs both processes to run, a copy over RDMA neither."""
+        """Run a step. A copy over TCP needs both processes to run, a copy over RDMA neither."""
         if not self.rank.alive:
             return
         remote = self.remote
@@ -252,7 +252,7 @@ class Read:
     def _peer_is_dead(self) -> None:
         """Schedule the failure of the read, soon or much later.
 
-        The data plane of a process that was restored from a snapshot is as dead.
+        The process may also have been restored from a snapshot, so that its data plane is dead.
         """
         if self.fate != "dead":
             self.fate = "dead"

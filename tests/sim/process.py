@@ -175,7 +175,7 @@ class Process:
         self.on_thread(self._take, call)
 
     def on_thread(self, call: Callable, *args: object) -> None:
-        """Make a step of the channel thread, now or after the steps that still run."""
+        """Run a step of the channel thread, now or after the steps that still run."""
         now, self._busy = self.clock.now, max(self._busy, self.clock.now)
         if now < self._slow_until and not (self._runs or self.hung or self.broken):
             took = self.rng.random() * self.slow_step
@@ -188,7 +188,7 @@ class Process:
             self._on_thread(call, *args)
 
     def _on_thread(self, call: Callable, *args: object) -> None:
-        """Make a step, or queue it if the thread hangs."""
+        """Run a step, or queue it if the thread hangs."""
         if self._hung is not None:
             self._hung.append((call, args))
         elif not self.broken:
@@ -197,7 +197,7 @@ class Process:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Keep the channel thread from making other steps.
+        """Keep the channel thread from running other steps.
 
         The thread is busy with this call, or the caller must first record the call's result.
         """
@@ -382,7 +382,7 @@ class Process:
         self._stop = None
 
     def _go_on(self, suspended: bool) -> None:
-        """Make all parked steps, each thread's steps in order."""
+        """Run all parked steps, each thread's steps in order."""
         if not self.alive:
             return
         self.stopped, self.ran_since = False, self.clock.now

@@ -83,7 +83,7 @@ class Group:
         return all(rank.alive for rank in self.ranks)
 
     def step(self, delay: float, call: Callable, *args: object) -> None:
-        """Make a step once all ranks run, since SGLang's steps begin with an all-reduce."""
+        """Run a step once all ranks run, since SGLang's steps begin with an all-reduce."""
         self.clock.after(delay, self._step, self.epoch, call, args)
 
     def _step(self, epoch: int, call: Callable, args: tuple) -> None:

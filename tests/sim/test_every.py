@@ -1,4 +1,4 @@
-"""Exhaustive search around the plainest schedule of a request with two readers.
+"""Exhaustive search around the simplest schedule of a request with two readers.
 
 By default, the tests try all schedules with one deviation and some of those with two. `--full`
 tries more.

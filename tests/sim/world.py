@@ -116,7 +116,7 @@ class World:
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
         self.hangs = any(fault.halts for fault in spec.faults)
-        self.liars: set[int] = set()  # prefill servers, once they have lied
+        self.liars: set[int] = set()  # prefill servers that have sent false messages
         self.seen: Counter[Hashable] = Counter()  # scenes that a test counts
         self.untouched: list[Life] = []  # at the end, the requests that no fault affected
         self._build()

@@ -50,9 +50,9 @@ def channel(slow_tick: None) -> Iterator[Channel]:
 
 
 def test_intervals_are_those_that_were_measured() -> None:
-    """Intervals and batch sizes have their measured values.
+    """Intervals and batch sizes have the values that were chosen by measurement.
 
-    The machines need ten ticks a second.
+    The state machines need ten ticks a second.
     """
     assert (loop.TICK, loop.ASKED, copier.AT_ONCE) == (0.1, 30e-6, 256 << 10)
     assert (sockets.BATCH, links.CONNECT_S, MAX_IN_FLIGHT) == (64, 5.0, 16)

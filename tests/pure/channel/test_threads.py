@@ -58,7 +58,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
 def test_a_new_link_survives_a_failed_send_of_the_former(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new link to a server stays if a message over the server's former link fails.
+    """A new link to a server stays open if a message over the server's former link fails.
 
     The message belongs to a room of the former link, which was dropped.
     """

@@ -53,7 +53,7 @@ def test_waits_between_probes_double_up_to_30_s():
         while breaker.blocked([A], generation, now):
             now += 0.5
         waits.append(now - began)
-        assert not breaker.record_failure(A, 3, now)  # a room opened before the breaker
+        assert not breaker.record_failure(A, 3, now)  # it began before the breaker opened
         assert breaker.blocked([A], 100 + generation, now + 1.9)  # the probe is still in flight
         assert not breaker.record_failure(A, generation, now)  # the breaker was already open
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
@@ -62,7 +62,7 @@ def test_waits_between_probes_double_up_to_30_s():
 def test_a_released_probe_lets_another_room_through():
     """The release of a peer's last probe lets another room through.
 
-    A room may be a probe for several peers at once. A room that one of its peers blocks is no
+    A room may be a probe for several peers at once. A room that one of its peers blocks is not a
     probe.
     """
     breaker = opened(A, B)

@@ -296,7 +296,7 @@ def test_a_batch_that_cannot_start_frees_its_memory(call: str) -> None:
 def test_a_failed_device_ends_all_batches_with_an_error() -> None:
     side, gate = small(), Gate()
     ticket = launch_guarded([gate], lambda _: side.rows.start("clear", eight(side)[:1]))
-    side.cuda._run_to(None)  # the kernel has stored the result OK
+    side.cuda._run_to(None)  # the kernel has stored OK as its result
     side.cuda.broken = True
     assert gate.try_close(), "SGLang's scheduler would wait forever"
     assert ended(ticket) == [ERROR]

@@ -164,7 +164,7 @@ def test_jobs_with_a_closed_gate_are_skipped() -> None:
 def test_a_gate_cannot_close_between_its_check_and_the_launch() -> None:
     """A gate's check, the launch of a batch and its registration happen in one step.
 
-    A close comes before all three or after all three, so that it waits for the batch.
+    A close comes before all three, or comes after them and waits for the batch.
     """
 
     class Unlocked(threading.Condition):
