@@ -32,7 +32,7 @@ class NoteSpec(NamedTuple):
     series: str = ""
     values: Values = ()
     code: str = "MIXKV-PAIR-06"
-    consequence: str = "the drafter starts cold: output right, fewer drafts accepted"
+    consequence: str = "the drafter starts cold: correct output, fewer drafts accepted"
     logged: bool = True
 
 

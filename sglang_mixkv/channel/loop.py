@@ -97,7 +97,7 @@ class Worker(ABC, Generic[M]):
         self._queue.wake()
 
     def restored(self) -> None:
-        """Use the data plane no more, since the process was restored from a snapshot."""
+        """Stop using the data plane, since the process was restored from a snapshot."""
         self._call(self._machine.restored)
         if self._store is not None:
             self._store.plane.dead = True

@@ -160,7 +160,7 @@ class DecodeWorker(Worker[Machine]):
         opened = handle.opened
         try:
             if handle.event is not None and not ((over := handle.event.query()) and handle.held):
-                # the thread gets its time again; if the forward may be over for long, ENDING
+                # give the thread its time again, or ENDING if the forward may be over for long
                 handle.held = self._clock() - (self._slowest - ENDING if over else 0)
                 return
         except Exception as error:

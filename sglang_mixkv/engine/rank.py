@@ -66,7 +66,7 @@ class RankContext:
         kernels = gpu.kernels_of(rows, draft.page_size, staging, self.config.gpu_copies)
         used = not isinstance(kernels, str)
         self.copying = "kernels" if used else f"copied by torch ({kernels})"
-        if self.config.gpu_copies != "torch":  # an explicit choice is no fault
+        if self.config.gpu_copies != "torch":  # an explicit choice is not a fault
             self.reporter.kernels(used)
         return Store(rows, staging, plane, kernels if used else None)
 

@@ -1,6 +1,6 @@
 """Notifies decode of an abort on prefill, with SGLang's own message.
 
-fault   CommonKVSender.abort (disaggregation/common/conn.py) notifies nobody: decode waits for
+fault   CommonKVSender.abort (disaggregation/common/conn.py) does not notify decode, which waits for
         SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s
 patch   none yet
 until   SGLang itself ends the request on decode

@@ -31,7 +31,7 @@ def hidden(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace a server's characters that could control a terminal, except line ends."""
+    """Replace control characters in a server's text, except line ends."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 

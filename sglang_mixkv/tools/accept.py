@@ -113,7 +113,7 @@ def to_ask(args: argparse.Namespace) -> tuple[Sequence[Any], int]:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except ValueError as error:
-        text = f"{path} is no file that accept wrote with --json ({error}). Record it again"
+        text = f"{path} was not written by accept --json ({error}). Record it again"
         raise ValueError(text) from None
     if not found.each:
         raise ValueError(f"{path} has no prompts: its run failed. Record it again")

@@ -122,7 +122,7 @@ def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparis
     same = sum(a.single.tokens == a.pair.tokens for a in asked)
     early = sum(a.single.tokens[:EARLY] != a.pair.tokens[:EARLY] for a in asked)
     ranks = sorted({a.pair.dp_rank for a in asked if a.pair.dp_rank is not None})
-    # More ranks are more chances of a false alarm, so each gets a smaller tail.
+    # More ranks mean more chances of a false alarm, so each gets a smaller tail.
     by_dp_rank = {
         rank: compare([a for a in asked if a.pair.dp_rank == rank], gate, tail / len(ranks))
         for rank in ranks

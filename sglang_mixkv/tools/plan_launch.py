@@ -83,7 +83,7 @@ def register() -> None:
 
 
 def around_resolve(original: Callable[[Any], None], server_args: Any) -> None:
-    """Resolve for a GPU on which SGLang starts these arguments; if none will do, exit."""
+    """Resolve for a GPU on which SGLang starts with these arguments; if there is none, exit."""
     if hasattr(server_args, _SEEN) or getattr(server_args, "_resolution_finished", False):
         return original(server_args)
     try:

@@ -72,7 +72,7 @@ def model_of(server_args: Any, view: Any, *, is_draft: bool) -> Model:
         words = " ".join(str(error).split())
         if (kind := re.search(r"model type `\w+`", words)) or "`model_type` key" in words:
             words = f"SGLang {sglang_version()} has no loader for {kind[0] if kind else 'it'}. If "
-            words += "it has another engine's format, e.g. speculators', convert it to SGLang's"
+            words += "it has another engine's format, e.g. speculators': convert it to SGLang's"
         raise unreadable(f"{path}: {words.rstrip('.')}") from None
     layers = layer_setup._compute_model_num_layers(
         model=None, model_config=config, is_draft_worker=is_draft

@@ -298,7 +298,7 @@ def _differ(what: str, prefill: object, decode: object, why: str) -> Iterator[st
 def _notes(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
     yield from (*prefill.notes, *decode.notes)
     if (here := sglang_version()) != decode.sglang:
-        yield f"SGLang's own check of a pair was that of SGLang {here} here, not {decode.sglang}"
+        yield f"SGLang's check of a pair was taken from SGLang {here}, not {decode.sglang}"
     for gpu in dict.fromkeys(filter(None, (prefill.gpu, decode.gpu))):
         roles = " and ".join(side.role for side in (prefill, decode) if side.gpu == gpu)
         yield f"{roles}: resolved for a {gpu.title()} GPU (--gpu)"

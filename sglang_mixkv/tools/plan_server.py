@@ -195,12 +195,12 @@ def _ends(view: Any, stage: Target) -> Iterator[str]:
     name, is_prefill = "SGLANG_DISAGG_STAGING_BUFFER=1", view.disaggregation_mode == "prefill"
     chunk, page = view.chunked_prefill_size or 8192, view.page_size or 1
     if stage.is_mla:
-        yield f"SGLang ends at its start, since {name} is for targets with KV heads: unset it"
+        yield f"SGLang exits at startup, since {name} is for targets with KV heads: unset it"
     elif is_prefill and (chunk <= 0 or chunk % page):
         text = f"needs --chunked-prefill-size to be a positive multiple of the page, {page}"
-        yield f"SGLang ends at its start, since {name} {text}; got {chunk}"
+        yield f"SGLang exits at startup, since {name} {text}; got {chunk}"
     elif is_prefill and view.pp_size > 1 and view.disaggregation_transfer_backend != "mooncake":
-        yield f"SGLang ends at its start, since {name} with --pp-size above 1 needs Mooncake"
+        yield f"SGLang exits at startup, since {name} with --pp-size above 1 needs Mooncake"
 
 
 def _of_host(args: argparse.Namespace) -> Iterator[str]:
@@ -296,7 +296,7 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
     if line.is_dynamos:
         given = {word.partition("=")[0] for word in words}
         refused += (
-            f"Dynamo's parser ends at {one.flag}: set {one.environ} instead"
+            f"Dynamo's parser rejects {one.flag}: set {one.environ} instead"
             for one in SETTINGS
             if one.flag in given
         )

@@ -20,7 +20,7 @@ from sglang_mixkv.tools.plan_shell import LAUNCHER, Line, line_of, lines_of, unr
 LIMIT = 4 << 20
 CONTAINER = ("entrypoint", "command", "args")
 ASK = (
-    "Let the launch itself say it, in its own environment: SGLANG_MIXKV_PLAN={role}.json {command} "
+    "Have the launch write its arguments: SGLANG_MIXKV_PLAN={role}.json {command} "
     "ends before it loads a model, and plan --{role} {role}.json reads what it wrote"
 )
 
@@ -35,7 +35,7 @@ class Given(NamedTuple):
 
 def load(given: str, stdin: str = "") -> Given:
     """Read what `given` names: a file or stdin, with a pointer or without, or the text itself.
-    Raises MixKVError for a path that is no regular file, and for a file that is too large."""
+    Raises MixKVError for a path that is not a regular file, and for a file that is too large."""
     path, mark, pointer = (given, "", "") if os.path.lexists(given) else given.partition("#")
     if path == "-":
         return Given(stdin, path, pointer)
@@ -43,7 +43,7 @@ def load(given: str, stdin: str = "") -> Given:
         return Given(given)
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise unreadable(f"{path} is no regular file: give its text on stdin, as -")
+        raise unreadable(f"{path} is not a regular file: give its text on stdin, as -")
     if found.st_size > LIMIT:
         text = f"{path} has {found.st_size:,} bytes; expected a launch line, manifest or row of up"
         raise unreadable(f"{text} to {LIMIT:,}: cut the log to the row's line")
@@ -215,9 +215,9 @@ def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Ite
 
 
 def _compose(text: str, *_: Any) -> tuple[str, str]:
-    """Replace $$ by $. Compose takes all variables from its own shell."""
+    """Replace $$ with $. Compose takes all variables from its own shell."""
     found = re.search(r"(?<!\$)(?:\$\$)*\$\{?(\w+)", text)
-    return text.replace("$$", "$"), f"{found[1]} is of the shell that runs compose" if found else ""
+    return text.replace("$$", "$"), f"{found[1]} comes from compose's own shell" if found else ""
 
 
 def _kubernetes(

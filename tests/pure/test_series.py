@@ -144,7 +144,7 @@ def test_a_note_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFi
         ("peers_refused_total", "no_plugin"): 1,
     }  # fmt: skip
     _, line = caplog.messages
-    for part in ("[MIXKV-PAIR-06]", "prefill a:1", "did not arrive", "output right", "Look"):
+    for part in ("[MIXKV-PAIR-06]", "prefill a:1", "did not arrive", "correct output", "Look"):
         assert part in line
 
 

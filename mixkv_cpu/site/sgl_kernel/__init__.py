@@ -45,7 +45,7 @@ def _is_wanted(package: ModuleSpec | None) -> bool:
 
 
 def _become(package: ModuleSpec | None) -> None:
-    """Replace this package by another package, which the import in progress then returns."""
+    """Replace this package with another one, which the import in progress then returns."""
     if package is None or package.loader is None:
         raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
     sys.modules[__name__] = module = module_from_spec(package)

@@ -366,7 +366,7 @@ def test_a_dp_rank_with_few_prompts_is_undecided() -> None:
 def test_a_loss_on_one_of_many_dp_ranks_may_be_chance() -> None:
     """A loss that would be outside the gate on its own may be chance on one of eight DP ranks.
 
-    More ranks are more chances of a false alarm, so each rank gets a wider interval.
+    More ranks mean more chances of a false alarm, so each rank gets a wider interval.
     """
     lost = [*[answer(7, 20, dp_rank=3)] * 8, *[answer(10, 20, dp_rank=3)] * 3]
     others = [answer(10, 20, dp_rank=n % 8) for n in range(160) if n % 8 != 3]

@@ -571,7 +571,7 @@ def test_rows_beside_lines(
         without.setattr(plan_pair, "sglang_version", lambda: "none")
         plan_pair._source.cache_clear()
         assert tool.main(both) == 1
-        assert "own check of a pair was that of SGLang none here" in capsys.readouterr().out
+        assert "check of a pair was taken from SGLang none" in capsys.readouterr().out
     plan_pair._source.cache_clear()
     for text, words in (
         (rows[1][:-9], "the row is damaged"), (other, "the row is damaged"),

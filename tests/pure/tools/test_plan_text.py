@@ -201,7 +201,7 @@ STOPPED = {  # text that only a shell can resolve: a part of the error
     f"export {ON}=1\nenv -u {ON} {RUN}": "env -u drops variables",
     f"{ON}=$1 {RUN}": f"{ON} 1 is an argument",
     "containers: [{command: [sglang, serve, m, --tp, $(TP)]}]": "TP is filled in by",
-    "services: {a: {command: 'sglang serve m --tp ${TP:-8}'}}": "TP is of the shell that runs",
+    "services: {a: {command: 'sglang serve m --tp ${TP:-8}'}}": "TP comes from compose's own shell",
 }  # fmt: skip
 
 
@@ -307,8 +307,8 @@ def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
     [
         ("", "expected a launch line of SGLang or Dynamo, found none"),
         ("prefill.sh --enable-metrics", "and no such file is here"),
-        ("--model-path 'm", "No closing quotation. Let the launch itself say it"),
-        ("command: [sh, -c]\nargs: serve 'm", "No closing quotation. Let the launch itself say it"),
+        ("--model-path 'm", "No closing quotation. Have the launch write"),
+        ("command: [sh, -c]\nargs: serve 'm", "No closing quotation. Have the launch write"),
         (f"{RUN} \\\n  # --dp 8 \\\n  --tp 8", "--tp is cut off from its command"),
         (f"{RUN}\n  --tp 8", "--tp is cut off .* SGLANG_MIXKV_PLAN=prefill.json COMMAND ends"),
         ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "none"),
@@ -331,7 +331,7 @@ def test_a_file_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with open(tmp_path / "large", "wb") as large:
         large.truncate(1 << 30)
-    for name, words in ((".", "no regular file"), ("fifo", "no regular file"),
+    for name, words in ((".", "not a regular file"), ("fifo", "not a regular file"),
                         ("large", f"1,073,741,824 bytes; .* {LIMIT:,}")):  # fmt: skip
         for pointer in ("", "#/0/a"):
             with pytest.raises(ValueError, match=words):

@@ -1,4 +1,4 @@
-"""Pairs of launch lines after public recipes, with the expected verdict and findings of `plan`.
+"""Pairs of launch lines from public recipes, with the expected verdict and findings of `plan`.
 
 Each expected result was judged by hand. `plan` needs only the config.json of a model. Layers, heads
 and widths are those of the public models where they decide which bytes are moved. All other sizes
@@ -392,7 +392,7 @@ RECIPES = {
         f"python3 -m dynamo.sglang {MODE} {V31} {HEAD3} eagle3 {ON} --dyn-tool-call-parser kimi_k2",
         "--tp 8", "--tp 8 --dp 8 --enable-dp-attention", True, FROM_ONE,
         {"share": 1.0,
-         "found": ["Dynamo's parser ends at --enable-mixkv: set SGLANG_ENABLE_MIXKV"] * 2}),
+         "found": ["Dynamo's parser rejects --enable-mixkv: set SGLANG_ENABLE_MIXKV"] * 2}),
     "neither line has a mode": (
         f"sglang serve {V31} {HEAD3} eagle3 {ON}", "--tp 8", "--tp 4", True, FROM_ONE,
         {"share": 1.0, "found": [r"START-03\] \w+: --disaggregation-mode null is not"] * 2}),
@@ -494,12 +494,12 @@ RECIPES = {
     "a wide expert-parallel pair's staging, copied for Kimi (llm-d)": (
         f"export SGLANG_DISAGG_STAGING_BUFFER=1\n{K26} {HEAD3} eagle3 {ON}", "",
         "--dp 8 --enable-dp-attention", True, FROM_ONE,
-        {"share": 1.0, "found": ["prefill: SGLang ends at its start, since SGLANG_DISAGG_STAGING",
-                                 "decode: SGLang ends at its start"]}),
+        {"share": 1.0, "found": ["prefill: SGLang exits at startup, since SGLANG_DISAGG_STAGING",
+                                 "decode: SGLang exits at startup"]}),
     "staging in chunks that are no multiple of the page": (
         f"SGLANG_DISAGG_STAGING_BUFFER=1 {GPT_OSS} --page-size 64 --chunked-prefill-size", "-1",
         "-1", False, "both sides have",
-        {"found": ["prefill: SGLang ends .* multiple of the page, 64; got -1"]}),
+        {"found": ["prefill: SGLang exits .* multiple of the page, 64; got -1"]}),
     "chunks that are no multiple of the page": (
         f"{GPT_OSS} --page-size 64 --chunked-prefill-size", "4000", "8192", False,
         "both sides have", {"found": ["prefill: .*chunked_prefill_size must be divisible by"]}),
