@@ -32,7 +32,9 @@ class Receiver(Gated):
 
     `rows`: the pool rows of the request's tokens, from `first_token` on. `closed`: whether its
     gate is closed. `targets`: the prefill ranks whose part of the target KV is still missing.
-    `cleared`: whether SGLang's scheduler has cleared its rows as a last resort.
+    `cleared`: whether SGLang's scheduler has cleared its rows as a last resort. `lost`: whether a
+    poll has found that the channel thread is too late. With an earlier forward, the first such poll
+    leaves the thread a little time, even if the polls themselves had to wait for a stopped rank.
     """
 
     def __init__(self, request: Request, rank: DecodeRank, end: int) -> None:
@@ -44,7 +46,7 @@ class Receiver(Gated):
         super().__init__(self.handle.gate)
         self.request, self.rank, self.end = request, rank, end
         self.generation = 0
-        self.closing = self.closed = self.given_back = self.cleared = False
+        self.closing = self.closed = self.given_back = self.cleared = self.lost = False
         self.targets: set[int] = set()
 
     @property
@@ -68,9 +70,12 @@ class Receiver(Gated):
         if not (self.has_target and rank.alive) or self.closing or rank.stopped or self.then:
             return
         worker.target_arrived(handle)
-        if handle.state is None and worker.is_lost(handle):
-            rank.blocking(self, self._clear_now)
         event = handle.event
+        if handle.state is None and worker.is_lost(handle):
+            if event is not None and not self.lost:
+                self.held = rank.clock.now - rank.stopped_for - rank.place.times.last_resort
+            self.lost = True
+            rank.blocking(self, self._clear_now)
         if event is None or event.over:
             rank.world.checks.polled(rank, self, handle.state is not None)
         else:
