@@ -36,7 +36,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sglang-mixkv")
 
 sys.path.insert(0, str(ROOT / "tests"))
-from mutants import Mutant, mutants, run_tests  # noqa: E402
+from mutants import OUTPUT, Mutant, mutants, run_tests  # noqa: E402
 
 CONFIG: dict[str, Any] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
 
@@ -202,7 +202,8 @@ class Runner:
             self._wait([ended], float("inf"))
             os.close(ended)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self.stop(pid):
-                sys.exit(f"these tests fail without a mutant: {tests}")
+                output = (copy / OUTPUT).read_text(errors="replace")[-3000:]
+                sys.exit(f"these tests fail without a mutant: {tests}\n{output}")
             known.add(tests, time.monotonic() - begun)
         return known.clean[tests]
 

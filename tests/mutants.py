@@ -22,6 +22,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 
+OUTPUT = "output.txt"  # of the last tests, in their copy of the checkout
 KILLED_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -192,14 +193,14 @@ def function_of(node: Any) -> str:
 
 def run_tests(tests: list[str], root: Path, copy: Path) -> int:
     """Run tests in this process, a fork, on the package in a copy of the checkout, until one
-    fails. Return an exit status."""
+    fails, and write their output to OUTPUT there. Return an exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
     ctypes.CDLL(None).prctl(KILLED_WITH_PARENT, signal.SIGKILL)
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    output = os.open(copy / OUTPUT, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for fd in range(3):
-        os.dup2(nowhere, fd)
+        os.dup2(output, fd)
     os.chdir(copy)
     scratch = copy / "tmp"
     shutil.rmtree(scratch, ignore_errors=True)  # left by the last run, if it was killed

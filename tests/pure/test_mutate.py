@@ -259,7 +259,9 @@ def test_a_terminated_run_leaves_nothing_behind(checkout: Path) -> None:
 
 def test_tests_that_fail_without_a_mutant_are_an_error(checkout: Path) -> None:
     (checkout / "tests" / "test_small.py").write_text("def test_nothing():\n    assert False\n")
-    assert "fail without a mutant" in "".join(start(checkout).communicate(timeout=60)[0])
+    output = "".join(start(checkout).communicate(timeout=60)[0])
+    assert "fail without a mutant" in output
+    assert "test_small.py::test_nothing - assert False" in output
 
 
 SKIP = {"functions": [], "calls": []}
