@@ -70,7 +70,7 @@ class Setting(NamedTuple):
             raise refuse(
                 "MIXKV-START-04",
                 f"{name} to be {self.words}",
-                "another text, which may hold keys" if self.field == "nixl_params" else repr(text),
+                "a value that may contain keys" if self.field == "nixl_params" else repr(text),
                 "the server would not run as configured",
                 f"Correct it, or leave it out{by_default}",
             ) from None

@@ -45,8 +45,8 @@ class Own(Operator):
 
 
 class Delete(Own):
-    """Replaces calls, del, raise, bare return, and assignments that outlive the function by
-    pass."""
+    """Replaces calls, del, raise, bare return, and assignments that outlive the function with
+    `pass`."""
 
     def changes(self, node: Any) -> Iterator[tuple[Any, str]]:
         for one in node.children if node.type == "simple_stmt" else ():

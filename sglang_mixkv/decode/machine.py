@@ -253,7 +253,7 @@ class Machine:
     # -- time
 
     def tick(self) -> None:
-        """Handle all deadlines. Call it every 0.1 s if requests are open, or every second."""
+        """Handle all deadlines. Call it every 0.1 s if requests are open, else every second."""
         since = self._clock - self._times.shortest_wait
         self._segments.note_delays(self._clock, since)  # before cold requests drop their segments
         for read in self._segments.overdue(self._clock):

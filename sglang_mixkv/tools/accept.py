@@ -121,7 +121,7 @@ def to_ask(args: argparse.Namespace) -> tuple[Sequence[Any], int]:
 
 
 def ask(args: argparse.Namespace, number: int, prompt: Any, again: bool = True) -> Any:
-    """Send a prompt to both deployments, for at most `number` tokens; retry if a server was away.
+    """Send a prompt to both deployments, for at most `number` tokens; retry if a server was down.
     Return Asked or RequestFailed."""
     sampling = {"max_new_tokens": number, "temperature": 0}
     try:

@@ -106,7 +106,7 @@ def around_resolve(original: Callable[[Any], None], server_args: Any) -> None:
 
 
 def around_check(original: Callable[[Any], None], server_args: Any) -> None:
-    """Check the arguments, write their row, and end."""
+    """Check the arguments, write their row, and exit."""
     gpu, stock = getattr(server_args, _SEEN, ""), list[str]()
     if gpu == "a copy":
         return original(server_args)

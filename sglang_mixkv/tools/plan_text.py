@@ -21,7 +21,7 @@ LIMIT = 4 << 20
 CONTAINER = ("entrypoint", "command", "args")
 ASK = (
     "Have the launch write its arguments: SGLANG_MIXKV_PLAN={role}.json {command} "
-    "ends before it loads a model, and plan --{role} {role}.json reads what it wrote"
+    "exits before it loads a model, and plan --{role} {role}.json reads what it wrote"
 )
 
 

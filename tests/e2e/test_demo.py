@@ -1,4 +1,4 @@
-"""Run the documented demo by its script, with a topology other than the default."""
+"""Run the documented demo through its script, with a topology other than the default."""
 
 from __future__ import annotations
 

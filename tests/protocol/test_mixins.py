@@ -384,7 +384,7 @@ def second(first: Any, manager: Any, number: Any = None) -> Any:
 
 
 def refused(manager: Any, again: Any, got: str) -> bool:
-    """Return True if the request failed when it was made, under an unused negative number."""
+    """Return True if the request failed on creation, and got an unused negative room number."""
     if again.conclude_state is None:
         assert not manager.request_status
         assert not calls(manager, "record_failure", "local.reporter")

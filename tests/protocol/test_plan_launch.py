@@ -149,7 +149,7 @@ def test_a_script_that_plan_cannot_parse_writes_its_own_row(
     )
     assert main(["--prefill", str(script), "--decode", str(script)]) == 2
     said = capsys.readouterr().err
-    command = said[said.index("SGLANG_MIXKV_PLAN=prefill.json") : said.index(" ends before")]
+    command = said[said.index("SGLANG_MIXKV_PLAN=prefill.json") : said.index(" exits before")]
     subprocess.run(["bash", "-c", f"{command} --tp 2"], cwd=tmp_path, check=True, timeout=300)
     assert server_in(tmp_path / "prefill.json")["tp_size"] == 2
     environ = {"MODEL": f"{MODELS}/target", "DRAFT": f"{MODELS}/drafter", "TP": "1",

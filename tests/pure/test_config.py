@@ -63,7 +63,7 @@ def test_the_bounds_of_a_setting(
     for text in outside:
         expected = "[MIXKV-START-04] expected {} to be {}; got {!r}. As it is, "
         if setting.field == "nixl_params":
-            expected = expected.replace("{!r}", "another text, which may hold keys")
+            expected = expected.replace("{!r}", "a value that may contain keys")
         with pytest.raises(MixKVError) as refused:
             resolve(None, {setting.environ: text})
         assert str(refused.value).startswith(expected.format(setting.environ, setting.words, text))

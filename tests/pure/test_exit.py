@@ -66,7 +66,7 @@ def run(plane: str, hangs: str) -> None:
     [("fake", ""), ("copies", ""), ("fake", "hangs"), ("mooncake", ""), ("nixl", "")],
 )
 def test_no_thread_is_left_at_exit(plane: str, hangs: str) -> None:
-    """At the exit, no thread of the plugin is alive except a hung one.
+    """At exit, no thread of the plugin is alive except a hung one.
 
     The exit does not wait for a hung thread.
     """

@@ -1,4 +1,4 @@
-"""Short runs of the fuzzer find nothing in the package, and find the fault of a removed guard."""
+"""Short runs of the fuzzer find nothing in the package, but do find a fault without a guard."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ class Process:
         self.group.poll_all()
 
     def restore(self) -> None:
-        """Restore the process from a snapshot, as its worker learns in a thread of SGLang's."""
+        """Restore the process from a snapshot, and notify its worker in one of SGLang's threads."""
         self.later("snapshot", 0.0, self.worker.restored)
 
     # -- stops

@@ -40,7 +40,7 @@ PARAMS = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
         ("MC_FORCE_TCP", "1", "1", ""),
         ("MC_ACCESS_KEY", "hush", "(set, not shown)", ""),
         (PARAMS, '{"a": "hush"}', "(set, not shown)", ""),
-        (PARAMS, "hush", "(set, not shown)", "got another text, which may hold keys"),
+        (PARAMS, "hush", "(set, not shown)", "got a value that may contain keys"),
         ("MOONCAKE_MASTER", "http://user:hush@host:1/", "http://***@host:1/", ""),
         ("SGLANG_URL", "http://u:p@h/?token=hush", "http://***@h/?***", ""),
     ],

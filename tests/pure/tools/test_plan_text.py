@@ -213,7 +213,7 @@ def test_a_shell_is_not_imitated(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="START-04") as caught:
         split(load(str(script)), "prefill")
     assert STOPPED[text] in str(caught.value)
-    command = f"SGLANG_MIXKV_PLAN=prefill.json bash {shlex.quote(str(script))} ends before"
+    command = f"SGLANG_MIXKV_PLAN=prefill.json bash {shlex.quote(str(script))} exits before"
     assert command in str(caught.value)
     assert "plan --prefill prefill.json" in str(caught.value)
 
@@ -310,7 +310,7 @@ def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
         ("--model-path 'm", "No closing quotation. Have the launch write"),
         ("command: [sh, -c]\nargs: serve 'm", "No closing quotation. Have the launch write"),
         (f"{RUN} \\\n  # --dp 8 \\\n  --tp 8", "--tp is cut off from its command"),
-        (f"{RUN}\n  --tp 8", "--tp is cut off .* SGLANG_MIXKV_PLAN=prefill.json COMMAND ends"),
+        (f"{RUN}\n  --tp 8", "--tp is cut off .* SGLANG_MIXKV_PLAN=prefill.json COMMAND exits"),
         ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "none"),
         ("args: [--model-path, m, --tp, {{ .Values.tp }}]", "render it first"),
         ("a: &a [*a]", "expected a launch line"),
