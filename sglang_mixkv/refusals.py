@@ -31,16 +31,17 @@ class Rule(NamedTuple):
         return f"{self.name} is not supported: {self.remedy}"
 
 
-def _flag(flag: str, remedy: str, *, drafter: bool = False) -> Rule:
-    """Make a Rule against a flag, or some of its values. `drafter`: only with a drafter."""
+def _flag(name: str, remedy: str) -> Rule:
+    """Make a Rule against a flag, or some of its values, perhaps only with a drafter."""
+    flag, _, with_drafter = name.partition(" with ")
     attribute, *values = flag.removeprefix("--").replace("-", "_").split()
 
     def applies(args: Any) -> bool:
         given = getattr(args, attribute, None)
         is_given = given in values if values else given not in _OFF
-        return is_given and (not drafter or has_drafter(args))
+        return is_given and (not with_drafter or has_drafter(args))
 
-    return Rule(f"{flag} with a drafter" if drafter else flag, applies, remedy)
+    return Rule(name, applies, remedy)
 
 
 def has_drafter(args: Any) -> bool:
@@ -78,6 +79,24 @@ STORAGE = Rule(
     "(--hicache-storage-backend mooncake)",
 )
 _LACKS = "a prefix restored from FlexKV lacks its draft KV; drop the flag"
+_FLAGS = {
+    "--use-ray": "start without Ray",
+    "--enable-pd-role-switch": "drop the flag",
+    "--disaggregation-decode-allocation-policy prefill_complete": "use the default policy, early",
+    "--enable-hisparse": "drop the flag",
+    "--enable-unified-memory": "KV fused into shared pages cannot be cut by heads; drop the flag",
+    "--kv-canary with a drafter": "its rows in the KV pool would be mistaken for heads; drop the "
+    "flag",
+    "--enable-kv-cache-sharding": "drop the flag",
+    "--disaggregation-decode-draft-bootstrap": "decode would make draft KV itself; drop it",
+    "--enable-multi-layer-eagle": "drop the flag",
+    "--decoupled-spec-role": "draft in the same server",
+    "--enable-flexkv with a drafter": _LACKS,
+    "--radix-cache-backend flexkv with a drafter": _LACKS,
+    "--enable-unified-cache-external-linker with a drafter": "a prefix restored from the external "
+    "store may have the wrong draft heads, or none; use Mooncake's store "
+    "(--hicache-storage-backend mooncake)",
+}
 ARGUMENT_RULES: tuple[Rule, ...] = (
     SINGLE_SERVER,
     OTHER_BACKEND,
@@ -87,27 +106,11 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "the plugin would treat its memory as host memory; use --device cuda, or start both sides "
         "without --enable-mixkv",
     ),
-    _flag("--use-ray", "start without Ray"),
     Rule(
         "--smg-grpc-mode",  # --grpc-mode is its old name
         lambda a: getattr(a, "smg_grpc_mode", False) or getattr(a, "grpc_mode", False),
         "its requests do not pass SGLang's tokenizer, where the plugin looks for room numbers in "
         "use; serve HTTP, or start without --enable-mixkv",
-    ),
-    _flag("--enable-pd-role-switch", "drop the flag"),
-    _flag(
-        "--disaggregation-decode-allocation-policy prefill_complete",
-        "use the default policy, early",
-    ),
-    _flag("--enable-hisparse", "drop the flag"),
-    _flag(
-        "--enable-unified-memory",
-        "KV fused into shared pages cannot be cut by heads; drop the flag",
-    ),
-    _flag(
-        "--kv-canary",
-        "its rows in the KV pool would be mistaken for heads; drop the flag",
-        drafter=True,
     ),
     # Unlike Mooncake's manager, NixlKVManager (disaggregation/nixl/conn.py) has no
     # deregister_buffer_to_engine: peers could write to memory that was released.
@@ -119,32 +122,20 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "SGLang does not deregister the target's pool from NIXL when it releases the memory; use "
         "mooncake, or drop the flag",
     ),
-    _flag("--enable-kv-cache-sharding", "drop the flag"),
-    _flag("--disaggregation-decode-draft-bootstrap", "decode would make draft KV itself; drop it"),
     Rule(
         f"--speculative-algorithm other than {', '.join(SPECULATIVE[1:])}",
         lambda a: (a.speculative_algorithm or "NONE").upper() not in SPECULATIVE,
         "it has no draft KV to move (UNO, FROZEN_KV_MTP), or is unknown; use one of those, or "
         "start both sides without --enable-mixkv",
     ),
-    _flag("--enable-multi-layer-eagle", "drop the flag"),
-    _flag("--decoupled-spec-role", "draft in the same server"),
     STORAGE,
-    _flag("--enable-flexkv", _LACKS, drafter=True),
-    _flag("--radix-cache-backend flexkv", _LACKS, drafter=True),
-    _flag(
-        "--enable-unified-cache-external-linker",
-        "a prefix restored from the external store may have the wrong draft heads, or none; use "
-        "Mooncake's store (--hicache-storage-backend mooncake)",
-        drafter=True,
-    ),
     Rule(
         "attention context parallelism (--attn-cp-size above 1) with a drafter",
         lambda a: (getattr(a, "attn_cp_size", 1) or 1) > 1 and has_drafter(a),
         "use tensor or DP attention on the prefill side",
     ),
+    *(_flag(name, remedy) for name, remedy in _FLAGS.items()),
 )
-
 
 _HEAD = re.compile("eagle3|eagle|dflash|dspark", re.IGNORECASE)
 
