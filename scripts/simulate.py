@@ -15,37 +15,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.sim.draw import Draw
-from tests.sim.runner import Outcome, describe, run_many, run_spec, summary
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule")
-    parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=1e9, help="time limit")
-    parser.add_argument(
-        "--replay", metavar="SEED", type=int, help="log one schedule, and shrink it"
-    )
-    return parser.parse_args()
+from tests.sim.runner import describe, run_many, run_spec, summary
 
 
 def main() -> int:
-    args = arguments()
-    if args.replay is not None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="seed of the first schedule")
+    add("--schedules", type=int, default=1000)
+    add("--seconds", type=float, default=1e9, help="time limit")
+    add("--replay", metavar="SEED", type=int, help="log one schedule, and shrink it")
+    args = parser.parse_args()
+    if args.replay is None:
+        result = run_many(range(args.seed, args.seed + args.schedules), args.seconds)
+        print(summary(result))
+        failed = result.failed
+    else:
         outcome = run_spec(Draw(args.replay).spec(), logged=True)
-        if outcome.invariant:
-            return failed(outcome)
-        print("\n".join([*outcome.spec.lines(), *outcome.log, "no finding"]))
-        return 0
-    seeds = range(args.seed, args.seed + args.schedules)
-    result = run_many(seeds, args.seconds)
-    print(summary(result))
-    return failed(result.failed) if result.failed else 0
-
-
-def failed(outcome: Outcome) -> int:
-    print(describe(outcome), file=sys.stderr)
-    return 1
+        failed = outcome if outcome.invariant else None
+        if not failed:
+            print("\n".join([*outcome.spec.lines(), *outcome.log, "no finding"]))
+    if failed:
+        print(describe(failed), file=sys.stderr)
+    return int(failed is not None)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Measure the cost of the draft channel itself, without a GPU or a NIC.
 
 Both sides' threads, sockets, slots and machines are the real ones. Copies move no bytes and end at
-once, or in batches of 15 us (`device`). Reads end at once (`control plane`), or one after another
-at 50 GB/s, the rate of a 400 Gb/s NIC on prefill. Slots have the default size of 4 MiB, which holds
-1,024 tokens of draft KV for Kimi-K2's EAGLE3 drafter on one rank of TP 8.
+once. Reads end at once (`control plane`), or one after another at 50 GB/s, the rate of a 400 Gb/s
+NIC on prefill. Slots have the default size of 4 MiB, which holds 1,024 tokens of draft KV for
+Kimi-K2's EAGLE3 drafter on one rank of TP 8.
 
 `us per slot`: CPU time of each side's channel thread. `ms`: from a request's only chunk to the
 verdict. `readers`: requests of random decode ranks at random times. `busy`: the same while another
@@ -41,7 +41,6 @@ from sglang_mixkv.draft.slot_format import SlotCheck
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 rig = importlib.import_module("rig.channel.threads")
-Quick = importlib.import_module("rig.channel.on_device").Quick
 
 HEADS, TIMES = range(64), Times(100)
 SLOTS, SLOT = slots_of(256)
@@ -109,7 +108,7 @@ class Fleet:
         prefill = rig.Prefill(TIMES, plane=Plane(pace), **given)
         decode = [rig.Decode(TIMES, plane=Plane(pace), **given) for _ in range(readers)]
         self._sides, self._prefill = (prefill, *decode), prefill.channel
-        for worker in () if rig._Side.device else [side.channel for side in self._sides]:
+        for worker in [side.channel for side in self._sides]:
             worker._copies._work.put(None)
             worker._copies = AtOnce(worker._store, worker._reporter.moved)
         self._readers = [
@@ -172,8 +171,7 @@ def control_plane(slots: int, requests: int, repeats: int) -> Record:
     }  # fmt: skip
 
 
-def paced(slots: int, repeats: int, device: Any = None) -> Record:
-    rig._Side.device = device
+def paced(slots: int, repeats: int) -> Record:
     pair = Fleet(NIC)
     pair.run(slots)
     found = [pair.run(slots)[0][0] * 1e3 for _ in range(repeats)]
@@ -216,7 +214,6 @@ def main() -> None:
         "control plane": [control_plane(*one, repeats) for one in REQUESTS],
         "paced": [paced(slots, repeats) for slots in (1, 16, 64)],
         "readers": readers(-(-repeats // 3), 3 if arguments.quick else DRAWN),
-        "device": [paced(slots, repeats, Quick) for slots in (1, 16, 64)],
     }
     show(arguments, parts)
 

@@ -1,4 +1,4 @@
-"""Helpers that the benchmarks share: options, samples in turns, tables and JSON.
+"""Helpers that the benchmarks share: options, tables and JSON.
 
 A result has named lists of flat records. It is printed as tables. `--json FILE` also writes it.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,6 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--repeats", type=int, default=0, help="samples of each figure")
     return parser
-
-
-def interleave(methods: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    """Take `count` samples of each method, in turns, so that other load affects all methods
-    equally. Each turn has a random order, so that no method always follows the same one."""
-    samples: dict[str, list[float]] = {name: [] for name in methods}
-    order = random.Random(count)
-    for _ in range(count):
-        for name in order.sample(list(methods), len(methods)):
-            samples[name].append(methods[name]())
-    return samples
 
 
 def show(arguments: argparse.Namespace, parts: Parts) -> None:

@@ -1,114 +1,82 @@
-"""Measure a transfer of draft KV, as a + b x bytes, and a bare read of the same number of bytes.
+"""Measure a transfer of draft KV, as a + b x bytes, and what the plugin adds to SGLang's scheduler.
 
-    channel    from prefill's `send` until the draft KV is in place on all decode ranks
-    bare       one `transfer_sync_read` of these bytes by one Mooncake engine from one peer
+`lines`: a request of one chunk, from prefill's `send` until the draft KV is in place on all decode
+ranks, over Mooncake's TCP. All ranks know the request when `send` is called. It takes turns with
+one `transfer_sync_read` of as many bytes, by the engine of one decode rank from one prefill rank.
+The drafter has 4 KiB per token over all its ranks: one layer of K and V, 8 heads of 256 bytes. For
+each layout and size, all bytes are compared first.
 
-The two take turns, over Mooncake's TCP. A request is one chunk, and all ranks know it when `send`
-is called. The drafter has 4 KiB per token over all its ranks: one layer of K and V, 8 heads of 256
-bytes. For each layout and size, all bytes are compared first.
+`scheduler`: CPU time of the scheduler's thread in its calls for one request, on the first rank of
+each side, in microseconds. Rings with and without the plugin take turns, request by request. Only
+the poll that returns Success is counted, so no call waits for another process. `added us` is the
+plugin's median minus stock's.
 """
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import rings
-from common import Record, interleave, options, show
+from common import Record, options, show
+
+from sglang_mixkv.channel import data_plane
 
 DIRECTIONS = ((2, 1), (1, 2))
 TOKENS = tuple(64 << step for step in range(10))  # 0.25 to 128 MiB
+WAYS = ("stock", "channel")
+RANKS = (2, 8)  # prefill ranks, to one decode rank
+PAGES, PASSES = 16, 300
 
 
-class BareRead:
-    """One engine that reads from another, each in its own process."""
-
-    def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
-        (there, server), (self._pipe, reader) = context.Pipe(), context.Pipe()
-        self._processes = [
-            context.Process(target=_serve, args=(server, size), daemon=True),
-            context.Process(target=_read, args=(reader, there, size), daemon=True),
-        ]
-        for process in self._processes:
-            process.start()
-
-    def seconds(self, size: int) -> float:
-        self._pipe.send(size)
-        if not self._pipe.poll(rings.LIMIT_S):
-            raise TimeoutError("the bare read did not end")
-        return float(self._pipe.recv())
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+def bare(member: Any, size: int) -> float:
+    """Read from the first prefill rank's staging buffer into the first decode rank's."""
+    if member.rank.rank:
+        return 0.0
+    store, server = member.manager.decode_channel._store, member.manager.servers._servers
+    there = next(iter(server[member.rank.address(0)].rows.values())).staging
+    name = data_plane.decode(there.endpoint, "mooncake").session.decode()
+    read, start = store.plane._engine.transfer_sync_read, time.perf_counter()
+    assert read(name, store.staging.address, there.base, size) == 0
+    return time.perf_counter() - start
 
 
-def _truth(size: int) -> np.ndarray[Any, Any]:
-    return np.frombuffer(np.random.default_rng(1).bytes(size), np.uint8)
+def fill(member: Any) -> None:
+    """Write to all of the staging buffer: an untouched page is read faster."""
+    getattr(member.manager, f"{member.rank.side}_channel")._store.staging._memory.fill_(1)
 
 
-def _engine(memory: np.ndarray[Any, Any]) -> Any:
-    from mooncake.engine import TransferEngine
-
-    engine = TransferEngine()
-    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-    assert engine.register_memory(memory.ctypes.data, memory.nbytes) == 0
-    return engine
-
-
-def _serve(pipe: Any, size: int) -> None:
-    rings.forks.die_with_parent()
-    memory = _truth(size).copy()
-    engine = _engine(memory)
-    pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", memory.ctypes.data))
-    pipe.recv()  # blocks until the parent ends this process
-
-
-def _read(pipe: Any, server: Any, largest: int) -> None:
-    rings.forks.die_with_parent()
-    memory, truth = np.zeros(largest, np.uint8), _truth(largest)
-    engine, (name, remote) = _engine(memory), server.recv()
-    while True:
-        size = pipe.recv()
-        memory[:size] = 0
-        start = time.perf_counter()
-        assert engine.transfer_sync_read(name, memory.ctypes.data, remote, size) == 0
-        seconds = time.perf_counter() - start
-        assert (memory[:size] == truth[:size]).all()
-        pipe.send(seconds)
+rings.DecodeMember.bare, rings.Member.fill = bare, fill
 
 
 def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list[Record]:
     """Measure one direction; return its records, one per layout."""
-    found, bare = list[Record](), BareRead(max(tokens) * rings.TOKEN_BYTES)
+    found, order = list[Record](), np.random.default_rng(count)
     with rings.rings(("channel",), *sizes, max(tokens)) as made:
         ring = made["channel"]
+        for side in rings.SIDES:
+            ring.ask(side, "fill")
         for layout in rings.LAYOUTS:
             taken: dict[str, dict[int, list[float]]] = {"channel": {}, "bare": {}}
             for one in tokens:
                 print(*sizes, layout, one, file=sys.stderr)
                 size = one * rings.TOKEN_BYTES
                 ring.check(one, layout)
-                methods: dict[str, Callable[[], float]] = {
-                    "channel": partial(ring.transfer, one, layout),
-                    "bare": partial(bare.seconds, size),
-                }
-                interleave(methods, 2)
-                for name, seconds in interleave(methods, count).items():
-                    taken[name][size] = seconds
+                for turn in range(-2, count):
+                    for way in order.permutation([*taken]):
+                        if way == "bare":
+                            seconds = max(ring.ask("decode", "bare", size))
+                        else:
+                            seconds = ring.transfer(one, layout)
+                        if turn >= 0:  # earlier turns warm up
+                            taken[way].setdefault(size, []).append(seconds)
             (a, b), (_, bare_b) = (line(seconds) for seconds in taken.values())
             found.append(
                 {"direction": f"{sizes[0]} to {sizes[1]}", "layout": layout, "a ms": a * 1e3,
                  "GB/s": 1e-9 / b, "b to bare": b / bare_b}
             )  # fmt: skip
-    bare.end()
     return found
 
 
@@ -121,13 +89,33 @@ def line(seconds: dict[int, list[float]]) -> tuple[float, float]:
     return float(a), float(b)
 
 
+def scheduler(prefill_tp: int, passes: int) -> list[Record]:
+    tokens, order = PAGES * rings.PAGE, np.random.default_rng(passes)
+    taken: dict[str, dict[str, list[float]]] = {"prefill": {}, "decode": {}}
+    with rings.rings(WAYS, prefill_tp, 1, tokens) as made:
+        for turn in range(-(passes // 5) - 1, passes):
+            for way in order.permutation(WAYS):
+                for side, seconds in made[way].request(tokens).items():
+                    if turn >= 0:  # earlier turns warm up
+                        taken[side].setdefault(way, []).append(seconds * 1e6)
+    found = []
+    for side, by_way in taken.items():
+        stock, mine = (float(np.median(by_way[way])) for way in WAYS)
+        found.append(
+            {"prefill ranks": prefill_tp, "side": side, "stock us": stock, "added us": mine - stock}
+        )
+    return found
+
+
 def main() -> None:
     arguments = options(__doc__ or "").parse_args()
-    tokens = TOKENS[:3] if arguments.quick else TOKENS
-    count = arguments.repeats or (3 if arguments.quick else 15)
+    quick, repeats = arguments.quick, arguments.repeats
     rings.load_sglang()
+    tokens, count = TOKENS[:3] if quick else TOKENS, repeats or (3 if quick else 15)
     lines = [record for sizes in DIRECTIONS for record in measure(sizes, tokens, count)]
-    show(arguments, {"lines": lines})
+    passes = repeats or (10 if quick else PASSES)
+    calls = [one for tp in (RANKS[:1] if quick else RANKS) for one in scheduler(tp, passes)]
+    show(arguments, {"lines": lines, "scheduler": calls})
 
 
 if __name__ == "__main__":

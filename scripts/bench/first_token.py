@@ -12,6 +12,7 @@ medians in ms, and the median ratio of two answers to a prompt. `waits`: bucket 
 from __future__ import annotations
 
 import itertools
+import pkgutil
 import random
 import statistics
 import time
@@ -109,31 +110,24 @@ def engine(pairs: int, crowds: int) -> dict[str, list[Record]]:
 
 stamps: dict[str, float] = {}  # in a rank's process: when each call was last made
 CALLS = {
-    "prefill": {
-        "Worker.add_chunk": "", "Machine.add_chunk": "hand-over, query of events",
-        "Machine.copied": "pack", "Worker._send": "READY, until it is sent",
-    },
-    "decode": {
-        "Machine.ready": "READY, until it is handled", "Machine.read_ended": "read",
-        "Machine.copied": "unpack", "Worker._decide": "verdict",
-    },
-}  # fmt: skip
+    "prefill.worker:PrefillWorker.add_chunk": "",
+    "prefill.machine:Machine.add_chunk": "hand-over, query of events",
+    "prefill.machine:Machine.copied": "pack",
+    "prefill.worker:PrefillWorker._send": "READY, until it is sent",
+    "decode.machine:Machine.ready": "READY, until it is handled",
+    "decode.machine:Machine.read_ended": "read",
+    "decode.machine:Machine.copied": "unpack",
+    "decode.worker:DecodeWorker._decide": "verdict",
+}
+"""The plugin's calls in their order, each with the part of the wait that it ends."""
 
 
 def stamp(rank: Any) -> None:
     """Record when the plugin's steps begin, in a rank's process."""
-    from sglang_mixkv.decode import machine as decode
-    from sglang_mixkv.decode import worker as decode_worker
-    from sglang_mixkv.prefill import machine as prefill
-    from sglang_mixkv.prefill import worker as prefill_worker
-
-    owners: dict[str, dict[str, Any]] = {
-        "prefill": {"Machine": prefill.Machine, "Worker": prefill_worker.PrefillWorker},
-        "decode": {"Machine": decode.Machine, "Worker": decode_worker.DecodeWorker},
-    }
-    for call in CALLS[rank.side]:
-        owner, name = call.split(".")
-        _note(owners[rank.side][owner], name, f"{rank.side} {call}")
+    for call in CALLS:
+        owner, _, name = call.rpartition(".")
+        if call.startswith(rank.side):
+            _note(pkgutil.resolve_name(f"sglang_mixkv.{owner}"), name, call)
 
 
 def _note(owner: Any, name: str, key: str) -> None:
@@ -151,7 +145,7 @@ rings.Member.stamps = lambda _: stamps
 
 def parts(tokens: int, turns: int) -> list[Record]:
     special = rings.special.Special(before={(side, 0): stamp for side in rings.SIDES})
-    names = [(f"{side} {call}", part) for side in CALLS for call, part in CALLS[side].items()]
+    names = [*CALLS.items()]
     taken: dict[str, list[float]] = {part: [] for _, part in names[1:]}
     with rings.rings(("channel",), 1, 1, tokens, special=special) as made:
         ring = made["channel"]

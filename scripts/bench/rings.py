@@ -233,7 +233,8 @@ class Ring:
             prefill_mixkv=plugin, decode_mixkv=plugin,
             shared=special.Shared([context.Event()]), **given,
         )  # fmt: skip
-        self._rooms, self._pipes, self._processes = itertools.count(10_000), {}, []
+        self._rooms, self._processes = itertools.count(10_000), []
+        self._pipes: dict[str, list[Any]] = {side: [] for side in SIDES}
         ports = [rig.free_port()]
         for side, count in zip(SIDES, (prefill_tp, decode_tp), strict=True):
             for number in range(count):
@@ -243,24 +244,21 @@ class Ring:
                 process.start()
                 there.close()
                 self._processes.append(process)
-                self._pipes[side, number] = here
+                self._pipes[side].append(here)
         for side in SIDES:
             self.hear(side)
         self.ask("decode", "resolve")
 
     def tell(self, side: str, name: str, *args: Any) -> None:
-        for (whose, _), pipe in self._pipes.items():
-            if whose == side:
-                pipe.send((name, *args))
+        for pipe in self._pipes[side]:
+            pipe.send((name, *args))
 
     def hear(self, side: str) -> list[Any]:
         """Return the result of each rank of a side, by number."""
         found = []
-        for (whose, number), pipe in self._pipes.items():
-            if whose != side:
-                continue
+        for pipe in self._pipes[side]:
             if not pipe.poll(2 * LIMIT_S):
-                raise TimeoutError(f"{side} {number} does not answer")
+                raise TimeoutError(f"{side} {len(found)} does not answer")
             found.append(pipe.recv())
             if isinstance(found[-1], Exception):
                 raise found[-1]

@@ -32,11 +32,10 @@ def quick(name: str, folder: Path, *options: str) -> dict[str, list[dict[str, An
 
 
 def test_the_rings_benchmarks_write_their_figures(tmp_path: Path) -> None:
-    lines = quick("cost", tmp_path, "--repeats", "2")["lines"]
-    assert len({(line["direction"], line["layout"]) for line in lines}) == 4
-    found = quick("scheduler", tmp_path)["scheduler"]
-    assert [one["side"] for one in found] == ["prefill", "decode"]
-    assert all(one["stock us"] > 0 for one in found)
+    parts = quick("cost", tmp_path, "--repeats", "2")
+    assert len({(line["direction"], line["layout"]) for line in parts["lines"]}) == 4
+    assert [one["side"] for one in parts["scheduler"]] == ["prefill", "decode"]
+    assert all(one["stock us"] > 0 for one in parts["scheduler"])
 
 
 def test_the_channel_is_compared_with_sglang(tmp_path: Path) -> None:

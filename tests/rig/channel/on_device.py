@@ -51,9 +51,3 @@ class OnDevice:
         results = [copy(*job) or SlotCheck.OK for job in jobs]
         self._free = max(self._free, time.perf_counter()) + self.took
         return Ticket(results, self._free)
-
-
-class Quick(OnDevice):
-    """Completes batches as fast as the kernels are expected to."""
-
-    max_batch, took = 64, 15e-6
