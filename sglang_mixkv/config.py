@@ -192,18 +192,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     if any("--enable-mixkv" in action.option_strings for action in parser._actions):
         return
     group = parser.add_argument_group("sglang-mixkv")
-    for setting in SETTINGS:
-        if setting.flag == "--enable-mixkv":
-            text = f"{setting.help} [env: {setting.environ}]"
-            group.add_argument(setting.flag, action="store_true", default=None, help=text)
-        elif setting.flag:
-            group.add_argument(
-                setting.flag,
-                type=partial(setting.value, setting.flag),
-                metavar="VALUE",
-                help=f"{setting.help} Expected: {setting.words} [default: "
-                f"{setting.default}; env: {setting.environ}]",
-            )
+    for one in (setting for setting in SETTINGS if setting.flag):
+        if one.default is False:
+            text = f"{one.help} [env: {one.environ}]"
+            group.add_argument(one.flag, action="store_true", default=None, help=text)
+        else:
+            text = f"{one.help} Expected: {one.words} [default: {one.default}; env: {one.environ}]"
+            read = partial(one.value, one.flag)
+            group.add_argument(one.flag, type=read, metavar="VALUE", help=text)
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:

@@ -159,14 +159,11 @@ def broken(
 ) -> list[str]:
     """Return a message for each rule that the resolved arguments break, and for a refused variable.
     `given`: the arguments before SGLang resolved them, since it may set some itself."""
-    found = [
-        str(rule)
-        if given is None or rule.applies(given)
-        else f"{rule.name} is not supported, and "
-        "SGLang sets it itself here: start both sides without --enable-mixkv"
-        for rule in rules
-        if rule.applies(args)
-    ]
+    found = list[str]()
+    for rule in (one for one in rules if one.applies(args)):
+        its_own = "SGLang sets it itself here: start both sides without --enable-mixkv"
+        is_given = given is None or rule.applies(given)
+        found.append(str(rule) if is_given else f"{rule.name} is not supported, and {its_own}")
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
     return found

@@ -79,13 +79,11 @@ def pairs() -> list[tuple[str, ...]]:
         of_row = rows.setdefault((TARGETS.get(name, name), drafter), {})
         of_row.setdefault(JUDGED[needed], []).append(case)
     head = ("target", "drafter", "the plugin, by attention TP of prefill -> decode")
-    return [head] + [
-        (
-            *key,
-            "; ".join(f"{word}: {', '.join(dict.fromkeys(cases))}" for word, cases in of.items()),
-        )
-        for key, of in sorted(rows.items())
-    ]
+    found = [head]
+    for key, of in sorted(rows.items()):
+        words = (f"{word}: {', '.join(dict.fromkeys(cases))}" for word, cases in of.items())
+        found.append((*key, "; ".join(words)))
+    return found
 
 
 TABLES = {("deploy.md", "flags"): settings, ("compatibility.md", "models"): pairs}

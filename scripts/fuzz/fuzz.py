@@ -154,17 +154,12 @@ SENT: list[messages.Message] = [
     messages.Ack(((5, 99), (6, 100))),
     messages.Fail(7, 10, "closed", "a reason"),
 ]  # fmt: skip
+PAIRS = [answer(b"prefill0", b"prefill1"), answer(b"prefill0", b"prefill0")]
+ENDPOINT = data_plane.Endpoint("nixl", b"target", MEMORY, b"instance")
 SEEDS = {
     "message": [messages.encode(message) for message in SENT],
-    "row": [
-        msgspec.json.encode(WITHOUT),
-        msgspec.json.encode(OWN),
-        answer(b"prefill0", b"prefill1"),
-        answer(b"prefill0", b"prefill0"),
-    ],
-    "endpoint": [
-        msgspec.msgpack.encode(data_plane.Endpoint("nixl", b"target", MEMORY, b"instance"))
-    ],
+    "row": [*map(msgspec.json.encode, (WITHOUT, OWN)), *PAIRS],
+    "endpoint": [msgspec.msgpack.encode(ENDPOINT)],
 }
 
 
@@ -222,11 +217,10 @@ def fuzz(name: str, seed: int, runs: int) -> tuple[bytes, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "parsers", nargs="*", default=TARGETS, metavar="PARSER", help=str([*TARGETS])
-    )
-    parser.add_argument("--runs", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0, help="0: a new one each time")
+    add = parser.add_argument
+    add("parsers", nargs="*", default=TARGETS, metavar="PARSER", help=str([*TARGETS]))
+    add("--runs", type=int, default=20_000)
+    add("--seed", type=int, default=0, help="0: a new one each time")
     args = parser.parse_args()
     seed = args.seed or random.randrange(1, 1 << 30)
     for name in args.parsers:

@@ -113,12 +113,9 @@ async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
             addresses = [(str(ip_address(r["rank_ip"])), int(r["rank_port"])) for r in found]
             return [{"rank_ip": ip, "rank_port": port} for ip, port in addresses]
     except Exception as error:
-        logger.warning(
-            "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, but its ranks are unknown "
-            "(%r): it may hold requests until its bootstrap timeout",
-            address,
-            error,
-        )
+        text = "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, but its ranks are "
+        text += "unknown (%r): it may hold requests until its bootstrap timeout"
+        logger.warning(text, address, error)
         return []
 
 

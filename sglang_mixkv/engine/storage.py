@@ -3,13 +3,8 @@
 The name of a page's object contains its tokens' hash and, if ranks hold different heads, the rank
 (`mha_suffix` in SGLang's mooncake_store.py), but not the number of ranks. Servers of different
 attention-TP sizes that share a store would read the wrong heads, or part of a page, which Mooncake
-reports as success. With the size in that suffix, they miss each other's draft objects. A page with
-a missing object ends the hit (PoolHitPolicy.ALL_PAGES), and is computed and stored.
-
-The suffix marks everything whose rows differ by rank: the KV heads of a drafter and of a GQA
-target (into whose pages SGLang packs an MTP drafter's), and the states of a hybrid target. MLA
-rows, a target's or a drafter's, have the other suffix (`mla_suffix`): all servers share them, even
-those without the plugin.
+reports as success. With the size in that suffix, they miss each other's draft objects
+(docs/deploy.md, "Storage"). A missing object ends the hit (PoolHitPolicy.ALL_PAGES).
 """
 
 from __future__ import annotations

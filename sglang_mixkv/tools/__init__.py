@@ -14,11 +14,8 @@ WIDTH = 100
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f"python -m sglang_mixkv {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    name, formatter = f"python -m sglang_mixkv {command}", argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(name, description=description, formatter_class=formatter)
 
 
 def as_json(value: Any) -> str:

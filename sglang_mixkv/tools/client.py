@@ -120,13 +120,9 @@ def read_stream(url: str, lines: Iterable[bytes]) -> Answer:
     if info.finish_reason.get("type") == "abort":
         raise RequestFailed(f"the request was aborted: {info.finish_reason}")
     rounds = info.spec_verify_ct or 0
-    return Answer(
-        tokens,
-        rounds,
-        info.spec_correct_drafts_histogram or (),
-        drafted=(info.spec_num_proposed_drafts or 0) // max(1, rounds),
-        dp_rank=info.dp_rank,
-    )
+    drafted = (info.spec_num_proposed_drafts or 0) // max(1, rounds)
+    histogram = info.spec_correct_drafts_histogram or ()
+    return Answer(tokens, rounds, histogram, drafted, info.dp_rank)
 
 
 def read_event(url: str, text: bytes, kind: Any = StreamEvent) -> Any:

@@ -31,6 +31,8 @@ from sglang_mixkv.tools.client import RequestFailed, request
 COLD_SHARE = 0.01  # of requests, as in the alert MixKVColdDrafters
 OURS, NONE, TIMEOUT_S = "sglang_mixkv_", "-", 5.0
 NO_PAGE = ". Start it with --enable-metrics. For a router, give its servers or its /engine_metrics"
+SERVERS = ("server", "role", "release", "ranks", "slots in use", "wait: p50", "p99")
+PAIRS = ("decode", "prefill", "requests", "warm", "accept: warm", *STATES[1:])
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
 
 
@@ -164,6 +166,10 @@ class Pair(msgspec.Struct, frozen=True):
     accept_lengths: dict[str, float | None]
 
     @property
+    def where(self) -> str:
+        return f"{self.decode}, prefill {self.prefill}"
+
+    @property
     def warm_share(self) -> float | None:
         return self.rooms["warm"] / self.rooms.total() if self.rooms.total() else None
 
@@ -185,19 +191,7 @@ class Status(msgspec.Struct, frozen=True):
 
     def text(self) -> str:
         lines, points = list[str](), [*self.unread.values()]
-        for rows, *head in (
-            (
-                self.servers,
-                "server",
-                "role",
-                "release",
-                "ranks",
-                "slots in use",
-                "wait: p50",
-                "p99",
-            ),
-            (self.pairs, "decode", "prefill", "requests", "warm", "accept: warm", *STATES[1:]),
-        ):
+        for head, rows in ((SERVERS, self.servers), (PAIRS, self.pairs)):
             lines += [*table([head, *(one.row() for one in rows)]), ""] if rows else []
         points += [f"{one.where}: {one.what}. {one.remedy}" for one in self.wrong]
         lines += [line for text in points for line in point(text, "!! ")]
@@ -217,11 +211,7 @@ def status(now: MetricPages, unread: dict[str, str], first: MetricPages | None =
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
     found, rows = [_server(*one) for one in since.items()], [*_pairs(since)]
     wrong = [Wrong(one.name, *what) for one in found for what in _of_server(one, since[one.name])]
-    wrong += [
-        Wrong(f"{one.decode}, prefill {one.prefill}", *what)
-        for one in rows
-        for what in _of_pair(one)
-    ]
+    wrong += [Wrong(one.where, *what) for one in rows for what in _of_pair(one)]
     return Status(found, rows, wrong, unread)
 
 
