@@ -92,15 +92,15 @@ class RemoteMemory:
         self.reads, self.gone = 0, False
 
 
-class Read:
+class Read(msgspec.Struct, eq=False):
     """`error`: None while bytes may land; then "" for a success, or the error. `failed`: the error
     to report at the end. Only the thread that started a read checks whether it has ended."""
 
-    def __init__(self, peer: RemoteMemory, tag: Any = None) -> None:
-        self.peer, self.tag = peer, tag
-        self.handle: Any = None
-        self.failed = ""
-        self.error: str | None = None
+    peer: RemoteMemory
+    tag: Any = None
+    handle: Any = None
+    failed: str = ""
+    error: str | None = None
 
 
 class DataPlane(ABC):
@@ -189,11 +189,12 @@ class DataPlane(ABC):
             answered = [probe for probe in self._unanswered if self._has_ended(probe)]
             with self._lock:
                 self._unanswered = tuple(one for one in self._unanswered if one not in answered)
-        if not self._running:
-            return []
-        ended = [read for read in self._running if self._has_ended(read)]
-        self._running = [read for read in self._running if read.error is None]
-        return [(read.tag, read.error or "") for read in ended]
+        found = list[tuple[Any, str]]()
+        for read in list(self._running):
+            if self._has_ended(read):
+                self._running.remove(read)
+                found.append((read.tag, read.error or ""))
+        return found
 
     def forget(self, peer: RemoteMemory) -> None:
         """Make new reads from the peer fail, and release it once its last read has ended.
