@@ -54,11 +54,12 @@ def share_of(count: int, owners: int) -> int:
 
 
 class SlotPool:
-    """A pool of `count` equal slots. `held`: how many each owner holds. Callers pass the time."""
+    """A pool of `count` equal slots. `free_slots`: the next to allocate is first. `held`: how many
+    slots each owner holds. Callers pass the time."""
 
     def __init__(self, count: int, times: Times) -> None:
         self._times = times
-        self._free = deque(range(count))
+        self.free_slots = deque(range(count))
         self._owner: dict[int, Hashable] = {}
         self.held: Counter[Hashable] = Counter()
         self._published: dict[int, tuple[float, int]] = {}  # since when, stamp; oldest first
@@ -67,15 +68,11 @@ class SlotPool:
         self.count = count
         self._reserve = count // 4
 
-    @property
-    def free_slots(self) -> int:
-        return len(self._free)
-
     def available_for(self, owner: Hashable, owners: int) -> int:
         """Return how many slots this owner can get now, if `owners` of them hold or need some."""
         if owner in self.barred:
             return 0
-        held, free = self.held.get(owner, 0), len(self._free)
+        held, free = self.held.get(owner, 0), len(self.free_slots)
         if free > self._reserve:
             return max(min(free - self._reserve, share_of(self.count, owners) - held), not held)
         return int(not held and free > self._kept_from(owner))
@@ -105,7 +102,7 @@ class SlotPool:
 
     def allocate(self, owner: Hashable) -> int:
         """Give the owner one of the slots that are `available_for` it."""
-        slot = self._free.popleft()
+        slot = self.free_slots.popleft()
         self._owner[slot] = owner
         self.held[owner] += 1
         return slot
@@ -136,7 +133,7 @@ class SlotPool:
         self.held[owner] -= 1
         if not self.held[owner]:
             del self.held[owner]
-        self._free.append(slot)
+        self.free_slots.append(slot)
         return owner
 
     def expire(self, now: float) -> list[int]:
@@ -172,7 +169,7 @@ class RoundRobin(Generic[T]):
         queue; the caller adds it again if it needs another slot. In each round, an owner gets an
         equal part of the free slots, or fewer if fewer are available for it; an owner that gets
         none waits for the next call."""
-        owners, limit = list(self.owners), min(limit, slots.free_slots)
+        owners, limit = list(self.owners), min(limit, len(slots.free_slots))
         contend = len({*owners, *slots.held})
         while owners and limit > 0:
             part, again = max(1, limit // len(owners)), list[Hashable]()

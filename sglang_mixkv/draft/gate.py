@@ -31,18 +31,14 @@ class Ticket(Protocol):
 class Gate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open, self._in_flight = True, 0
+        self.is_open, self._in_flight = True, 0
         self._tickets: dict[Ticket, None] = {}
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
 
     def enter(self) -> bool:
         """Begin a copy. Return False if the gate is closed; otherwise `leave` must follow."""
         with self._lock:
-            self._in_flight += self._open
-            return self._open
+            self._in_flight += self.is_open
+            return self.is_open
 
     def leave(self) -> None:
         with self._lock:
@@ -68,7 +64,7 @@ class Gate:
     def try_close(self) -> bool:
         """Bar new copies. Return whether none is in flight, without waiting."""
         with self._lock:
-            self._open = False
+            self.is_open = False
             if self._in_flight or not self._tickets:
                 return not self._in_flight
             return all(ticket.over() for ticket in self._tickets)
@@ -82,9 +78,9 @@ def launch_guarded(gates: Sequence[Gate], start: Callable[[list[bool]], Any]) ->
     with ExitStack() as stack:
         for gate in dict.fromkeys(gates):
             stack.enter_context(gate._lock)
-        ticket = start([gate._open for gate in gates])
+        ticket = start([gate.is_open for gate in gates])
         if ticket is not None:
             for gate in gates:
-                if gate._open:
+                if gate.is_open:
                     gate._tickets[ticket] = None
         return ticket

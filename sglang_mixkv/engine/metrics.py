@@ -133,7 +133,7 @@ class MetricsReporter(Reporter):
                 self._count_drafts(began, histogram)
         if self.slots is not None:
             self._record("slots", __version__, amount=self.slots.count)
-            self._record("slots_used", amount=self.slots.count - self.slots.free_slots)
+            self._record("slots_used", amount=self.slots.count - len(self.slots.free_slots))
         if self.breaker is not None:
             names = map(self.name_of, self.breaker.open_peers())
             is_open = {self._known(name) for name in names if name}

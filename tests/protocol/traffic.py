@@ -253,7 +253,7 @@ class TrafficRank(Rank):
         """Return the resources that this rank holds, and its slots. Prefill's slots without an ACK
         are not counted: they become free after `slot_aside`."""
         slots = self.plugin.slots
-        return {**resources(), "slots": slots.count - slots.free_slots - len(slots._published)}
+        return {**resources(), "slots": slots.count - len(slots.free_slots) - len(slots._published)}
 
     def left_behind(self) -> list[str]:
         if not self.report.warm:

@@ -166,7 +166,7 @@ def test_a_smaller_patience_of_prefill_limits_decode() -> None:
     for slots, limit, reason in ((8, TIMES.read / 2, "read"), (0, TIMES.unread / 2, "slots")):
         rooms = decode()
         for _ in range(8 if not slots else 0):
-            rooms.machine.slots._free.popleft()
+            rooms.machine.slots.free_slots.popleft()
         rooms.handle(0.0, rooms.machine.open, half)
         rooms.handle(0.0, rooms.machine.ready, PREFILL, ready())
         for tick in range(1, 101):

@@ -134,7 +134,7 @@ def test_the_smaller_patience_limits_the_use_of_a_slot(ours: float, theirs: floa
                 continue  # the limit is not longer than the time between two ticks
             rank = Decode(8, patience=ours)
             if waits == "slot":
-                rank.slots._free.clear()
+                rank.slots.free_slots.clear()
             rank.hung.add(PREFILL)
             rank.open(1, patience=theirs)
             rank.ready(1)

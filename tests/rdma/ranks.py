@@ -74,8 +74,8 @@ def serve(pipe: Any, way: Way, times: Times, heads: range) -> None:
 def rest(rank: Prefill | Decode) -> tuple[list[str], int]:
     """Wait up to a minute until the rank is idle, and return its leaks and its number of free
     slots."""
-    wait_for(lambda: not left(rank.channel) and rank.slots.free_slots == SLOTS, 60)
-    return left(rank.channel), rank.slots.free_slots
+    wait_for(lambda: not left(rank.channel) and len(rank.slots.free_slots) == SLOTS, 60)
+    return left(rank.channel), len(rank.slots.free_slots)
 
 
 def serve_far(pipe: Any, way: Way, times: Times, heads: range) -> None:

@@ -402,8 +402,8 @@ class Checks:
         for wrong in violations(machine):
             raise Finding("invariants", f"{process.name}: {wrong}")
         slots = process.slots
-        if slots.free_slots != slots.count:
-            raise Finding("left", f"{process.name}: {slots.free_slots} of {slots.count} free")
+        if len(slots.free_slots) != slots.count:
+            raise Finding("left", f"{process.name}: {len(slots.free_slots)} of {slots.count} free")
 
     def _request(self, life: object) -> None:
         request, world = life.request, self.world

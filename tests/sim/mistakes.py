@@ -416,13 +416,13 @@ def chunks_are_packed_before_their_forward(patch: Patch) -> None:
 
 @mistake("invariants", "any")
 def one_owner_may_take_all_slots(patch: Patch) -> None:
-    patch.setattr(slots.SlotPool, "available_for", lambda self, *_: len(self._free))
+    patch.setattr(slots.SlotPool, "available_for", lambda self, *_: len(self.free_slots))
 
 
 @mistake("untouched", "dead_readers", 1000)
 def every_owner_gets_a_first_slot(patch: Patch) -> None:
     def available_for(self: Any, owner: Any, owners: int) -> int:
-        held, free = self.held.get(owner, 0), len(self._free)
+        held, free = self.held.get(owner, 0), len(self.free_slots)
         more = min(free - self._reserve, slots.share_of(self.count, owners) - held)
         return max(more, 0) if held else min(max(more, 1), free)
 
@@ -526,7 +526,7 @@ def _without_tickets(real: Any) -> Any:
 @mistake("pages|gate", "batches")
 def gates_wait_for_only_one_batch(patch: Patch) -> None:
     def try_close(self: Any) -> bool:
-        self._open = False
+        self.is_open = False
         if self._in_flight or not self._tickets:
             return not self._in_flight
         return any(ticket.over() for ticket in self._tickets)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -267,7 +269,7 @@ def test_dead_readers_make_no_other_request_cold(
             monkeypatch.setattr(worker, "_send", sends)
         time.sleep(0.2)  # until their connections are closed
         sent = [prefill.send(100 + number, 60) for number in range(len(gone))]
-        assert wait_for(lambda: prefill.slots.free_slots == (SLOTS // 8 if vanish else SLOTS))
+        assert wait_for(lambda: len(prefill.slots.free_slots) == (SLOTS // 8 if vanish else SLOTS))
         time.sleep(channel.times.unsure)
         for room in range(20):
             assert channel.request(room, 60, arrived=True) == ("warm", "")
@@ -442,7 +444,7 @@ def test_a_handle_changes_only_after_its_gate_is_closed(
     before = dict(vars(mine))
 
     def try_close(gate: Gate) -> bool:
-        if gate is mine.gate and gate._open:
+        if gate is mine.gate and gate.is_open:
             seen.append(dict(vars(mine)))
             looks = channel.prefill.notes.ticks
             assert wait_for(lambda: channel.prefill.notes.ticks > looks + 1)
@@ -679,8 +681,13 @@ def test_each_side_counts_requests_by_both_sides_weights(channel: Channel) -> No
     Decode uses its weights at the request's start, prefill those at its end.
     """
     sides = prefill, decode = channel.prefill.notes, channel.decode.notes
-    expected = ["weights_unknown", "weights_different", "weights_different", "weights_same"]
-    for room, (theirs, ours) in enumerate([(0, 5), (7, 5), (7, 6), (6, 6)]):
+    default = zlib.crc32(b"default")
+    cases = {
+        "unknown": [(0, 5), (5, 0), (0, 0), (default, default)],
+        "different": [(7, 5), (7, 6), (default, 6), (7, default)], "same": [(6, 6)],
+    }  # fmt: skip
+    expected = [f"weights_{state}" for state, pairs in cases.items() for _ in pairs]
+    for room, (theirs, ours) in enumerate(itertools.chain(*cases.values())):
         prefill.digest, decode.digest = theirs, ours
         assert channel.request(room, 64) == ("warm", "")
         assert wait_for(lambda: all(len(side.weighed) == room + 1 for side in sides))  # noqa: B023

@@ -36,7 +36,7 @@ def result(found: SlotCheck) -> Callable[[Decode], None]:
 
 
 def no_slot(rank: Decode) -> None:
-    rank.slots._free.clear()
+    rank.slots.free_slots.clear()
     rank.ready(1)
     rank.wait(rank.times.unread)
 

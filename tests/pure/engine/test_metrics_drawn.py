@@ -304,7 +304,7 @@ os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[1]
 for is_child, slots in ((True, 7), (False, 5)):
     if not is_child or not (child := os.fork()):
         one = metrics.MetricsReporter("decode", {"tp_rank": "3"})
-        one.slots = SimpleNamespace(count=slots, free_slots=2)
+        one.slots = SimpleNamespace(count=slots, free_slots=range(2))
         one.moved(10, 0.5)
         one.ticked()
         if is_child:

@@ -19,9 +19,9 @@ def violations(machine: Any) -> list[str]:
 
 def slot_violations(pool: SlotPool) -> Iterator[str]:
     """Yield violations: each slot must be either free or held, and counted once."""
-    held, free = set(pool._owner), set(pool._free)
-    if len(pool._free) != len(free) or held & free or held | free != set(range(pool.count)):
-        yield f"slots: {len(pool._free)} free and {len(held)} held of {pool.count}"
+    held, free = set(pool._owner), set(pool.free_slots)
+    if len(pool.free_slots) != len(free) or held & free or held | free != set(range(pool.count)):
+        yield f"slots: {len(pool.free_slots)} free and {len(held)} held of {pool.count}"
     if dict(pool.held) != Counter(
         pool._owner.values()
     ):  # comparing two Counters would ignore zeros
@@ -93,5 +93,5 @@ def strikes(machine: Decode) -> dict[bytes, int]:
 
 
 def _used(slots: SlotPool, used: int) -> Iterator[str]:
-    if slots.free_slots + used != slots.count:
-        yield f"slots: {slots.free_slots} free, {used} in use of {slots.count}"
+    if len(slots.free_slots) + used != slots.count:
+        yield f"slots: {len(slots.free_slots)} free, {used} in use of {slots.count}"

@@ -350,6 +350,6 @@ class Channel:
         return wait_for(
             lambda: (
                 [] == left(self.prefill.channel) == left(self.decode.channel)
-                and all(side.slots.free_slots == side.slots.count for side in sides)
+                and all(len(side.slots.free_slots) == side.slots.count for side in sides)
             )
         )
