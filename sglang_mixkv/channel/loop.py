@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 from sglang_mixkv.background import stoppable
 from sglang_mixkv.channel.actions import Note
-from sglang_mixkv.channel.messages import Open, Ready, compare_weights, replace
+from sglang_mixkv.channel.messages import DEFAULT_WEIGHTS, Open, Ready
 from sglang_mixkv.channel.sockets import EventQueue, Poller
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.copier import GpuCopier, HostCopier, Store
@@ -115,12 +115,12 @@ class Worker(ABC, Generic[M]):
 
     # -- the channel thread
 
-    def _named(self, message: Open | Ready) -> Open | Ready:
-        """Add this rank's version of the weights to a message."""
-        return replace(message, weights=self._reporter.weights())
-
     def _compare(self, message: Open | Ready, peer: bytes = b"") -> None:
-        found = compare_weights(message.weights, self._reporter.weights())
+        """Count whether both ranks have the same weights; unknown if both have SGLang's default."""
+        theirs, ours = message.weights, self._reporter.weights()
+        found = "same" if theirs == ours else "different"
+        if not (ours and theirs) or ours == theirs == DEFAULT_WEIGHTS:
+            found = "unknown"
         self._reporter(Note(f"weights_{found}", peer))
 
     @abstractmethod

@@ -14,12 +14,11 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import replace as replace
 
 PROTOCOL = (3, 3)
 """The oldest and newest versions that this build reads; a pair uses the newest that both read.
@@ -103,16 +102,8 @@ class Fail(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 Message = Open | Ready | Ack | Fail
 
-_encoder = msgspec.msgpack.Encoder()
+encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """Encode a message. Raises ValueError or OverflowError for an OPEN that is out of bounds."""
-    frame = _encoder.encode(message)
-    if isinstance(message, Open):  # the numbers of an OPEN come from SGLang
-        decode(frame)
-    return frame
 
 
 def decode(frame: bytes) -> Message:
@@ -127,13 +118,6 @@ def fail(room: int, generation: int, code: str, detail: str) -> Fail:
     """Make a FAIL. Replace unprintable characters of `detail`, and truncate it to 512 chars."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
     return Fail(room, generation, code, printable[:512])
-
-
-def compare_weights(ours: int, theirs: int) -> str:
-    """Compare two ranks' weight versions. If both are SGLang's default, return "unknown"."""
-    if ours == theirs:
-        return "unknown" if ours in (0, DEFAULT_WEIGHTS) else "same"
-    return "different" if ours and theirs else "unknown"
 
 
 def draws() -> Iterator[int]:

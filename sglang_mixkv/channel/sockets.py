@@ -69,7 +69,8 @@ class Poller:
 
     The kernel reports a socket through its `zmq.FD`, which is readable from a change of the socket
     until the next call on it. Such a call may hide messages that arrived before it, so a socket is
-    also queried if it is new, may have more messages, or was `used` since the last poll."""
+    also queried if it is new, may have more messages, or was added to `used` since the last poll,
+    as before each send."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -79,23 +80,19 @@ class Poller:
         )
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._found = ctypes.create_string_buffer(_READY.size * _MOST)
-        self._used: set[zmq.Socket[bytes]] = set()
+        self.used: set[zmq.Socket[bytes]] = set()
         self.came = 0.0  # when something was last ready or done
 
     def register(self, at: zmq.Socket[bytes] | int) -> None:
         self._epoll.register(at, select.EPOLLIN)
         if not isinstance(at, int):
             self._sockets[at.fileno()] = at
-            self.used(at)
+            self.used.add(at)
 
     def unregister(self, socket: zmq.Socket[bytes]) -> None:
         self._epoll.unregister(socket)
         del self._sockets[socket.fileno()]
-        self._used.discard(socket)
-
-    def used(self, socket: zmq.Socket[bytes]) -> None:
-        """Have the next poll query the socket. Call this before each send over it."""
-        self._used.add(socket)
+        self.used.discard(socket)
 
     def received(self, socket: zmq.Socket[bytes]) -> Iterator[zmq.Frame]:
         """Yield the first frame of each message of a ready socket, up to BATCH of them. The caller
@@ -111,7 +108,7 @@ class Poller:
                 break
         else:
             return
-        self._used.discard(socket)
+        self.used.discard(socket)
 
     def wait(self, tick: float, outstanding: bool) -> list[Any]:
         """Sleep up to `tick` seconds or until a file is readable, and return what is ready. No file
@@ -129,12 +126,12 @@ class Poller:
         """Return what is ready: sockets with messages, and file descriptors. It may return early
         with nothing. It releases the GIL only to sleep: in ppoll if for less than epoll_wait's
         millisecond."""
-        asked, ready = self._used, list[Any]()
-        self._used = set()
+        asked, ready = self.used, list[Any]()
+        self.used = set()
         for socket in asked:
             if has_message(socket):
                 ready.append(socket)
-                self._used.add(socket)
+                self.used.add(socket)
         wait_ms = 0 if ready else int(timeout_ms)
         if not (ready or wait_ms) and timeout_ms:
             _SLEEPS.ppoll(self._ppoll, 1, struct.pack("qq", 0, int(timeout_ms * 1e6)), None)
@@ -144,9 +141,9 @@ class Poller:
             named = self._sockets.get(fd)
             if named is None:
                 ready.append(fd)
-            elif named not in self._used and has_message(named):
+            elif named not in self.used and has_message(named):
                 ready.append(named)
-                self._used.add(named)
+                self.used.add(named)
         return ready
 
 

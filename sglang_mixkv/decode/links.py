@@ -95,7 +95,7 @@ class Links:
         link = self._links.get(peer)
         with contextlib.suppress(zmq.ZMQError):
             if link is not None:
-                self._poller.used(link.dealer)
+                self._poller.used.add(link.dealer)
                 link.dealer.send(messages.encode(message), NOBLOCK)
                 return True
         return False

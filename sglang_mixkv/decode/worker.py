@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
@@ -215,7 +216,9 @@ class DecodeWorker(Worker[Machine]):
     def _do(self, action: act.Action) -> None:
         match action:
             case Send(peer, message):
-                message = self._named(message) if isinstance(message, Open) else message
+                if isinstance(message, Open):
+                    message = replace(message, weights=self._reporter.weights())
+                    messages.decode(messages.encode(message))  # checks SGLang's numbers
                 if not self._links.send(peer, message):
                     self._call(self._machine.peer_lost, peer, peer not in self._links)
                     self._check_peer(peer)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.actions import Note, Send, StartCopies
@@ -120,15 +121,13 @@ class PrefillWorker(Worker[Machine]):
         return bool(self._held)
 
     def _poll(self, ready: list[Any]) -> Iterator[Call]:
+        """If a message has a second frame, return: later calls skip its other frames, PARTS at a
+        time."""
         for chunk, error in self._held.release() if self._held else ():
             chunk[-1].error = error  # fails its packing, and so its transfers
             yield self._machine.add_chunk, chunk
-        if self._socket in ready:
-            yield from self._received()
-
-    def _received(self) -> Iterator[Call]:
-        """Receive messages. If one has a second frame, return: later calls skip its other frames,
-        PARTS at a time."""
+        if self._socket not in ready:
+            return
         for _ in range(PARTS):
             if not self._inside:
                 break
@@ -164,9 +163,9 @@ class PrefillWorker(Worker[Machine]):
     def _send(self, action: Send) -> None:
         message = action.message
         if isinstance(message, Ready) and message.last:  # decode compares weights on this one
-            message = self._named(message)
+            message = replace(message, weights=self._reporter.weights())
         frame = messages.encode(message)
-        self._poller.used(self._socket)
+        self._poller.used.add(self._socket)
         try:
             self._socket.send(action.peer, NOBLOCK | SNDMORE)
             self._socket.send(frame, NOBLOCK)

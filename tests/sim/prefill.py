@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -93,17 +94,15 @@ class PrefillRank(Process):
             world.next_number,
         )  # fmt: skip
         self.worker = workers.Prefill(
-            self, _socket=Socket(self), _poller=self, _held=HeldBack(), _lost=set()
-        )
+            self, _socket=Socket(self), _poller=SimpleNamespace(used=set()), _held=HeldBack(),
+            _lost=set(),
+        )  # fmt: skip
         self.pool = memory.Pool(place.server.page, 1)
         self.device = Device(self) if place.server.device else None
         self.worker._copies = self.device.copies if self.device else Copiers(self)
         self.check_calls()
         self.senders: dict[int, Sender] = {}  # by the sender's own number
         self.packed: dict[int, Sender] = {}  # the owner of a slot's rows, by stamp
-
-    def used(self, socket: object) -> None:
-        """Do nothing. The rank replaces the worker's poller, which has this method."""
 
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)

@@ -128,15 +128,15 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     A connection's identity counts as a frame.
     """
-    taken, received = list[int](), PrefillWorker._received
+    taken, poll = list[int](), PrefillWorker._poll
 
-    def counted(worker: Any) -> Any:
+    def counted(worker: Any, ready: list[Any]) -> Any:
         before = Counting.frames[worker._socket]
-        yield from received(worker)
+        yield from poll(worker, ready)
         taken.append(Counting.frames[worker._socket] - before)
 
     monkeypatch.setattr(zmq.Context, "_socket_class", Counting)
-    monkeypatch.setattr(PrefillWorker, "_received", counted)
+    monkeypatch.setattr(PrefillWorker, "_poll", counted)
     yield taken
     Counting.frames.clear()
 
