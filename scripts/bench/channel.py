@@ -34,7 +34,7 @@ from sglang_mixkv.channel.slots import slots_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Source
-from sglang_mixkv.draft.copier import Copier, Copy, Ended
+from sglang_mixkv.draft.copier import Copier, Copy
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.slot_format import SlotCheck
 
@@ -57,14 +57,13 @@ class AtOnce(Copier):
     """Copies that end as soon as they are started."""
 
     is_alive, polled = True, False
-    done: Sequence[Ended] = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.done = self._over
 
     def start(self, copies: Sequence[Copy]) -> None:
-        self.done = [*self.done, *[(copy, SlotCheck.OK, 0.0) for copy in copies]]
-
-    def _take(self) -> list[Ended]:
-        found, self.done = list(self.done), ()
-        return found
+        self._over.extend((copy, SlotCheck.OK, 0.0) for copy in copies)
 
 
 class NoRows:

@@ -16,6 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 from sglang_mixkv.background import stoppable
@@ -157,11 +158,7 @@ class Worker(ABC, Generic[M]):
         yield from self._queue.take(ready)
         yield from self._poll(ready)
         if self._copies is not None and self._copies.done:
-            yield from self._copied()
-
-    def _copied(self) -> Iterator[Call]:
-        for ended in self._copies.ended() if self._copies else ():
-            yield self._machine.copied, ended
+            yield from zip(repeat(self._machine.copied), self._copies.ended())
 
     def _take(self, calls: Iterable[Call]) -> None:
         """Make these calls. An exception skips that call, or the rest of the iteration."""
@@ -193,4 +190,4 @@ class Worker(ABC, Generic[M]):
             while not ((copies := self._copies) and copies.done):
                 if not (copies and copies.polled and self._clock() < copies.launched + ASKED):
                     return
-            self._take(self._copied())
+            self._take(zip(repeat(self._machine.copied), copies.ended()))

@@ -1,6 +1,6 @@
 """Copies between the draft pool and slots, each through its request's gate.
 
-`start` begins copies; `ended` returns those that have ended. `done`: whether any copy has ended.
+`start` begins copies; `ended` yields those that have ended. `done`: whether any copy has ended.
 `polled`: whether copies in flight must be polled. `launched`: when the last batch was started.
 """
 
@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -103,31 +103,27 @@ class Copier(ABC):
 
     def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
         self._store, self._moved = store, moved
+        self._over = deque[Ended]()  # copies that `ended` has not yet yielded
 
     @abstractmethod
     def start(self, copies: Sequence[Copy]) -> None: ...
 
-    @abstractmethod
-    def _take(self) -> list[Ended]:
-        """Return the copies that have ended since the last call, in any order."""
-
-    def ended(self) -> list[tuple[list[Any], Outcome]]:
-        """Return the jobs that have ended since the last call, with their outcomes: one list for
-        all that are OK, and one for each other job."""
-        found, made = list[tuple[list[Any], Outcome]](), list[Any]()
-        size, seconds, ok = 0, 0.0, SlotCheck.OK
-        for copy, outcome, took in self._take():
+    def ended(self) -> Iterator[tuple[list[Any], Outcome]]:
+        """Yield the jobs that have ended since the last call, with their outcomes: one list for all
+        that are OK, and one for each other job."""
+        made, size, seconds, ok = list[Any](), 0, 0.0, SlotCheck.OK
+        while self._over:
+            copy, outcome, took = self._over.popleft()
             if outcome is not ok:
-                found.append(([copy.job], outcome))
+                yield [copy.job], outcome
                 continue
             made.append(copy.job)
             if copy.kind != "clear":
                 size, seconds = size + copy.tokens * len(copy.heads), seconds + took
         if made:
-            found.append((made, ok))
+            yield made, ok
         if size:
             self._moved(size * self._store.rows.bytes_per_head, seconds)
-        return found
 
 
 class HostCopier(Copier):
@@ -142,7 +138,7 @@ class HostCopier(Copier):
         super().__init__(store, moved)
         self._wake = wake
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.done: deque[Ended] = deque()
+        self.done = self._over
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -152,9 +148,6 @@ class HostCopier(Copier):
                 self.done.append(self._copy(copy))
             else:
                 self._work.put(copy)
-
-    def _take(self) -> list[Ended]:
-        return [self.done.popleft() for _ in range(len(self.done))]
 
     @property
     def is_alive(self) -> bool:
@@ -202,7 +195,6 @@ class GpuCopier(Copier):
         self._device = store.device
         self._waiting: deque[tuple[Copy, Any]] = deque()  # each with its GpuJob
         self._flying: deque[tuple[BatchTicket, list[Copy], float]] = deque()
-        self._over: list[Ended] = []
 
     @property
     def polled(self) -> bool:
@@ -226,7 +218,7 @@ class GpuCopier(Copier):
         slot = () if copy.kind == "clear" else (copy.heads, copy.slot, copy.stamp)
         return self._device.job(copy.pages.on(self._device), copy.first, copy.tokens, *slot)
 
-    def _take(self) -> list[Ended]:
+    def ended(self) -> Iterator[tuple[list[Any], Outcome]]:
         while self._flying and self._flying[0][0].done():
             ticket, batch, began = self._flying.popleft()
             seconds = (time.perf_counter() - began) / len(batch)
@@ -237,8 +229,7 @@ class GpuCopier(Copier):
                 copy.gate.ended(ticket)
                 self._over.append((copy, failed or check, seconds))
         self._launch()
-        found, self._over = self._over, []
-        return found
+        yield from super().ended()
 
     def _launch(self) -> None:
         """Start batches, each of one kind, while the device can take them."""

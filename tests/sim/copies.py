@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from sglang_mixkv.draft.copier import Copier, Copy, Ended, GpuCopier
+from sglang_mixkv.draft.copier import Copier, Copy, GpuCopier
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Copiers(Copier):
         self._rank = rank
         self._idle = deque(("copier", number) for number in range(rank.world.spec.copiers))
         self._work: deque[Copy] = deque()
-        self.done: list[Ended] = []
+        self.done = self._over
 
     def start(self, copies: Any) -> None:
         for copy in copies:
@@ -40,10 +40,9 @@ class Copiers(Copier):
             if self._idle:
                 self._next(self._idle.popleft())
 
-    def _take(self) -> list[Ended]:
-        ended, self.done = self.done, []
-        self._rank.rng.shuffle(ended)
-        return ended
+    def ended(self) -> Any:
+        self._rank.rng.shuffle(self._over)
+        return super().ended()
 
     def _next(self, thread: object) -> None:
         self._rank.later(thread, self._rank.rng.random() * 0.0004, self._begin, thread)

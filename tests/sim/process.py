@@ -268,7 +268,9 @@ class Process:
 
     def look(self) -> None:
         """Poll CUDA events and ended copies, which cause no call by themselves."""
-        for call in [*self.worker._poll(()), *self.worker._copied()]:
+        copies = self.worker._copies
+        ended = [(self.machine.copied, one) for one in (copies.ended() if copies else ())]
+        for call in [*self.worker._poll(()), *ended]:
             self.on_thread(self._take, call)
 
     def _act(self) -> None:

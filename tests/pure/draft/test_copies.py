@@ -95,7 +95,7 @@ class Copies:
 
         Also check that no gate still refers to a batch that has ended.
         """
-        found = self.copies.ended()
+        found = list(self.copies.ended())
         flying = [batch for batch in self.device.batches if not batch.over()]
         assert all(batch in flying for gate in self.gates.values() for batch in gate._tickets)
         return {job: result for jobs, result in found for job in jobs}
