@@ -75,7 +75,7 @@ class Machine:
             self._out.append(Send(source.peer, message))
         if cold:
             self._go_cold(request, cold, "")
-        elif request.complete:
+        elif not request.missing():
             self._decide(request, act.State.WARM)
 
     def target_arrived(self, generation: Generation) -> None:
@@ -176,18 +176,19 @@ class Machine:
 
     def copied(self, jobs: Sequence[Job], outcome: Outcome) -> None:
         requests: dict[Request, None] = {}
-        self._segments.end_jobs(jobs)
+        self._segments.copying.difference_update(jobs)
         is_placed = outcome is SlotCheck.OK
         for job in jobs:
+            job.request.copying -= 1
             if isinstance(job, act.Clear):
                 self._cleared(job.request, outcome)
                 continue
             self._segments.remove(job)
             requests[job.request] = None
             if is_placed:
-                job.transfer.place(job)
-                if len(job.transfer.placed) == 1:
+                if not job.transfer.placed:
                     self.breaker.came(job.peer)
+                job.transfer.place(job)
             elif outcome is not None and job.request.wants:
                 is_stale = outcome in (SlotCheck.STALE, SlotCheck.DIFFERS)
                 reason = ColdReason.STALE if is_stale else ColdReason.UNPACK
@@ -200,7 +201,7 @@ class Machine:
                 self._clear(request)
 
     def _finish(self, request: Request) -> None:
-        if request.wants and request.complete:
+        if request.wants and not request.missing():
             for peer, transfer in request.transfers.items():
                 if transfer.announced:  # without segments, no read has succeeded
                     self.breaker.forget(peer)

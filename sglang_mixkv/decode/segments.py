@@ -23,7 +23,7 @@ class Segments:
         self._slots, self._list = slots, list_of(slots.count)
         self._turns: RoundRobin[Segment] = RoundRobin()
         self._reads: dict[act.StartRead, None] = {}  # in flight
-        self._copying: set[Job] = set()
+        self.copying: set[Job] = set()
         self._jobs: list[Job] = []  # copies not yet requested
         self._acks: dict[Peer, list[tuple[int, int]]] = {}
         self._delayed: dict[Hashable, float] = {}  # when this rank last delayed each peer
@@ -120,12 +120,6 @@ class Segments:
         for job in jobs:
             if not isinstance(job, act.Clear):
                 job.stage = "copying"
-        self._copying.update(jobs)
+        self.copying.update(jobs)
         self._jobs += jobs
         request.copying += len(jobs)
-
-    def end_jobs(self, jobs: Sequence[Job]) -> None:
-        """End these copies."""
-        self._copying.difference_update(jobs)
-        for job in jobs:
-            job.request.copying -= 1

@@ -182,13 +182,6 @@ class Request:
         return not (self.cold or self.decided)
 
     @property
-    def complete(self) -> bool:
-        for transfer in self.transfers.values():  # noqa: SIM110, a generator would cost more calls
-            if not transfer.complete:
-                return False
-        return True
-
-    @property
     def placed_to(self) -> int:
         first = self.opened.first_token
         return min((transfer.placed_to for transfer in self.transfers.values()), default=first)

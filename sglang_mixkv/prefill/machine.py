@@ -223,7 +223,8 @@ class Machine:
     def _release_pages(self, request: Request, given_up: bool = False) -> None:
         if request.handle is None or request.pages_released:
             return
-        if given_up or self._restored or request.all_ended:
+        ended = [transfer.ended for transfer in request.transfers.values()]
+        if given_up or self._restored or (len(ended) >= request.readers and all(ended)):
             request.pages_released = True
             self._out.append(PagesReleased(request.handle))
 

@@ -52,15 +52,6 @@ class Request:
     def expects(self, reader: bytes) -> bool:
         return self.missing > 0 and not self.pages_released and reader not in self.transfers
 
-    @property
-    def all_ended(self) -> bool:
-        if self.readers > len(self.transfers):
-            return False
-        for transfer in self.transfers.values():  # noqa: SIM110, a generator would cost more calls
-            if not transfer.ended:
-                return False
-        return True
-
 
 class Segment(msgspec.Struct, eq=False, gc=False):
     """`count` tokens of a chunk, from token `first` of the prompt on, in a slot of this rank.

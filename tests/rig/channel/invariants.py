@@ -38,7 +38,7 @@ def outstanding(machine: Any) -> dict[str, int]:
     if isinstance(machine, Decode):
         segments = machine._segments
         waiting = sum(map(len, segments._turns.owners.values()))
-        found |= {"reads": waiting + len(segments._reads), "jobs": len(segments._copying)}
+        found |= {"reads": waiting + len(segments._reads), "jobs": len(segments.copying)}
     else:
         found |= {
             "waiting": len(machine._early), "jobs": machine._packing._begun,
@@ -79,7 +79,7 @@ def _prefill(machine: Any) -> Iterator[str]:
 
 def _decode(machine: Any) -> Iterator[str]:
     segments = machine._segments
-    copying = sum(isinstance(one, Segment) for one in segments._copying)
+    copying = sum(isinstance(one, Segment) for one in segments.copying)
     reading = sum(len(read.segments) for read in segments._reads)
     yield from _used(machine.slots, reading + copying)
     probes = set[int]().union(*(state.probes for state in machine.breaker._states.values()))
