@@ -50,7 +50,8 @@ class DraftRows:
         self.num_rows = min(pool.shape[:-2].numel() for pool in pools)
         self._by_numpy = by_numpy and self.device.type == "cpu"
         self._int64: Any = np.int64 if self._by_numpy else torch.int64
-        self._pools = [self._array(pool.view(-1)) for pool in pools]
+        flat = [pool.view(-1) for pool in pools]
+        self._pools: list[Any] = [one.numpy() for one in flat] if self._by_numpy else flat
         self._word = WORDS[math.gcd(8, *self.head_bytes, *(pool.data_ptr() for pool in pools))]
         self.bytes_per_head = sum(self.head_bytes)
         self.flush: Callable[[], None] | None = None
@@ -121,14 +122,10 @@ class DraftRows:
         # np.dot of integers takes a fifth longer.
         return np.einsum("i,i", payload, by) if self._by_numpy else (payload * by).sum()
 
-    def _array(self, tensor: Tensor) -> Any:
-        """Return a numpy view if numpy makes the copies. Both types support the same slicing."""
-        return tensor.numpy() if self._by_numpy else tensor
-
     def _opened(self, slot: Tensor, tokens: int, heads: int) -> tuple[Any, Any]:
         """Return the part of a slot that a segment occupies, as bytes and as words."""
         size = self.packed_bytes(tokens, heads)
-        memory = self._array(slot)[:size]
+        memory: Any = (slot.numpy() if self._by_numpy else slot)[:size]
         if size > len(memory):
             raise ValueError(f"{tokens} tokens of {heads} heads: {size} bytes do not fit the slot")
         return memory, memory.view(self._int64)
