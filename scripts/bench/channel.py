@@ -180,7 +180,7 @@ def paced(slots: int, repeats: int) -> Record:
 
 
 def readers(repeats: int, drawn: int) -> list[Record]:
-    """Measure the rows in turns, each turn in a random order."""
+    """Measure the rows in several turns, each in a random order."""
     rows = [*itertools.product(RATES, PROMPTS, ("", "busy"), READERS)]
     found: dict[Any, list[float]] = {row: [] for row in rows}
     loop.TICK = 60.0  # so that idle ranks' ticks do not take the GIL from others

@@ -1,9 +1,9 @@
 """Measure the time to the first token with the plugin and without, and the parts of the wait.
 
 `pairs`: two small pairs of real servers at TP 1 -> 1, one without the plugin, answer the same
-prompts of 128 tokens in turns, one by one. `crowd`: the same with 16 prompts at once. Figures are
-medians in ms, and the median ratio of two answers to a prompt. `waits`: bucket bounds of decode's
-`sglang:mixkv_wait_seconds` and prefill's `sglang:mixkv_ready_seconds` with the plugin.
+prompts of 128 tokens alternately, one by one. `crowd`: the same with 16 prompts at once. Figures
+are medians in ms, and the median ratio of two answers to a prompt. `waits`: bucket bounds of
+decode's `sglang:mixkv_wait_seconds` and prefill's `sglang:mixkv_ready_seconds` with the plugin.
 
 `parts`: the median time between two calls, for a request of one chunk in a ring, from SGLang's
 `send` to the poll that returns Success. The ring polls every 0.2 ms. SGLang polls once per forward.

@@ -81,7 +81,7 @@ class _Refusal(NamedTuple):
 class PrefillServers:
     """The prefill servers of a decode rank. `manager`: its `decode_channel` must exist. `own`: this
     rank's row. If SGLang's heartbeats remove a server from its table, the server is queried and
-    connected to again."""
+    connected again."""
 
     def __init__(self, manager: DraftManager, own: Row) -> None:
         self._manager, self._own = manager, own

@@ -665,5 +665,5 @@ def test_the_data_plane_uses_sglangs_rdma_devices_for_its_gpu(
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_9:1")  # SGLang also passes no device list then
     assert planes.nixl_backend(devices, params) == ("UCX", {})
     monkeypatch.setenv("MC_FORCE_TCP", "0")  # Mooncake checks only whether MC_FORCE_TCP is set
-    kv_args.gpu_id = 7  # the file lacks it, but is not read without RDMA
+    kv_args.gpu_id = 7  # the file lacks GPU 7, but is not read without RDMA
     assert gpu.rdma_devices(kv_args) == ""
