@@ -275,7 +275,7 @@ def test_the_products_own_files() -> None:
         ("prefill", "1", True), ("decode", "1", True),
     ]  # fmt: skip
     for file in ("examples/kubernetes/pair.yaml", "docker/compose.yaml"):
-        with pytest.raises(ValueError, match=r"found none in .*decode\.json COMMAND ends"):
+        with pytest.raises(ValueError, match=r"found none in .*decode\.json COMMAND exits"):
             split(load(f"{ROOT}/{file}"), "decode")
 
 
