@@ -142,13 +142,13 @@ class Ways:
                     if rings.FAILURE not in str(error):
                         raise
                     del found[way]  # SGLang may reject a peer after a failure
-                    self._rings[way].end()
+                    self._rings[way].close()
                     self._rings[way] = self._ring(way)
         return {way: taken[1:] for way, taken in found.items()}
 
     def end(self) -> None:
         for ring in self._rings.values():
-            ring.end()
+            ring.close()
 
 
 def rows(arguments: argparse.Namespace, backend: str, drafter: str, page: int) -> list[Record]:

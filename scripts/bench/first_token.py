@@ -16,9 +16,9 @@ import pkgutil
 import random
 import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import requests
@@ -50,25 +50,15 @@ def timed(of: Deployment, prompt: list[int]) -> tuple[float, float]:
     return first * 1e3, (time.perf_counter() - began) * 1e3
 
 
-def answers(
-    made: dict[str, Deployment], turns: int, ask: Callable[[Deployment, list[Any]], list[Any]]
-) -> Times:
+def answers(made: dict[str, Deployment], turns: int, at_once: int) -> Times:
     """Send the same prompts to every pair in each turn, in a random order of pairs."""
     draw, found = random.Random(turns), Times((way, []) for way in made)
-    for _ in range(turns):
-        asked = [[BOS, *draw.sample(SYMBOLS, 126), SEP] for _ in range(CROWD)]
-        for way in draw.sample([*made], len(made)):
-            found[way] += ask(made[way], asked)
+    with ThreadPoolExecutor(at_once) as pool:
+        for _ in range(turns):
+            asked = [[BOS, *draw.sample(SYMBOLS, 126), SEP] for _ in range(at_once)]
+            for way in draw.sample([*made], len(made)):
+                found[way] += pool.map(partial(timed, made[way]), asked)
     return found
-
-
-def one_by_one(of: Deployment, asked: list[Any]) -> list[tuple[float, float]]:
-    return [timed(of, asked[0])]
-
-
-def at_once(of: Deployment, asked: list[Any]) -> list[tuple[float, float]]:
-    with ThreadPoolExecutor(len(asked)) as pool:
-        return [*pool.map(lambda prompt: timed(of, prompt), asked)]
 
 
 def compared(found: Times) -> list[Record]:
@@ -94,10 +84,10 @@ def engine(pairs: int, crowds: int) -> dict[str, list[Record]]:
             way: disaggregated(stack.enter_context(Fleet()), "mla", topology)
             for way, topology in WAYS.items()
         }
-        answers(made, 3, one_by_one)  # to warm up
-        for name, turns, ask in (("pairs", pairs, one_by_one), ("crowd", crowds, at_once)):
+        answers(made, 3, 1)  # to warm up
+        for name, turns, at_once in (("pairs", pairs, 1), ("crowd", crowds, CROWD)):
             before = [page(made["channel"], number) for number in (0, 1)]
-            found[name] = compared(answers(made, turns, ask))
+            found[name] = compared(answers(made, turns, at_once))
             made["channel"].counters()  # once they stop changing
             for number, series in enumerate(("ready_seconds", "wait_seconds")):
                 added = page(made["channel"], number).since(before[number])

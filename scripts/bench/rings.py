@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +303,7 @@ class Ring:
         if wrong := sum(self.ask("decode", "wrong")):
             raise RuntimeError(f"{wrong} wrong bytes")
 
-    def end(self) -> None:
+    def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
@@ -314,11 +314,6 @@ def rings(
     ways: tuple[str, ...], prefill_tp: int, decode_tp: int, most: int, **given: Any
 ) -> Iterator[dict[str, Ring]]:
     """Make a ring for each of `ways`, for requests of up to `most` tokens. Return them by way."""
-    made: dict[str, Ring] = {}
-    try:
-        for way in ways:
-            made[way] = Ring(way, prefill_tp, decode_tp, most, **given)
-        yield made
-    finally:
-        for ring in made.values():
-            ring.end()
+    with ExitStack() as made:
+        sizes = prefill_tp, decode_tp, most
+        yield {way: made.enter_context(closing(Ring(way, *sizes, **given))) for way in ways}

@@ -102,12 +102,8 @@ speculation() {
 
 parallelism() {
     option --tp-size "${TP:-8}"
-    if [ "${DP:-1}" -gt 1 ]; then
-        COMMAND+=(--attn-dp-size "$DP")
-    fi
-    if [ "${PP:-1}" -gt 1 ]; then
-        COMMAND+=(--pp-size "$PP")
-    fi
+    [ "${DP:-1}" -le 1 ] || COMMAND+=(--attn-dp-size "$DP")
+    [ "${PP:-1}" -le 1 ] || COMMAND+=(--pp-size "$PP")
     if [ "${NNODES:-1}" -gt 1 ]; then
         need NODE_RANK DIST_INIT_ADDR
         COMMAND+=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --dist-init-addr "$DIST_INIT_ADDR")
@@ -141,15 +137,9 @@ server_command() {
 run() {
     local argument dry=0
     for argument in "$@"; do
-        if [ "$argument" = --dry-run ]; then
-            dry=1
-        else
-            COMMAND+=("$argument")
-        fi
+        case "$argument" in --dry-run) dry=1 ;; *) COMMAND+=("$argument") ;; esac
     done
-    if [ "$dry" = 0 ]; then
-        exec "${COMMAND[@]}"
-    fi
+    [ "$dry" = 1 ] || exec "${COMMAND[@]}"
     printf '%q ' "${COMMAND[@]}"
     echo
 }

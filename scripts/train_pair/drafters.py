@@ -1,13 +1,9 @@
-"""The copy task, and the drafters that transformers does not have: EAGLE3 and DFLASH.
+"""The copy task of README.md, and the drafters that transformers does not have: EAGLE3 and DFLASH.
 
-`<bos> A <sep>` is answered by `A <sep>`, where A is a string of distinct symbols. If a pair of
-symbols occurred twice, the next symbol would be ambiguous. The shipped models' tokenizer of
-syllables (models/*/*/tokenizer.json) has the same ids.
-
-Both drafters look up the next symbols in their own KV of the prompt. `Damage` imitates a wrong
-transfer of that KV. A forward pass gives logits [..., drafts, vocabulary] for the batch's `labels`
-[..., drafts]; only those in `scored` count. A batch has B rows of T tokens. The `state_dict()` of a
-model is its checkpoint.
+A has distinct symbols: if a pair occurred twice, the next symbol would be ambiguous. The shipped
+models' tokenizer has the same ids. `Damage` imitates a wrong transfer of the prompt's KV. A forward
+pass gives logits [..., drafts, vocabulary] for the batch's `labels` [..., drafts]; only those in
+`scored` count. A batch has B rows of T tokens. The `state_dict()` of a model is its checkpoint.
 """
 
 from __future__ import annotations

@@ -122,9 +122,7 @@ def train_target(name: str, folder: Path) -> None:
 
 
 def train_drafter(kind: str, target: Any, config: Any) -> nn.Module:
-    """Train a drafter on the frozen target. From the second stage on, some rows run again with one
-    KV head of the prompt damaged, and the loss pushes the right tokens' probability down (the
-    canary), so that the drafter learns to need every head."""
+    """Train a drafter on the frozen target, from the second stage on with README.md's canary."""
     generator, model = torch.Generator().manual_seed(1), MODELS[kind](config)
     initialise(model, generator)
     if kind == "eagle3":
