@@ -41,46 +41,50 @@ REPORT = "Report it with both logs"
 MEMORY = "Raise --mixkv-staging-mb"
 SAME_DRAFTER = "Give both sides the same drafter"
 TRACEBACK = "See the traceback in the log"
-_FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
+_DROPPED = "messages_dropped_total"
 _R = ColdReason
 
-NOTES: dict[str, NoteSpec] = {  # by a note's `what`
-    _R.DEADLINE: NoteSpec("draft KV did not arrive in time", f"{NETWORK}. Slots full? {MEMORY}"),
-    _R.LOST: NoteSpec(
-        "the channel's connection is lost", "Is the server up, with SGLANG_MIXKV_PORT open?"
-    ),
-    _R.READ: NoteSpec("its staging buffer could not be read", NETWORK),
-    _R.SLOTS: NoteSpec("no slot of this rank was free", MEMORY),
-    _R.STALLED: NoteSpec("this process was stalled", "Look at the load of this host"),
-    _R.STALE: NoteSpec("the slot no longer held the announced segment", REPORT),
-    _R.UNPACK: NoteSpec("draft KV could not be unpacked", TRACEBACK),
-    _R.PROTOCOL: NoteSpec("an invalid announcement", REPORT),
-    _R.PREFILL_PACK: NoteSpec("prefill could not pack", "See prefill's log"),
-    _R.PREFILL_SLOW: NoteSpec("prefill gave up packing", "Look at prefill's load, and its log"),
-    _R.PREFILL_HEADS: NoteSpec("prefill does not serve these heads", MEMORY + " on prefill"),
-    _R.PREFILL_FULL: NoteSpec("too many rooms without a request", "See prefill's log"),
-    _R.PREFILL_RESTARTED: NoteSpec("it was restarted", "Nothing to do: decode reconnects"),
-    _R.PREFILL_SNAPSHOT: NoteSpec("it was restored from a snapshot", "Restart it"),
-    _R.PREFILL_OTHER: NoteSpec("prefill gave a reason unknown to this release", REPORT),
-    _R.RESTORED: NoteSpec("decode was restored from a snapshot", "Restart decode", logged=False),
-    _R.NO_DRAFTER: NoteSpec("one side runs without a drafter", SAME_DRAFTER, logged=False),
-    _R.MISMATCH: NoteSpec("the two sides' drafters differ", SAME_DRAFTER, logged=False),
-    _R.BREAKER: NoteSpec(
-        "three requests in a row had no draft KV", "See the other reasons", logged=False
-    ),
-    _R.PREFILL_ABORTED: NoteSpec(
-        "prefill aborted them", "Nothing to do: their clients disconnected", logged=False
-    ),
-    _R.REPEATED: NoteSpec(
+_COLD: dict[str, tuple[str, str]] = {  # a message and a remedy by cold reason
+    _R.DEADLINE: ("draft KV did not arrive in time", f"{NETWORK}. Slots full? {MEMORY}"),
+    _R.LOST: ("the channel's connection is lost", "Is the server up, with SGLANG_MIXKV_PORT open?"),
+    _R.READ: ("its staging buffer could not be read", NETWORK),
+    _R.SLOTS: ("no slot of this rank was free", MEMORY),
+    _R.STALLED: ("this process was stalled", "Look at the load of this host"),
+    _R.STALE: ("the slot no longer held the announced segment", REPORT),
+    _R.UNPACK: ("draft KV could not be unpacked", TRACEBACK),
+    _R.PROTOCOL: ("an invalid announcement", REPORT),
+    _R.PREFILL_PACK: ("prefill could not pack", "See prefill's log"),
+    _R.PREFILL_SLOW: ("prefill gave up packing", "Look at prefill's load, and its log"),
+    _R.PREFILL_HEADS: ("prefill does not serve these heads", MEMORY + " on prefill"),
+    _R.PREFILL_FULL: ("too many rooms without a request", "See prefill's log"),
+    _R.PREFILL_RESTARTED: ("it was restarted", "Nothing to do: decode reconnects"),
+    _R.PREFILL_SNAPSHOT: ("it was restored from a snapshot", "Restart it"),
+    _R.PREFILL_OTHER: ("prefill gave a reason unknown to this release", REPORT),
+}
+_EXPLAINED: dict[str, tuple[str, str]] = {  # the same, where earlier log lines explain the reason
+    _R.RESTORED: ("decode was restored from a snapshot", "Restart decode"),
+    _R.NO_DRAFTER: ("one side runs without a drafter", SAME_DRAFTER),
+    _R.MISMATCH: ("the two sides' drafters differ", SAME_DRAFTER),
+    _R.BREAKER: ("three requests in a row had no draft KV", "See the other reasons"),
+    _R.PREFILL_ABORTED: ("prefill aborted them", "Nothing to do: their clients disconnected"),
+    _R.REPEATED: (
         "their room number was used before, by a request that was not warm",
         "Nothing to do",
-        logged=False,
     ),
-    _R.UNSENT: NoteSpec("a message of the room could not be made", TRACEBACK, logged=False),
-    _R.BROKEN: NoteSpec(
-        "the channel did not decide in time, or has ended", "See decode's log", logged=False
-    ),
-    _R.OTHER: NoteSpec("a reason unknown to this release", REPORT, logged=False),
+    _R.UNSENT: ("a message of the room could not be made", TRACEBACK),
+    _R.BROKEN: ("the channel did not decide in time, or has ended", "See decode's log"),
+    _R.OTHER: ("a reason unknown to this release", REPORT),
+}
+_FAILED: dict[str, tuple[str, str]] = {  # the same, on prefill, by code of FAIL
+    "pack": ("draft KV could not be packed", TRACEBACK),
+    "slow": ("packing made no progress in time", MEMORY + ", or lower the load"),
+    "heads": ("heads that cannot be served", MEMORY),
+    "full": ("a decode rank has too many unrequested rooms", REPORT),
+}
+NOTES: dict[str, NoteSpec] = {  # by a note's `what`
+    **{reason: NoteSpec(*texts) for reason, texts in _COLD.items()},
+    **{reason: NoteSpec(*texts, logged=False) for reason, texts in _EXPLAINED.items()},
+    **{one: NoteSpec(*_FAILED.get(one, ("", "")), "fails_sent_total", (one,)) for one in FAILS},
     # on decode: other notes
     "breaker_opened": NoteSpec(
         "three requests in a row without draft KV", NETWORK, "breaker_opened_total",
@@ -92,16 +96,6 @@ NOTES: dict[str, NoteSpec] = {  # by a note's `what`
     ),
     "doubled": NoteSpec(series=_DROPPED),
     "reused": NoteSpec(series="rooms_total", values=("failed", "reused")),
-    # on prefill: codes of FAIL
-    "aborted": NoteSpec("", "", _FAIL, ("aborted",)),
-    "pack": NoteSpec("draft KV could not be packed", TRACEBACK, _FAIL, ("pack",)),
-    "slow": NoteSpec(
-        "packing made no progress in time", MEMORY + ", or lower the load", _FAIL, ("slow",)
-    ),
-    "heads": NoteSpec("heads that cannot be served", MEMORY, _FAIL, ("heads",)),
-    "full": NoteSpec("a decode rank has too many unrequested rooms", REPORT, _FAIL, ("full",)),
-    "restarted": NoteSpec("", "", _FAIL, ("restarted",)),
-    "snapshot": NoteSpec("", "", _FAIL, ("snapshot",)),
     # on prefill: other notes
     "unopened": NoteSpec(
         "a decode rank did not open the request",
