@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -26,13 +26,8 @@ MAX_NOTICES = 4096  # in flight, each with a socket; beyond this, a server waits
 END_S = 0.5
 
 
-class Stoppable(Protocol):
-    def stop(self) -> None:
-        """Tell the threads to end, without waiting for them."""
-
-
-stoppable: WeakSet[Stoppable] = WeakSet()
-"""Objects to stop at exit. Each is kept alive by its own threads."""
+stoppable: WeakSet[Any] = WeakSet()
+"""Objects to stop at exit. `stop` tells the object's threads, which keep it alive, to end."""
 
 
 @atexit.register

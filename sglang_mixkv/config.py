@@ -67,13 +67,11 @@ class Setting(NamedTuple):
         try:
             return self.read(text.strip())
         except (ValueError, KeyError):
-            raise refuse(
-                "MIXKV-START-04",
-                f"{name} to be {self.words}",
-                "a value that may contain keys" if self.field == "nixl_params" else repr(text),
-                "the server would not run as configured",
-                f"Correct it, or leave it out{by_default}",
-            ) from None
+            got = "a value that may contain keys" if self.field == "nixl_params" else repr(text)
+            expected = f"{name} to be {self.words}"
+            consequence = "the server would not run as configured"
+            remedy = f"Correct it, or leave it out{by_default}"
+            raise refuse("MIXKV-START-04", expected, got, consequence, remedy) from None
 
 
 def _between(kind: type[int] | type[float], least: float, most: float) -> tuple[str, Any]:
@@ -158,13 +156,9 @@ def variable(name: str, text: str) -> Any:
     if setting := _OF_VARIABLE.get(name):
         return setting.value(name, text) if text.strip() else None
     if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):
-        raise refuse(
-            "MIXKV-START-04",
-            "a variable that the plugin reads",
-            name,
-            "it would have no effect",
-            f"Unset it{nearest(name, _KNOWN)}",
-        )
+        expected, consequence = "a variable that the plugin reads", "it would have no effect"
+        remedy = f"Unset it{nearest(name, _KNOWN)}"
+        raise refuse("MIXKV-START-04", expected, name, consequence, remedy)
     return None
 
 

@@ -80,14 +80,11 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
     get_mha_kv_ptrs_with_pp). A drafter with heads is never in them, since its pool is hidden."""
     count = kv_args.num_draft_entries
     if count and not (is_mla or kv_args.is_hybrid_mla_backend):
-        raise refuse(
-            "MIXKV-START-05",
-            "a drafter with KV heads, which the plugin keeps out of SGLang's lists, or an MLA "
-            "drafter for an MLA target",
-            f"{count} drafter entries after those of a target with heads",
-            "SGLang would pair these with the wrong entries, or fail requests",
-            "Use a drafter with KV heads",
-        )
+        expected = "a drafter with KV heads, which the plugin keeps out of SGLang's lists, or an "
+        expected += "MLA drafter for an MLA target"
+        got = f"{count} drafter entries after those of a target with heads"
+        consequence = "SGLang would pair these with the wrong entries, or fail requests"
+        raise refuse("MIXKV-START-05", expected, got, consequence, "Use a drafter with KV heads")
 
 
 def checked(manager: Any, hidden: Any) -> Any:
@@ -96,31 +93,23 @@ def checked(manager: Any, hidden: Any) -> Any:
     moved = {*args.kv_data_ptrs, *(one for part in args.state_data_ptrs for one in part)}
     moved &= {one.data_ptr() for one in buffers}
     if moved or (hidden and not hasattr(manager, "local")):
-        raise refuse(
-            "MIXKV-START-05",
-            "the plugin's manager, without draft KV among SGLang's",
-            f"{type(manager).__qualname__} with {len(moved)} of the drafter's buffers",
-            "draft KV would be moved twice, or not at all",
-            "Switch off what replaces or moves it, or start both sides without --enable-mixkv",
-        )
+        expected = "the plugin's manager, without draft KV among SGLang's"
+        got = f"{type(manager).__qualname__} with {len(moved)} of the drafter's buffers"
+        consequence = "draft KV would be moved twice, or not at all"
+        remedy = "Switch off what replaces or moves it, or start both sides without --enable-mixkv"
+        raise refuse("MIXKV-START-05", expected, got, consequence, remedy)
     return manager
 
 
 def not_whole(got: str) -> MixKVError:
-    return refuse(
-        "MIXKV-START-05",
-        "a drafter whose K and V rows are its whole cache",
-        got,
-        "part of the cache would stay on prefill",
-        "Use a drafter without these, or --speculative-draft-kv-cache-dtype bfloat16",
-    )
+    expected = "a drafter whose K and V rows are its whole cache"
+    consequence = "part of the cache would stay on prefill"
+    remedy = "Use a drafter without these, or --speculative-draft-kv-cache-dtype bfloat16"
+    return refuse("MIXKV-START-05", expected, got, consequence, remedy)
 
 
 def _not_cut(got: str) -> MixKVError:
-    return refuse(
-        "MIXKV-START-05",
-        "a draft KV pool with rows of [tokens, heads, head size] (NHD)",
-        got,
-        "heads would be cut at wrong offsets",
-        "Unset SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT",
-    )
+    expected = "a draft KV pool with rows of [tokens, heads, head size] (NHD)"
+    consequence = "heads would be cut at wrong offsets"
+    remedy = "Unset SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT"
+    return refuse("MIXKV-START-05", expected, got, consequence, remedy)

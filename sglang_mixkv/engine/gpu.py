@@ -26,13 +26,9 @@ def kernels_of(rows: Any, page_size: int, staging: Any, asked: str) -> Any:
     except UnsafeError as wrong:  # torch must not copy either
         found, asked = str(wrong), "kernels"
     if isinstance(found, str):
-        error = refuse(
-            "MIXKV-START-07",
-            "the plugin's kernels to copy draft KV",
-            found,
-            "torch copies it, an estimated 13 to 30 times slower",
-            "Fix that, or report it",
-        )
+        expected, remedy = "the plugin's kernels to copy draft KV", "Fix that, or report it"
+        consequence = "torch copies it, an estimated 13 to 30 times slower"
+        error = refuse("MIXKV-START-07", expected, found, consequence, remedy)
         if asked == "kernels":
             raise error
         if asked == "auto":

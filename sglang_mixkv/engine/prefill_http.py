@@ -89,13 +89,9 @@ def _unreadable(error: object) -> MixKVError:
 def check_sizes(counts: Sequence[int]) -> int:
     """Return how many ranks a server of these SIZES has. Raises MixKVError for 0 or too many."""
     if min(counts) < 1 or (ranks := math.prod(counts)) > MAX_RANKS:
-        raise refuse(
-            "MIXKV-PAIR-04",
-            f"a prefill server of 1 to {MAX_RANKS} ranks",
-            f"sizes {counts}",
-            "decode would list and connect to them all",
-            "Use a smaller server",
-        )
+        expected, got = f"a prefill server of 1 to {MAX_RANKS} ranks", f"sizes {counts}"
+        consequence = "decode would list and connect to them all"
+        raise refuse("MIXKV-PAIR-04", expected, got, consequence, "Use a smaller server")
     return ranks
 
 

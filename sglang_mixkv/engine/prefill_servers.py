@@ -242,21 +242,15 @@ class PrefillServers:
         than the server's sizes allow, or than this process has file descriptors for."""
         rows = server.rows.values()
         stage = max((row.pp_rank for row in rows if row.draft), default=None)
-        contacted = [
-            row
-            for row in rows
-            if row.pp_rank == stage and row.attn_tp_rank in info.target_tp_ranks and row.address
-        ]
+        of_stage = (row for row in rows if row.pp_rank == stage and row.address)
+        contacted = [row for row in of_stage if row.attn_tp_rank in info.target_tp_ranks]
         ranks = check_sizes([getattr(info, name) for name in SIZES])
         most = len(info.target_tp_ranks) * info.dp_size * info.attn_cp_size
         if len(rows) > ranks or len(contacted) > most:
-            raise refuse(
-                "MIXKV-PAIR-04",
-                f"facts of {ranks} ranks, {most} of them for this rank",
-                f"{len(rows)} and {len(contacted)}",
-                "some ranks could not be told apart",
-                "Restart the prefill server",
-            )
+            expected = f"facts of {ranks} ranks, {most} of them for this rank"
+            got, remedy = f"{len(rows)} and {len(contacted)}", "Restart the prefill server"
+            consequence = "some ranks could not be told apart"
+            raise refuse("MIXKV-PAIR-04", expected, got, consequence, remedy)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         places = min(MAX_LINKS, files // 6) if files > 0 else MAX_LINKS
         with self._lock:

@@ -119,13 +119,12 @@ def check_slots(layout: DraftLayout, size: int) -> None:
     heads = len(layout.heads)
     if not layout.facts.tokens_in(size, heads):
         fits = [mb for mb in range(1, 257) if layout.facts.tokens_in(slots_of(mb)[1], heads)]
-        raise refuse(
-            "MIXKV-START-04",
-            f"--mixkv-staging-mb to be {fits[0]} or more" if fits else "a token of 4 MiB at most",
-            f"slots of {size} bytes for tokens of {layout.facts.bytes_per_token(heads)}",
-            "every request would start with a cold drafter",
-            "Raise it on both sides",
-        )
+        expected = "a token of 4 MiB at most"
+        if fits:
+            expected = f"--mixkv-staging-mb to be {fits[0]} or more"
+        got = f"slots of {size} bytes for tokens of {layout.facts.bytes_per_token(heads)}"
+        consequence = "every request would start with a cold drafter"
+        raise refuse("MIXKV-START-04", expected, got, consequence, "Raise it on both sides")
 
 
 def _target(manager: Any) -> Target:

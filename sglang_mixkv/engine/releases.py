@@ -146,13 +146,10 @@ def check(server_args: Any, *, functions: bool = True) -> None:
     tested = version in UNSERVED
     if found and (tested or not config_of(server_args).allow_untested_sglang):
         at_own_risk = f", set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk,"
-        stop(
-            "MIXKV-START-01",
-            f"the installed SGLang {version} does not fit this version of the plugin",
-            found,
-            "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md"
-            f"{'' if tested else at_own_risk} or start without --enable-mixkv",
-        )
+        headline = f"the installed SGLang {version} does not fit this version of the plugin"
+        remedy = "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md"
+        remedy += f"{'' if tested else at_own_risk} or start without --enable-mixkv"
+        stop("MIXKV-START-01", headline, found, remedy)
     for problem in found:
         logger.warning(
             "[MIXKV-START-01] sglang-mixkv %s treats this SGLang as %s (%s=1 is set): %s. "

@@ -134,13 +134,10 @@ def _is_address(host: Any, port: Any, is_decode: bool) -> bool:
 
 
 def _refusal(got: str, expected: str = "") -> MixKVError:
-    return refuse(
-        "MIXKV-PAIR-09",
-        expected or "a bootstrap_room from 0 to 2^63 - 1 that no other request uses",
-        got,
-        "it would get another request's KV, or none",
-        "Send each sample as its own request, with n = 1, to the router",
-    )
+    expected = expected or "a bootstrap_room from 0 to 2^63 - 1 that no other request uses"
+    consequence = "it would get another request's KV, or none"
+    remedy = "Send each sample as its own request, with n = 1, to the router"
+    return refuse("MIXKV-PAIR-09", expected, got, consequence, remedy)
 
 
 class RoomUse:

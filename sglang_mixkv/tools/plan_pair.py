@@ -169,11 +169,8 @@ def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
     }  # fmt: skip
     answer = SimpleNamespace(status_code=200)
     sglang = _check_of_sglang(SimpleNamespace(get=lambda *_, **__: answer))
-    answer.json = lambda: {
-        f.name: published[f.name]
-        for f in fields(sglang["PrefillServerInfo"])
-        if f.name in published
-    }
+    names = {field.name for field in fields(sglang["PrefillServerInfo"])} & published.keys()
+    answer.json = lambda: {name: published[name] for name in names}
     manager = type("Decode", (), {one: sglang[one] for one in _OF_MANAGER})()
     vars(manager).update(none | msgspec.structs.asdict(decode) | target.met | {
         "attn_tp_size": decode.attention_tp, "attn_cp_rank": 0, "pp_rank": 0,

@@ -295,11 +295,8 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
         raise unreadable(f"--config: {error}") from None
     if line.is_dynamos:
         given = {word.partition("=")[0] for word in words}
-        refused += (
-            f"Dynamo's parser rejects {one.flag}: set {one.environ} instead"
-            for one in SETTINGS
-            if one.flag in given
-        )
+        for one in (setting for setting in SETTINGS if setting.flag in given):
+            refused.append(f"Dynamo's parser rejects {one.flag}: set {one.environ} instead")
         words = _after_dynamo(words)
     args, unknown = parser.parse_known_args(words)
     # A word may be a key: only flags are printed.

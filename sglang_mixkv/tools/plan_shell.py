@@ -201,11 +201,8 @@ def _commands(words: list[Word]) -> Iterator[list[Word]]:
 
 def _is_launch(texts: list[str]) -> bool:
     named = {text.partition("=")[0] for text in texts}
-    return bool(
-        LAUNCHER.search(" ".join(texts))
-        or texts[0].startswith("--")
-        or named & {"--model-path", "--model", "--config"}
-    )
+    is_named = bool(named & {"--model-path", "--model", "--config"})
+    return is_named or texts[0].startswith("--") or bool(LAUNCHER.search(" ".join(texts)))
 
 
 def line_of(

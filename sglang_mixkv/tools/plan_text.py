@@ -106,12 +106,8 @@ class _Node(NamedTuple):
         if isinstance(value, str) and re.search(r"disaggregation|model", value):
             value = next(iter(_documents(value)), None)
         above = (*self.above, value) if isinstance(value, dict) else self.above
-        pairs = (
-            value.items()
-            if isinstance(value, dict)
-            else enumerate(value if isinstance(value, list) else ())
-        )
-        for key, child in pairs:
+        listed = enumerate(value if isinstance(value, list) else ())
+        for key, child in value.items() if isinstance(value, dict) else listed:
             step = str(key).replace("~", "~0").replace("/", "~1")
             yield _Node(child, f"{self.where}/{step}", above)
 
@@ -185,28 +181,23 @@ def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Ite
     notes, environ, outside = list[str](), dict[str, str](), dict[str, str]()
     fill = _compose if node.is_compose else _kubernetes
     given = own.get("env") or own.get("environment") or {}
-    for one in (
-        given.items() if isinstance(given, dict) else given if isinstance(given, list) else ()
-    ):
+    listed = given if isinstance(given, list) else ()
+    for one in given.items() if isinstance(given, dict) else listed:
         if isinstance(one, dict):  # Kubernetes has pairs, compose NAME=VALUE or a mapping
             one = one.get("name"), one.get("value", None if "valueFrom" in one else "")
         name, value = (*one.split("=", 1), None)[:2] if isinstance(one, str) else one
         if value is None:
             outside[str(name)] = "comes from outside the file"
         else:
-            environ[str(name)], why = fill(str(value), environ, outside, notes)
+            environ[str(name)], why = fill(str(value), environ, outside)
             outside |= {str(name): why} if why else {}
     if outside:
         notes.append(f"{', '.join(outside)}: set outside the file, and not read")
-    notes += (
-        f"{key}: its variables were not read" for key in ("envFrom", "env_file") if own.get(key)
-    )
-    parts = (
-        shlex.split(one) if isinstance(one, str) else one
-        for one in map(own.get, CONTAINER)
-        if isinstance(one, str | list)
-    )
-    words = [fill(str(word), environ, outside, notes) for part in parts for word in part]
+    files = (key for key in ("envFrom", "env_file") if own.get(key))
+    notes += (f"{key}: its variables were not read" for key in files)
+    parts = (one for one in map(own.get, CONTAINER) if isinstance(one, str | list))
+    parts = (shlex.split(one) if isinstance(one, str) else one for one in parts)
+    words = [fill(str(word), environ, outside) for part in parts for word in part]
     for line in line_of(words, environ, outside):
         path = value_of(line.flags, "--config") or value_of(line.flags, "--disagg-config")
         file = next(iter(_documents(_mounted(path, own, node, maps))), None) or {}
@@ -220,9 +211,7 @@ def _compose(text: str, *_: Any) -> tuple[str, str]:
     return text.replace("$$", "$"), f"{found[1]} comes from compose's own shell" if found else ""
 
 
-def _kubernetes(
-    text: str, environ: Mapping[str, str], outside: Mapping[str, str], _: Any
-) -> tuple[str, str]:
+def _kubernetes(text: str, environ: dict[str, str], outside: dict[str, str]) -> tuple[str, str]:
     """Expand $(NAME); $$(NAME) becomes the literal $(NAME)."""
     pattern = re.compile(r"\$(\$?)\((\w+)\)")
     names = [name for is_plain, name in pattern.findall(text) if not is_plain]
