@@ -193,10 +193,8 @@ def _read_slots(side: LocalEnd, peer: RemoteMemory, offer: StagingFacts) -> Resu
     what = f"a read of {READ} x {size:,} bytes"
     for first in (0, READ):
         begin = time.monotonic()
-        ranges = [
-            (side.slot(first + n).data_ptr(), offer.base + n * offer.slot_bytes, size)
-            for n in range(READ)
-        ]
+        here = (side.slot(first + n).data_ptr() for n in range(READ))
+        ranges = [(at, offer.base + n * offer.slot_bytes, size) for n, at in enumerate(here)]
         side.plane.start(first, peer, ranges)
         while not (ended := side.plane.ended()):
             if time.monotonic() - begin > READ_S:

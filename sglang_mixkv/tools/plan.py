@@ -85,10 +85,8 @@ def _plan(args: dict[str, Any]) -> PairReport | None:
             errors["SGLang"] = f"{error}. Run plan in the servers' image, which has SGLang."
     if not errors and len({one.gpu for one in servers} - {""}) > 1:
         # One line starts only on the last GPU, so try the other line there too.
-        again = [
-            one if one in rows else read(one.role, args[one.role], gpu=[*GPUS][-1])
-            for one in servers
-        ]
+        last = [*GPUS][-1]
+        again = [s if s in rows else read(s.role, args[s.role], gpu=last) for s in servers]
         servers = servers if any(one.stock for one in again) else again
     if not errors:
         return make_plan(*servers)

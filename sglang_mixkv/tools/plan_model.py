@@ -107,10 +107,8 @@ def model_of(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     if is_v4:  # get_pd_kv_layout and get_dsv41_spec_layout in disaggregation/utils.py
         is_wide = view.dsv4_attn_backend == "trtllm"
         met["kv_layout"] = f"trtllm's {is_wide}, {os.environ.get('SGLANG_DSV4_KV_LAYOUT')}"
-        if (
-            2 in (getattr(config.hf_text_config, "compress_ratios", None) or ())
-            and algorithm.is_dspark()
-        ):
+        ratios = getattr(config.hf_text_config, "compress_ratios", None) or ()
+        if 2 in ratios and algorithm.is_dspark():
             met["dsv41_spec_layout"] = {"num_draft_tokens": view.speculative_num_draft_tokens}
     return Model(
         facts, layers, bool(mambaish_config(config)), window,

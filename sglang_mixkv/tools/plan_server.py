@@ -258,14 +258,11 @@ def _words(error: Exception, made: Any) -> str:
     """Return an error's text. SGLang's errors about incomplete speculative flags have no text, so
     add the missing flags."""
     text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
-    values = {
-        f"--speculative-{name.replace('_', '-')}": getattr(made, f"speculative_{name}", None)
-        for name in SPECULATION
-    }
-    missing = [flag for flag, value in values.items() if value is None]
+    missing = [name for name in SPECULATION if getattr(made, f"speculative_{name}", None) is None]
     is_bare = isinstance(error, TypeError) or not str(error)
-    if is_bare and made.speculative_algorithm and 0 < len(missing) < len(values):
-        text += f" ({' and '.join(missing)} missing: give all three, or none)"
+    if is_bare and made.speculative_algorithm and 0 < len(missing) < len(SPECULATION):
+        flags = [f"--speculative-{name.replace('_', '-')}" for name in missing]
+        text += f" ({' and '.join(flags)} missing: give all three, or none)"
     return " ".join(text.split())
 
 

@@ -116,7 +116,11 @@ def _found(given: Given) -> list[tuple[str, Line]]:
     """Find all launches, or the one at the pointer, with their pointers or line numbers."""
     documents = _documents(given.text)
     if given.pointer or any(isinstance(one, dict | list) for one in documents):
-        maps, seen, found = _maps(documents), set[int](), list[tuple[str, Line]]()
+        data = [
+            one for one in documents if isinstance(one, dict) and one.get("kind") == "ConfigMap"
+        ]
+        maps = {str((one.get("metadata") or {}).get("name")): one.get("data") or {} for one in data}
+        seen, found = set[int](), list[tuple[str, Line]]()
         todo = [*_Node(documents, "#", ()).steps()]
         while todo:
             node = todo.pop(0)
@@ -167,12 +171,6 @@ def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[
             yield line
     elif isinstance(inner, list) and is_whole and all(isinstance(v, str | int) for v in inner):
         yield from _container({"args": inner}, node, maps)
-
-
-def _maps(documents: list[Any]) -> dict[str, Any]:
-    """The data of each ConfigMap in the file, by its name."""
-    found = [one for one in documents if isinstance(one, dict) and one.get("kind") == "ConfigMap"]
-    return {str((one.get("metadata") or {}).get("name")): one.get("data") or {} for one in found}
 
 
 def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Iterator[Line]:
