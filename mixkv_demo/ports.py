@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterable
+from itertools import cycle, islice
 
 LOWEST, HIGHEST = 20_000, 32_000
 """Below the kernel's range of ephemeral ports, so no socket gets one of these by chance."""
+
+candidates = cycle(random.sample(range(LOWEST, HIGHEST), HIGHEST - LOWEST))
 
 _DERIVED = (0, *range(233, 246))
 """With DP attention, SGLang derives a dozen ports from its API port, at these offsets."""
@@ -30,10 +33,10 @@ def _all_free(ports: Iterable[int]) -> bool:
 def free_port() -> int:
     """Return an API port that is free now, as are the ports that SGLang derives from it.
 
-    It is drawn at random, so that two programs that search at the same time do not collide.
+    It is drawn at random, and not drawn again, so that programs that search at the same time, and
+    servers that have not bound theirs yet, do not collide.
     """
-    for _ in range(200):
-        port = random.randrange(LOWEST, HIGHEST)
+    for port in islice(candidates, 200):
         if _all_free(port + distance for distance in _DERIVED):
             return port
-    raise RuntimeError(f"no free port between {LOWEST} and {HIGHEST} in 200 tries")
+    raise RuntimeError("no free port in 200 tries")

@@ -1,16 +1,26 @@
-"""Set-up of every test run: the option --full, and a temporary folder for its files."""
+"""Set-up of every test run: the option --full, a temporary folder for its files, and ports."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+from itertools import cycle
 
 import pytest
 from hypothesis import settings
 
+from mixkv_demo import ports
+
+BLOCKS = (9_000, 12_000, 17_000)
+"""The first ports of blocks of 2,000, which neither Mooncake (from 15,000) nor SGLang's collectives
+(from 22,000) use, nor programs that tests start (`mixkv_demo.ports`)."""
+OWN_PORTS = pytest.StashKey[socket.socket]()
 OF_THE_RUN = pytest.StashKey[str]()
 FAILED = pytest.StashKey[bool]()
 
@@ -25,9 +35,22 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, signal.default_int_handler if own else signal.SIG_DFL)
     config.stash[OF_THE_RUN] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="mixkv-")
     tempfile.tempdir = None
+    config.stash[OWN_PORTS] = take_ports()
     # the duration of a drawn case depends more on the machine than on the code
     settings.register_profile("untimed", settings.default, deadline=None)
     settings.load_profile("untimed")
+
+
+def take_ports() -> socket.socket:
+    """Give this run a block of ports that no other run on this machine uses, if there is one left.
+    The returned socket's name holds the block until this process and its forks end."""
+    held = socket.socket(socket.AF_UNIX)
+    for first in BLOCKS:
+        with contextlib.suppress(OSError):
+            held.bind(f"\0mixkv-tests-{first}")
+            ports.candidates = cycle(random.sample(range(first, first + 1_750), 1_750))
+            break
+    return held
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

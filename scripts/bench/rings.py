@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from mixkv_demo.ports import free_port
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 load = importlib.import_module("rig.ring.load")  # sets what SGLang's import reads
 forks = importlib.import_module("rig.process.forks")
@@ -235,7 +237,7 @@ class Ring:
         )  # fmt: skip
         self._rooms, self._processes = itertools.count(10_000), []
         self._pipes: dict[str, list[Any]] = {side: [] for side in SIDES}
-        ports = [rig.free_port()]
+        ports = [free_port()]
         for side, count in zip(SIDES, (prefill_tp, decode_tp), strict=True):
             for number in range(count):
                 here, there = context.Pipe()

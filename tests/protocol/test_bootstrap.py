@@ -12,8 +12,9 @@ import msgspec
 import pytest
 import requests
 from rig.channel import servers
-from rig.ring.rank import free_port, wait_for_port
+from rig.ring.rank import wait_for_port
 
+from mixkv_demo.ports import free_port
 from sglang_mixkv.channel.handshake import MAX_ROW_BYTES, Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from rig.ring.model import Cache, Case, Request
-from rig.ring.rank import free_port
 from rig.ring.run import Outcome, Servers, right, run, start
 from rig.ring.special import Special
+
+from mixkv_demo.ports import free_port
 
 pytestmark = pytest.mark.transports(2, tcp=True)
 few = pytest.mark.transports(1)  # each value once

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from rig.process.forks import in_fork
-from rig.ring.rank import free_port
 from sglang.srt.distributed import parallel_state as state
 from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -19,6 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from mixkv_demo import one_gpu
 from mixkv_demo.one_gpu import support
 from mixkv_demo.one_gpu.support import BACKEND, NO_OTHERS, OneGpuGroup
+from mixkv_demo.ports import free_port
 
 ANSWER_S = 300
 

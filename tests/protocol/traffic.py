@@ -29,10 +29,11 @@ import numpy as np
 from rig.process.resources import SLACK, leaks, resources
 from rig.ring.memory import Ended, RankReport
 from rig.ring.model import Cache, Case, Request
-from rig.ring.rank import LIMIT_S, OpenRequest, Rank, free_port
+from rig.ring.rank import LIMIT_S, OpenRequest, Rank
 from rig.ring.run import Servers, ranks_of
 from rig.ring.special import Key, Shared
 
+from mixkv_demo.ports import free_port
 from sglang_mixkv.decode.transfer import server_of
 
 from .netns import enter

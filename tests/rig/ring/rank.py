@@ -363,12 +363,6 @@ def reason_of(handle: Any) -> str:
     return ""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:

@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 from rig.ring.memory import RankReport
 from rig.ring.model import Case, draft_bytes
-from rig.ring.rank import LIMIT_S, Rank, free_port
+from rig.ring.rank import LIMIT_S, Rank
 from rig.ring.special import Key, Shared
 from rig.ring.unserved import skip_unserved
 
+from mixkv_demo.ports import free_port
 from sglang_mixkv.engine.releases import sglang_version
 
 REPORT_S = 3 * LIMIT_S
