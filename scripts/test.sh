@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Run all tests on a bare machine: set up the environment, run the tests, quickest first, then some
-# of them on the oldest supported release of SGLang.
+# Run all tests on a bare machine: set up the environment, run the tests, then some of them on the
+# oldest supported release of SGLang. Meanwhile, if there are two cores, a second process runs the
+# tests with rings and servers: failures are printed at once, and its output after the other's.
 # --full adds the long tests, and more tests on every older release. Other options go to pytest, and
 # skip the older releases. The last lines name the supported Pythons that were not tested.
 # PYTHON=python3.12 runs the tests on that version, in .venv-3.12/, and fails if this machine does not
@@ -32,7 +33,20 @@ SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 # The rings set the environment of SGLang's CPU engine for their whole process, so they run apart.
 NONE_SELECTED=5
 status=0
-for part in "tests/pure tests/docs tests/sim tests/gpu" "tests/protocol tests/e2e"; do
+parts=("tests/pure tests/docs tests/sim tests/gpu" "tests/protocol tests/e2e")
+if [ "$*" = "" ] && [ "$(nproc)" -gt 1 ]; then
+    # No installation may rewrite the package's metadata while servers start.
+    [ -n "${MIXKV_SGLANG:-}${PYTHON:-}" ] || MIXKV_SGLANG="$OLDEST" bash scripts/env.sh
+    log="$(mktemp)"
+    echo "meanwhile, with their output at the end: ${parts[1]}"
+    # shellcheck disable=SC2086
+    python -m pytest ${parts[1]} >"$log" </dev/null &
+    meanwhile=$!
+    trap 'wait; exit 130' INT # Ctrl-C reaches them, too
+    trap 'kill -INT $(jobs -p) 2>/dev/null || true; wait; rm "$log"' EXIT
+    unset "parts[1]"
+fi
+for part in "${parts[@]}"; do
     if [[ "$*" =~ ^-k\ (test_[a-z0-9_]+)$ ]]; then # collecting all modules takes half a minute
         # shellcheck disable=SC2086
         part="$(find $part -name "*${BASH_REMATCH[1]}*.py"
@@ -42,15 +56,21 @@ for part in "tests/pure tests/docs tests/sim tests/gpu" "tests/protocol tests/e2
     # shellcheck disable=SC2086
     python -m pytest $part "$@" || { code=$?; [ "$code" = "$NONE_SELECTED" ] || status=$code; }
 done
-if [ -z "${MIXKV_SGLANG:-}${PYTHON:-}" ] && { [ "$*" = "" ] || [ "$*" = --full ]; }; then
-    if [ "$*" = "" ]; then
-        MIXKV_SGLANG="$OLDEST" bash scripts/test.sh -k "$PART" || status=$?
-    else
+case "${MIXKV_SGLANG:-}${PYTHON:-}:$*" in
+    :) MIXKV_SGLANG="$OLDEST" bash scripts/test.sh -k "$PART" || status=$? ;;
+    :--full)
         for release in $OLDER; do
             MIXKV_SGLANG="$release" bash scripts/test.sh -k "$RING" || status=$?
             MIXKV_SGLANG="$release" bash scripts/test.sh --full -k "$SERVERS" || status=$?
         done
-    fi
+        ;;
+esac
+if [ -n "${meanwhile:-}" ]; then
+    printf '\n%s\n' "meanwhile: tests/protocol tests/e2e"
+    tail -n +1 -f --pid="$meanwhile" "$log"
+    wait "$meanwhile" || status=$?
+fi
+if [ -z "${MIXKV_SGLANG:-}${PYTHON:-}" ] && { [ "$*" = "" ] || [ "$*" = --full ]; }; then
     ran="$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     classifier='.*"Programming Language :: Python :: \(3\.[0-9]*\)".*'
     sed -n "s/$classifier/\1/p" pyproject.toml | while read -r version; do
