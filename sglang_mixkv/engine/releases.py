@@ -105,8 +105,9 @@ def has_attribute(owner: type, name: str) -> bool:
         return True
     methods = (value for one in owner.__mro__ for value in vars(one).values())
     codes = (method.__code__ for method in methods if inspect.isfunction(method))
-    steps = (step for code in codes if name in code.co_names for step in dis.Bytecode(code))
-    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
+    step = dis.opmap["STORE_ATTR"]  # dis.Bytecode would take ten times as long
+    due = (((step, c.co_names.index(name)), c.co_code) for c in codes if name in c.co_names)
+    return any(store in zip(code[::2], code[1::2], strict=True) for store, code in due)
 
 
 def problems(*, functions: bool = True) -> list[str]:
