@@ -4,25 +4,15 @@ A dump of a server that has not opted in is identical to one made without the pl
 
 from __future__ import annotations
 
+import argparse
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
-MADE = """
-import pickle, sys
-from pathlib import Path
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.server_args import ServerArgs
-import argparse
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-for name, flags in {"stock": [], "opted_in": ["--enable-mixkv", "--mixkv-staging-mb", "7"]}.items():
-    if name == "stock" or "sglang_mixkv.plugin" in sys.modules:
-        args = ServerArgs.from_cli_args(parser.parse_args(["--model-path", "m", *flags]))
-        (Path(sys.argv[1]) / name).write_bytes(pickle.dumps({"server_args": args}))
-"""
+from .launchers import Call
+
 READ = """
 import pickle, sys
 from pathlib import Path
@@ -35,14 +25,32 @@ assert (found.model_path, found._mixkv["staging_mb"]) == ("m", 7)
 """
 
 
-def test_a_dump_is_read_without_the_plugin(tmp_path: Path) -> None:
+def dumps(own: list[str]) -> tuple[bytes, bytes | None]:
+    """Return a dump without the plugin's flags, and one with them if the plugin is loaded."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+
+    def dump(flags: list[str]) -> bytes:
+        args = ServerArgs.from_cli_args(parser.parse_args(["--model-path", "m", *flags]))
+        return pickle.dumps({"server_args": args})
+
+    is_loaded = any("--enable-mixkv" in one.option_strings for one in parser._actions)
+    return dump([]), dump(own) if is_loaded else None
+
+
+def test_a_dump_is_read_without_the_plugin(sglang_with_plugin: Call, tmp_path: Path) -> None:
     """SGLANG_PLUGINS=none makes SGLang load no plugin, as if this one were not installed."""
-    others, own = tmp_path / "without", tmp_path / "with"
-    runs = (MADE, others, "none"), (MADE, own, "mixkv"), (READ, own, "none")
-    for text, folder, plugins in runs:
-        folder.mkdir(exist_ok=True)
-        environ = {**os.environ, "SGLANG_PLUGINS": plugins}
-        environ.pop("SGLANG_ENABLE_MIXKV", None)
-        subprocess.run([sys.executable, "-c", text, folder], env=environ, check=True, timeout=300)
-    assert [one.name for one in others.iterdir()] == ["stock"]
-    assert (own / "stock").read_bytes() == (others / "stock").read_bytes()
+    flags = ["--enable-mixkv", "--mixkv-staging-mb", "7"]
+    without, opted_in = sglang_with_plugin(dumps, flags, SGLANG_PLUGINS="none").value
+    assert opted_in is None
+    stock, opted_in = sglang_with_plugin(dumps, flags, SGLANG_PLUGINS="mixkv").value
+    assert stock == without
+    (tmp_path / "stock").write_bytes(stock)
+    (tmp_path / "opted_in").write_bytes(opted_in)
+    environ = {**os.environ, "SGLANG_PLUGINS": "none"}
+    subprocess.run([sys.executable, "-c", READ, tmp_path], env=environ, check=True, timeout=300)
