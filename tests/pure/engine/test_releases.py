@@ -206,6 +206,17 @@ def test_doctor_against_a_wheel_checks_only_the_wheel(
         doctor.main(["--against", __file__])
 
 
+def test_an_attribute_is_found_wherever_a_method_assigns_it() -> None:
+    """The method has more than 256 names, so that bytecode extends some of their numbers."""
+    read = "\n".join(f"    self.read{number}" for number in range(300))
+    body = f"def method(self):\n    self.first = 1\n{read}\n    self.last.inner = 2\n"
+    exec(body, namespace := {})
+    owner = type("Owner", (type("Base", (), namespace),), {"__annotations__": {"declared": int}})
+    names = "declared", "first", "inner", "last", "read5", "read299", "method", "none"
+    found = [name for name in names if releases.has_attribute(owner, name)]
+    assert found == ["declared", "first", "inner", "method"]
+
+
 def test_arguments_are_checked_until_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`check_once` checks arguments until they pass once, and checks other arguments again."""
     asked, passing = list[object](), set[object]()
