@@ -268,9 +268,10 @@ class Process:
 
     def look(self) -> None:
         """Poll CUDA events and ended copies, which cause no call by themselves."""
-        copies = self.worker._copies
-        ended = [(self.machine.copied, one) for one in (copies.ended() if copies else ())]
-        for call in [*self.worker._poll(()), *ended]:
+        calls = [*self.worker._poll(())]  # may start copies, some of which end at once
+        if (copies := self.worker._copies) is not None:
+            calls += [(self.machine.copied, one) for one in copies.ended()]
+        for call in calls:
             self.on_thread(self._take, call)
 
     def _act(self) -> None:
