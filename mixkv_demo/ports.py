@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
 
 LOWEST, HIGHEST = 20_000, 32_000
 """Below the kernel's range of ephemeral ports, so no socket gets one of these by chance."""
 
-candidates = cycle(random.sample(range(LOWEST, HIGHEST), HIGHEST - LOWEST))
-
 _DERIVED = (0, *range(233, 246))
 """With DP attention, SGLang derives a dozen ports from its API port, at these offsets."""
+
+
+def shuffled(ports: range) -> Iterator[int]:
+    """Repeat these ports in a random order. Neighbours differ by multiples of 28, so that SGLang
+    derives neither port from the other, nor a third port from both."""
+    turn = random.randrange(28)
+    return cycle(sorted(random.sample(ports, len(ports)), key=lambda port: (port + turn) % 28))
+
+
+candidates = shuffled(range(LOWEST, HIGHEST))
 
 
 def _is_free(port: int) -> bool:

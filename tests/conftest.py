@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-from itertools import cycle
 
 import pytest
 from hypothesis import settings
@@ -49,7 +47,7 @@ def take_ports() -> socket.socket:
     for first in BLOCKS:
         with contextlib.suppress(OSError):
             held.bind(f"\0mixkv-tests-{first}")
-            ports.candidates = cycle(random.sample(range(first, first + 1_750), 1_750))
+            ports.candidates = ports.shuffled(range(first, first + 1_750))
             break
     return held
 

@@ -1,13 +1,14 @@
-"""The report of the demo's runs."""
+"""The report of the demo's runs, and the ports of its servers."""
 
 from __future__ import annotations
 
 import io
+from itertools import chain, islice
 
 import pytest
 from rich.console import Console
 
-from mixkv_demo import report
+from mixkv_demo import ports, report
 from mixkv_demo.client import Answer
 
 RIGHT, OTHER = (Answer((1, 2, 3, last), 1, (), seconds=1.0) for last in (4, 9))
@@ -43,3 +44,10 @@ def test_the_report_fits_80_columns() -> None:
     lines = [line for line in shown.getvalue().splitlines() if "0.99 0.98 0.94" in line]
     assert len(lines) == len(runs)
     assert all(line.count("98,765,432") == 2 for line in lines)
+
+
+def test_servers_that_start_together_derive_no_port_twice() -> None:
+    """A server's ports are not yet bound when those of other servers are drawn."""
+    drawn = islice(ports.shuffled(range(9_000, 10_750)), 50)
+    used = [*chain.from_iterable((port + one for one in ports._DERIVED) for port in drawn)]
+    assert len(used) == len(set(used))
