@@ -33,6 +33,7 @@ SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 # The rings set the environment of SGLang's CPU engine for their whole process, so they run apart.
 NONE_SELECTED=5
 status=0
+trap 'wait; exit 130' INT # pytest exits on Ctrl-C, but bash would go on
 parts=("tests/pure tests/docs tests/sim tests/gpu" "tests/protocol tests/e2e")
 if [ "$*" = "" ] && [ "$(nproc)" -gt 1 ]; then
     # No installation may rewrite the package's metadata while servers start.
@@ -42,7 +43,6 @@ if [ "$*" = "" ] && [ "$(nproc)" -gt 1 ]; then
     # shellcheck disable=SC2086
     python -m pytest ${parts[1]} >"$log" </dev/null &
     meanwhile=$!
-    trap 'wait; exit 130' INT # Ctrl-C reaches them, too
     trap 'kill -INT $(jobs -p) 2>/dev/null || true; wait; rm "$log"' EXIT
     unset "parts[1]"
 fi
