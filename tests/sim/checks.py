@@ -418,7 +418,16 @@ class Checks:
             return
         for one in world.groups[request.decode].handles[request.id]:
             if one.verdict is not dact.State.WARM:
+                if one.handle.reason == "breaker" and self._may_break(request):
+                    return
                 raise Finding(
                     "untouched", f"request {request.id}: {one.verdict} ({one.handle.reason})"
                 )
         world.untouched.append(life)
+
+    def _may_break(self, request: Request) -> bool:
+        """Return whether requests that need not be warm may have opened the breaker meanwhile. The
+        judge checks their strikes."""
+        pair, others = (request.prefill, request.decode), self.world.spec.requests
+        same = (one for one in others if (one.prefill, one.decode) == pair)
+        return not all(is_spared(self.world, one) for one in same)
