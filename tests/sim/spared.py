@@ -20,8 +20,9 @@ def is_spared(world: World, request: Request) -> bool:
     * The server has fewer than eight slots and some rank has a fault.
     * More healthy ranks may want a slot than the server has slots, or than a quarter of its slots
       if some rank has a fault.
-    * At least as many ranks have a fault as there are slots, and one of them was served before.
-      Such a rank cannot be distinguished from a healthy one.
+    * More ranks have a fault than a quarter of the slots, and one of them was served before. Such a
+      rank cannot be distinguished from a healthy one: a few may hold several slots each, and others
+      then get the last quarter, one slot each.
     * The last message of one of the request's ranks is older than the last slot that a rank with a
       fault got, or less than `Times.unsure` newer. Such a rank is treated as silent until its next
       message, or for `slot_aside`.
@@ -42,7 +43,7 @@ def is_spared(world: World, request: Request) -> bool:
             return False
         if living > (here.slots // 4 if dead else here.slots):
             return False
-        many = sum(holders[number] for number in dead) >= here.slots
+        many = sum(holders[number] for number in dead) > here.slots // 4
         if many and world.checks.had_slots(here, dead):
             return False
         if dead and (here.slots < 8 or not world.checks.was_heard(here, request, dead)):
