@@ -249,7 +249,7 @@ class PrefillServers:
         if len(rows) > ranks or len(contacted) > most:
             expected = f"facts of {ranks} ranks, {most} of them for this rank"
             got, remedy = f"{len(rows)} and {len(contacted)}", "Restart the prefill server"
-            consequence = "some ranks could not be told apart"
+            consequence = "some ranks could not be distinguished"
             raise refuse("MIXKV-PAIR-04", expected, got, consequence, remedy)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         places = min(MAX_LINKS, files // 6) if files > 0 else MAX_LINKS

@@ -422,6 +422,21 @@ def test_a_reused_room_number_gets_its_own_kv_in_any_order(former: str) -> None:
     assert count > 2
 
 
+def test_calls_for_a_sender_that_has_ended_do_nothing() -> None:
+    """SGLang's scheduler may poll a sender once more after its request has ended."""
+    rank = Prefill()
+    rank.open(ROOM, READER, 1)
+    rank.begin("b", ROOM, 16, "b")
+    rank.do(rank.machine.end, "b")
+    sent = dict(rank.sent)
+    for call in rank.machine.target_sent, rank.machine.end:
+        rank.do(call, "b")
+    rank.do(rank.machine.add_chunk, "b", 16, 16, last=True, pages="late")
+    assert (rank.sent, rank.violations) == (sent, [])
+    rank.wait(601.0)
+    assert outstanding(rank.machine) == {}
+
+
 @pytest.mark.parametrize("given_up", [False, True])
 def test_an_open_after_giving_up_is_for_the_next_request(given_up: bool) -> None:
     """An OPEN that comes after its request was given up belongs to the next request.

@@ -98,6 +98,9 @@ def test_a_listener_survives_invalid_messages_and_reads(
             failing.setattr(doctor_read, "READ_S", 0)
             with pytest.raises(ReadFailed, match=why):
                 doctor_read.read(HOST, port, SMALL)
+    other = Wire(config=Config(staging_mb=8, data_plane="nixl"))
+    with pytest.raises(ReadFailed, match="on the other side: expected reads over mooncake"):
+        doctor_read.read(HOST, port, other)
     assert reports.empty()
     found = doctor_read.read(HOST, port, SMALL)
     assert (found.bytes, found.wrong, reports.get(timeout=20).wrong) == (READ * SIZE, [], [])

@@ -111,6 +111,8 @@ READ = {  # text: variables, flags, and a part of each note, in order
         ({}, "--model-path m --a $z --b a b --tp 8"),
     f"{RUN} --port ${{PORT:?set it}} --host \"`hostname -i | head`\" --tp 8":
         ({}, "--model-path m --host `hostname -i | head` --tp 8", "--port: only", "--host: only"),
+    f"{RUN} --host $(cat \"a file\" --tp 4) --tp 8":
+        ({}, "--model-path m --host $(cat 'a file' --tp 4) --tp 8", "--host: only a shell"),
     f"{RUN} --api-key $KEY --tp 8":
         ({}, "--model-path m --tp 8", "--api-key: KEY is not set in it, and plan does not need"),
     f"{RUN} --api-key ${{API_KEY:-sk}}":
