@@ -63,7 +63,7 @@ class AtOnce(Copier):
         self.done = self._over
 
     def start(self, copies: Sequence[Copy]) -> None:
-        self._over.extend((copy, SlotCheck.OK, 0.0) for copy in copies)
+        self._over += [(copy, SlotCheck.OK, 0.0) for copy in copies]
 
 
 class NoRows:

@@ -260,7 +260,7 @@ class Machine:
         for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for request in list(self._requests.values()):
-            waiting = request.of_stage("waiting")
+            waiting = request.waiting()
             # prefill reuses a slot after `slot_aside`, even if it was not read
             if waiting and self._clock - waiting[0].since >= request.limits.unread:
                 self._go_cold(request, ColdReason.SLOTS, "no slot was free", waiting[0].peer)

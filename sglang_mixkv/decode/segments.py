@@ -36,7 +36,7 @@ class Segments:
         """Forget a segment that is in place, or never will be. Free its slot; acknowledge it if it
         was not read."""
         del segment.request.segments[segment]
-        if segment.stage == "waiting":
+        if segment.slot < 0:
             self._turns.remove(segment.peer, segment)
             self.acknowledge(segment.peer, [segment.announced])
         else:
@@ -44,7 +44,7 @@ class Segments:
 
     def drop(self, request: Request) -> None:
         """Remove the waiting segments of a request that no longer needs them."""
-        for segment in request.of_stage("waiting"):
+        for segment in request.waiting():
             self.remove(segment)
 
     def acknowledge(self, peer: Peer, announced: Iterable[Announced]) -> None:
@@ -62,7 +62,7 @@ class Segments:
         if self._turns.owners:
             transfers: dict[SourceTransfer, list[Segment]] = {}
             for segment, slot in self._turns.take(self._slots, self._slots.count):
-                segment.slot, segment.stage = slot, "reading"
+                segment.slot = slot
                 transfers.setdefault(segment.transfer, []).append(segment)
             for segments in transfers.values():
                 for first in range(0, len(segments), self._list):
@@ -117,9 +117,6 @@ class Segments:
 
     def copy(self, request: Request, jobs: Sequence[Job]) -> None:
         """Queue a request's copies: segments from their slots to the pool, or zeros."""
-        for job in jobs:
-            if not isinstance(job, act.Clear):
-                job.stage = "copying"
         self.copying.update(jobs)
         self._jobs += jobs
         request.copying += len(jobs)

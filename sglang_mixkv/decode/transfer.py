@@ -15,7 +15,6 @@ WAITING --a slot is free--> READING --read_ended--> COPYING --copied--> in place
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Literal
 
 import msgspec
 
@@ -74,13 +73,11 @@ class Opened(msgspec.Struct, frozen=True):
     page_size: int = 1
 
 
-Stage = Literal["waiting", "reading", "copying"]
-
-
 class Segment(msgspec.Struct, eq=False, gc=False):
     """An announced segment. `number`, `first`: its place in the transfer, and its first token.
-    `since`: when it was announced. `slot`: the slot of this rank, once the read starts. The garbage
-    collector need not track segments, since each is removed from its request's `segments`."""
+    `since`: when it was announced. `slot`: the slot of this rank from the start of the read on, -1
+    before. The garbage collector need not track segments, since each is removed from its request's
+    `segments`."""
 
     request: Request
     transfer: SourceTransfer
@@ -89,7 +86,6 @@ class Segment(msgspec.Struct, eq=False, gc=False):
     number: int
     first: int
     since: float
-    stage: Stage = "waiting"
     slot: int = -1
 
 
@@ -190,8 +186,9 @@ class Request:
         """Return the peers whose rows are not all in place."""
         return [peer for peer, transfer in self.transfers.items() if not transfer.complete]
 
-    def of_stage(self, stage: Stage) -> list[Segment]:
-        return [segment for segment in self.segments if segment.stage is stage]
+    def waiting(self) -> list[Segment]:
+        """Return the segments whose read has not started."""
+        return [segment for segment in self.segments if segment.slot < 0]
 
     def message(self, source: Source, instance: bytes, slot_bytes: int) -> Open:
         """Make the OPEN to one prefill rank. `instance`, `slot_bytes`: facts of this rank."""

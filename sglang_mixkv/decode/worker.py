@@ -238,12 +238,10 @@ class DecodeWorker(Worker[Machine]):
     def _start(self, copies: Iterable[Copy]) -> None:
         """Start these copies and those held back, except to rows that an earlier forward may still
         write. If that is unknown, copies of segments fail, and zeros wait until it is known."""
-        ready = list[Copy]()
-        for copy in copies:
-            if copy.pages.events:
-                self._held.append((copy.gate, copy.pages, copy))
-            else:
-                ready.append(copy)
+        made = [*copies]
+        ready = [copy for copy in made if not copy.pages.events]
+        if len(ready) < len(made):
+            self._held += [(copy.gate, copy.pages, copy) for copy in made if copy.pages.events]
         for copy, error in self._held.release(_is_unwanted) if self._held else ():
             if _is_unwanted(copy):
                 self._call(self._machine.copied, (copy.job,), None)

@@ -103,7 +103,7 @@ class Copier(ABC):
 
     def __init__(self, store: Store, moved: Callable[[int, float], None]) -> None:
         self._store, self._moved = store, moved
-        self._over = deque[Ended]()  # copies that `ended` has not yet yielded
+        self._over: list[Ended] = []  # copies that `ended` has not yet taken
 
     @abstractmethod
     def start(self, copies: Sequence[Copy]) -> None: ...
@@ -112,8 +112,9 @@ class Copier(ABC):
         """Yield the jobs that have ended since the last call, with their outcomes: one list for all
         that are OK, and one for each other job."""
         made, size, seconds, ok = list[Any](), 0, 0.0, SlotCheck.OK
-        while self._over:
-            copy, outcome, took = self._over.popleft()
+        over = [*self._over]
+        del self._over[: len(over)]  # a host copy's thread may have added more meanwhile
+        for copy, outcome, took in over:
             if outcome is not ok:
                 yield [copy.job], outcome
                 continue

@@ -164,7 +164,8 @@ def a_probe_blocks_all_other_rooms(patch: Patch) -> None:
 @mistake("blame", "forward")
 def only_segments_of_the_late_room_excuse_a_peer(patch: Patch) -> None:
     def late(self: Any, request: Any, since: float) -> list[bytes]:
-        here = {one.peer for one in request.segments if one.stage != "reading"}
+        reading = {one for read in self._reads for one in read.segments}
+        here = {one.peer for one in request.segments if one not in reading}
         here -= {read.peer for read in self._reads if read.began <= since}
         return [peer for peer in request.missing() if peer not in here]
 

@@ -34,10 +34,8 @@ from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 HOST, HEADS, PAGE, PAGES = "127.0.0.1", range(4), 4, 32
 TOKEN_BYTES = 2 * len(HEADS) * 16  # K and V of one layer
-SLOTS, SLOT_BYTES = (
-    8,
-    1024,
-)  # the number of prefill's slots; the size of decode's, which are smaller
+SLOTS = 8  # on prefill; decode has more
+SLOT_BYTES = 1024  # on decode; prefill's are larger
 SEGMENT = (SLOT_BYTES - SLOT_OVERHEAD) // TOKEN_BYTES  # tokens
 CANARY = 0xA5
 SOON_S = 20.0  # limit of operations that take milliseconds on an idle machine
