@@ -71,25 +71,17 @@ other mix, SGLang misreads messages and requests hang until they time out, even 
 def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
     """Compare backends and releases. All builds of a release (0.5.23+cu130, 0.5.23.post1) match."""
     if prefill.backend != decode.backend:
-        yield _refused(
-            "transfer backend",
-            prefill.backend,
-            decode.backend,
-            "the target could not be sent",
-            "Set the same --disaggregation-transfer-backend on both sides",
-        )
+        remedy = "Set the same --disaggregation-transfer-backend on both sides"
+        backends = prefill.backend, decode.backend
+        yield _refused("transfer backend", *backends, "the target could not be sent", remedy)
     old, new = (re.sub(r"^(\d+(?:\.\d+)*).*", r"\1", row.engine) for row in (prefill, decode))
     mixes = MIXES.get(decode.backend, set())
     if old != new and (old, new) not in mixes:
         served = sorted(on_decode for on_prefill, on_decode in mixes if on_prefill == old)
         others = f", or {' or '.join(served)} on decode" if served else ""
-        yield _refused(
-            f"SGLang's release over {decode.backend}",
-            old,
-            new,
-            "requests would hang: SGLang itself is not known to work with this mix",
-            f"Install {new} on prefill{others}",
-        )
+        consequence = "requests would hang: SGLang itself is not known to work with this mix"
+        remedy = f"Install {new} on prefill{others}"
+        yield _refused(f"SGLang's release over {decode.backend}", old, new, consequence, remedy)
 
 
 def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
@@ -98,82 +90,53 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
     unequal = prefill.attn_tp != decode.attn_tp
     tps = f"attention TP {prefill.attn_tp}", f"attention TP {decode.attn_tp}"
     equal_tp = "Give both sides the same attention-TP size"
+    stages = f"{source.stages} stages", f"{wanted.stages}"
     mooncake = "Use --disaggregation-transfer-backend mooncake on both sides"
+    same_target = "Start both sides with the same model, drafter, KV and state dtypes "
+    same_target += "(--kv-cache-dtype, --mamba-ssm-dtype) and attention backends"
+    astray = "SGLang does not compare it: bytes would land elsewhere, or its threads would exit"
     thread_ends = "the thread that registers decode ranks would exit"
     relaid = source.dcp == 1 and source.is_mla  # by requires_dcp_relayout, from 1 to any size
     if (source.dcp != wanted.dcp and not relaid) or (unequal and source.dcp > 1):
-        yield _refused(
-            "--dcp-size",
-            f"{source.dcp} at {tps[0]}",
-            f"{wanted.dcp} at {tps[1]}",
-            thread_ends,
-            f"{equal_tp} and --dcp-size, or --dcp-size 1 on prefill of an MLA target",
-        )
+        sizes = f"{source.dcp} at {tps[0]}", f"{wanted.dcp} at {tps[1]}"
+        remedy = f"{equal_tp} and --dcp-size, or --dcp-size 1 on prefill of an MLA target"
+        yield _refused("--dcp-size", *sizes, thread_ends, remedy)
     stage = source.stages, prefill.pp_rank
     for what, there, here in _like(source, wanted, prefill.attn_tp, decode.attn_tp):
         if not there <= here and (wanted.stages == 1 or stage == (wanted.stages, decode.pp_rank)):
-            texts = [", ".join(map(str, sorted(side))) or "none" for side in (there, here)]
-            yield _refused(
-                what,
-                texts[0],
-                texts[1],
-                "SGLang does not compare it: bytes would land elsewhere, or its threads would exit",
-                "Start both sides with the same model, drafter, KV and state dtypes "
-                "(--kv-cache-dtype, --mamba-ssm-dtype) and attention backends",
-            )
+            left, right = (", ".join(map(str, sorted(one))) or "none" for one in (there, here))
+            yield _refused(what, left, right, astray, same_target)
     if source.is_mla or wanted.is_mla:
         return
     # maybe_send_extra; from SGLang 0.5.23 on, try_ensure_parallel_info has the first rule too.
     whole = {name for name in source.states if name.startswith(("minimax", "block_scale"))}
     is_swa = "swa" in source.states and (source.stages > 1 or prefill.engine.startswith("0.5.21"))
     if unequal and (whole or is_swa):
-        yield _refused(
-            f"target with {', '.join(sorted(whole or {'swa'}))} state at unequal TP",
-            *tps,
-            "SGLang does not split it by heads, and no request would be served",
-            equal_tp,
-        )
+        what = f"target with {', '.join(sorted(whole or {'swa'}))} state at unequal TP"
+        consequence = "SGLang does not split it by heads, and no request would be served"
+        yield _refused(what, *tps, consequence, equal_tp)
     elif source.stages > 1 and any(name.startswith("minimax") for name in whole):
-        yield _refused(
-            "pipeline stages of a MiniMax target",
-            f"{source.stages} stages",
-            f"{wanted.stages}",
-            "SGLang does not send this target's state from several stages",
-            "Set --pp-size 1 on prefill",
-        )
+        what = "pipeline stages of a MiniMax target"
+        consequence = "SGLang does not send this target's state from several stages"
+        yield _refused(what, *stages, consequence, "Set --pp-size 1 on prefill")
     if unequal and not source.even:  # send_kvcache_slice, _init_hetero_tp_prep_handle
-        yield _refused(
-            "target with K and V of different widths at unequal TP",
-            *tps,
-            "V would be cut at K's width",
-            equal_tp,
-        )
+        what = "target with K and V of different widths at unequal TP"
+        yield _refused(what, *tps, "V would be cut at K's width", equal_tp)
     if nixl and source.heads < prefill.attn_tp < decode.attn_tp:  # _init_hetero_tp_prep_handle
-        yield _refused(
-            f"target with {source.heads} KV heads over NIXL",
-            *tps,
-            thread_ends,
-            f"{equal_tp}. Or: {mooncake}",
-        )
+        what = f"target with {source.heads} KV heads over NIXL"
+        yield _refused(what, *tps, thread_ends, f"{equal_tp}. Or: {mooncake}")
     if source.stages <= wanted.stages:
         return
     guesses = not source.layer_ids or (nixl and unequal)  # get_mha_kv_ptrs_with_pp
     if guesses and source.entries * source.stages != wanted.entries * wanted.stages:
-        yield _refused(
-            "pipeline stages of different lengths",
-            f"{source.entries} buffers on one of {source.stages} stages",
-            f"{wanted.entries} on one of {wanted.stages}",
-            "layers would overwrite each other",
-            "Use SGLANG_PP_LAYER_PARTITION to give all prefill stages the same number of layers",
-        )
+        on_prefill, on_decode = f"{source.entries} buffers", f"{wanted.entries}"
+        sizes = f"{on_prefill} on one of {stages[0]}", f"{on_decode} on one of {stages[1]}"
+        remedy = "Use SGLANG_PP_LAYER_PARTITION to give prefill's stages the same number of layers"
+        what = "pipeline stages of different lengths"
+        yield _refused(what, *sizes, "layers would overwrite each other", remedy)
     elif nixl and not source.layer_ids and not unequal:  # build_transfer_entry_pairs
-        yield _refused(
-            "pipeline stages of a target with KV heads over NIXL",
-            f"{source.stages} stages",
-            f"{wanted.stages}",
-            thread_ends,
-            f"{mooncake}, or --pp-size 1",
-        )
+        what = "pipeline stages of a target with KV heads over NIXL"
+        yield _refused(what, *stages, thread_ends, f"{mooncake}, or --pp-size 1")
 
 
 def _like(source: Target, wanted: Target, *tps: int) -> Iterator[tuple[str, set[Any], set[Any]]]:
@@ -196,18 +159,13 @@ def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
     here, there = decode.aux_item_lens, prefill.aux_item_lens
     if here == there:
         return
-    longer = len(here) != len(there) or any(p > d for p, d in zip(there, here, strict=True))
-    yield Difference(
-        Severity.REFUSED if longer else Severity.COLD,
-        "bytes of the metadata rows",
-        str(list(there)),
-        str(list(here)),
-        "metadata of other requests would be overwritten"
-        if longer
-        else "the drafter starts without its hidden state",
-        "Enable speculation, --disaggregation-enable-kv-checksum and sampling masks on both sides "
-        "or on neither",
-    )
+    severity, consequence = Severity.COLD, "the drafter starts without its hidden state"
+    if len(here) != len(there) or any(p > d for p, d in zip(there, here, strict=True)):
+        severity, consequence = Severity.REFUSED, "metadata of other requests would be overwritten"
+    remedy = "Enable speculation, --disaggregation-enable-kv-checksum and sampling masks on both "
+    remedy += "sides or on neither"
+    sizes = str(list(there)), str(list(here))
+    yield Difference(severity, "bytes of the metadata rows", *sizes, consequence, remedy)
 
 
 NO_DRAFTER = "drafter with KV heads"
@@ -231,22 +189,17 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
             Severity.COLD, NO_DRAFTER, "none", here.facts.architecture, "its KV is missing", remedy
         )
         return
-    planes = [row.staging.data_plane if row.staging else "none" for row in (prefill, decode)]
-    if planes[0] != planes[1]:
-        yield _refused(
-            "data plane",
-            planes[0],
-            planes[1],
-            "draft KV could not be read",
-            "Set the same SGLANG_MIXKV_DATA_PLANE on both sides",
-        )
+    left, right = (row.staging.data_plane if row.staging else "none" for row in (prefill, decode))
+    if left != right:
+        remedy = "Set the same SGLANG_MIXKV_DATA_PLANE on both sides"
+        yield _refused("data plane", left, right, "draft KV could not be read", remedy)
     remedy = "Start both sides with the same drafter and draft KV dtype"
     for field, what, consequence in _COMPARED:
         left, right = getattr(there.facts, field), getattr(here.facts, field)
         if left != right:
             yield Difference(Severity.MISMATCH, what, str(left), str(right), consequence, remedy)
     if prefill.topk != decode.topk:
-        yield Difference(
-            Severity.MISMATCH, "--speculative-eagle-topk", str(prefill.topk), str(decode.topk),
-            "the top-k rows that travel with each request differ", "Use one value on both sides",
-        )  # fmt: skip
+        what, sizes = "--speculative-eagle-topk", (str(prefill.topk), str(decode.topk))
+        consequence = "the top-k rows that travel with each request differ"
+        remedy = "Use one value on both sides"
+        yield Difference(Severity.MISMATCH, what, *sizes, consequence, remedy)
