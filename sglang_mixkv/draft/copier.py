@@ -13,11 +13,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from sglang_mixkv.draft.gate import Gate, launch_guarded
+from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.slot_format import SlotCheck
 
@@ -242,24 +243,25 @@ class GpuCopier(Copier):
             self._start(kind, batch)
 
     def _start(self, kind: Kind, batch: list[tuple[Copy, Any]]) -> None:
-        began, started = time.perf_counter(), list[Copy]()
-
-        def launch(is_open: list[bool]) -> Any:
-            jobs = []
-            for (copy, job), passes in zip(batch, is_open, strict=True):
-                if passes:
-                    started.append(copy)
-                    jobs.append(job)
-                else:
-                    self._over.append((copy, None, 0.0))
-            return self._device.start(kind, jobs) if jobs else None
-
+        began, started, jobs = time.perf_counter(), list[Copy](), list[Any]()
         try:
-            ticket = launch_guarded([copy.gate for copy, _ in batch], launch)
+            with ExitStack() as locked:
+                for gate in dict.fromkeys(copy.gate for copy, _ in batch):
+                    locked.enter_context(gate.lock)
+                for copy, job in batch:
+                    if copy.gate.is_open:
+                        started.append(copy)
+                        jobs.append(job)
+                    else:
+                        self._over.append((copy, None, 0.0))
+                if not jobs:
+                    return
+                ticket = self._device.start(kind, jobs)
+                for copy in started:
+                    copy.gate.tickets[ticket] = None
         except Exception as error:
             logger.exception("[MIXKV-SELF-01] draft KV could not be copied on the device")
             self._over += [(copy, error, 0.0) for copy in started]
             return
-        if ticket is not None:
-            self._flying.append((ticket, started, began))
-            self.launched = time.monotonic()
+        self._flying.append((ticket, started, began))
+        self.launched = time.monotonic()

@@ -12,9 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -29,25 +27,29 @@ class Ticket(Protocol):
 
 
 class Gate:
+    """`tickets`: batches on a device that copy through this gate. Whoever starts a batch holds the
+    `lock` of each of its gates from the check of `is_open` until the gate has the ticket. So
+    closing a gate either waits for the ticket, or came before any copy through it."""
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.is_open, self._in_flight = True, 0
-        self._tickets: dict[Ticket, None] = {}
+        self.tickets: dict[Ticket, None] = {}
 
     def enter(self) -> bool:
         """Begin a copy. Return False if the gate is closed; otherwise `leave` must follow."""
-        with self._lock:
+        with self.lock:
             self._in_flight += self.is_open
             return self.is_open
 
     def leave(self) -> None:
-        with self._lock:
+        with self.lock:
             self._in_flight -= 1
 
     def ended(self, ticket: Ticket) -> None:
-        """Forget a ticket of `launch_guarded` whose copies have ended."""
-        with self._lock:
-            self._tickets.pop(ticket, None)
+        """Forget a ticket whose copies have ended."""
+        with self.lock:
+            self.tickets.pop(ticket, None)
 
     def close(self) -> None:
         """Bar new copies, and wait for those in flight: at most two batches of slots."""
@@ -63,24 +65,8 @@ class Gate:
 
     def try_close(self) -> bool:
         """Bar new copies. Return whether none is in flight, without waiting."""
-        with self._lock:
+        with self.lock:
             self.is_open = False
-            if self._in_flight or not self._tickets:
+            if self._in_flight or not self.tickets:
                 return not self._in_flight
-            return all(ticket.over() for ticket in self._tickets)
-
-
-def launch_guarded(gates: Sequence[Gate], start: Callable[[list[bool]], Any]) -> Any:
-    """Launch copies for several requests on a device. `start` is called with whether each gate is
-    open. It starts copies only for open gates, and returns their Ticket, or None if there are none.
-    All gates stay locked from the check until they hold the ticket, so closing a gate either waits
-    for the ticket, or came before any copy through it."""
-    with ExitStack() as stack:
-        for gate in dict.fromkeys(gates):
-            stack.enter_context(gate._lock)
-        ticket = start([gate.is_open for gate in gates])
-        if ticket is not None:
-            for gate in gates:
-                if gate.is_open:
-                    gate._tickets[ticket] = None
-        return ticket
+            return all(ticket.over() for ticket in self.tickets)

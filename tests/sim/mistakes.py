@@ -518,7 +518,7 @@ def gates_ignore_tickets(patch: Patch) -> None:
 
 def _without_tickets(real: Any) -> Any:
     def try_close(self: Any) -> bool:
-        self._tickets.clear()
+        self.tickets.clear()
         return bool(real(self))
 
     return try_close
@@ -528,8 +528,8 @@ def _without_tickets(real: Any) -> Any:
 def gates_wait_for_only_one_batch(patch: Patch) -> None:
     def try_close(self: Any) -> bool:
         self.is_open = False
-        if self._in_flight or not self._tickets:
+        if self._in_flight or not self.tickets:
             return not self._in_flight
-        return any(ticket.over() for ticket in self._tickets)
+        return any(ticket.over() for ticket in self.tickets)
 
     patch.setattr(gate.Gate, "try_close", try_close)

@@ -28,7 +28,7 @@ from sglang_mixkv.channel import loop
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.cuda import CudaError, UnsafeError
-from sglang_mixkv.draft.gate import Gate, launch_guarded
+from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import MAX_BATCH, GpuJob, GpuRows
@@ -295,7 +295,8 @@ def test_a_batch_that_cannot_start_frees_its_memory(call: str) -> None:
 
 def test_a_failed_device_ends_all_batches_with_an_error() -> None:
     side, gate = small(), Gate()
-    ticket = launch_guarded([gate], lambda _: side.rows.start("clear", eight(side)[:1]))
+    ticket = side.rows.start("clear", eight(side)[:1])
+    gate.tickets[ticket] = None
     side.cuda._run_to(None)  # the kernel has stored OK as its result
     side.cuda.broken = True
     assert gate.try_close(), "SGLang's scheduler would wait forever"
@@ -313,7 +314,8 @@ def test_no_batch_ends_while_a_graph_is_captured(code: int) -> None:
     The channel thread queries the batch, and so does SGLang's scheduler when it closes a gate.
     """
     side, gate = small(FakeCuda(late=0, captures=0)), Gate()
-    ticket = launch_guarded([gate], lambda _: side.rows.start("pack", eight(side)))
+    ticket = side.rows.start("pack", eight(side))
+    gate.tickets[ticket] = None
     side.cuda.answers = [code] * 3
     assert not ticket.over()
     assert not ticket.done()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_mixkv.draft import gate as gate_module
 from sglang_mixkv.draft.copier import Copy, GpuCopier, HeldBack
-from sglang_mixkv.draft.gate import Gate, launch_guarded
+from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.slot_format import SlotCheck
 
@@ -97,7 +97,7 @@ class Copies:
         """
         found = list(self.copies.ended())
         flying = [batch for batch in self.device.batches if not batch.over()]
-        assert all(batch in flying for gate in self.gates.values() for batch in gate._tickets)
+        assert all(batch in flying for gate in self.gates.values() for batch in gate.tickets)
         return {job: result for jobs, result in found for job in jobs}
 
     @property
@@ -173,7 +173,7 @@ def test_a_gate_cannot_close_between_its_check_and_the_launch() -> None:
             time.sleep(0.05)
 
     test = Copies()
-    test.gates["a"]._lock = Unlocked(threading.Lock())
+    test.gates["a"].lock = Unlocked(threading.Lock())
     real, closed, closing = test.device.start, threading.Event(), list[threading.Thread]()
 
     def close() -> None:
@@ -224,10 +224,10 @@ def test_a_gate_may_be_polled_while_a_batch_ends() -> None:
 
     other.end.set()
     for ticket in (Asked("pack", []), other):
-        launch_guarded([gate], lambda is_open, ticket=ticket: ticket)
+        gate.tickets[ticket] = None
     assert gate.try_close()
     forgotten[0].join(5)
-    assert len(gate._tickets) == 1
+    assert len(gate.tickets) == 1
 
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), st.randoms(use_true_random=False))
@@ -239,7 +239,7 @@ def test_a_gate_waits_for_each_of_its_batches(owners: list[str], order: Any) -> 
     gates, left = {name: Gate() for name in "ab"}, list[tuple[str, Batch]]()
     for owner in owners:
         left.append((owner, batch := Batch("pack", [owner])))
-        launch_guarded([gates[owner]], lambda is_open, batch=batch: batch)
+        gates[owner].tickets[batch] = None
     order.shuffle(left)
     while left:
         flying = {owner for owner, _ in left}
@@ -265,7 +265,7 @@ def test_a_closing_gate_polls_often_and_logs_a_long_wait(
         def over(self) -> bool:
             return len(slept) >= looks
 
-    launch_guarded([gate], lambda is_open: Ends("pack", []))
+    gate.tickets[Ends("pack", [])] = None
     clock = SimpleNamespace(monotonic=lambda: 100 + len(slept), sleep=slept.append)
     monkeypatch.setattr(gate_module, "time", clock)
     monkeypatch.setattr(gate_module, "SLOW_S", 2)
