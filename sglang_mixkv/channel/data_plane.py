@@ -69,13 +69,9 @@ def decode(endpoint: bytes, plane: str) -> Endpoint:
 
 def refused(expected: str, found: str) -> Exception:
     """Return the error for a backend that cannot start."""
-    return refuse(
-        "MIXKV-START-06",
-        f"{expected} beside SGLang's",
-        found,
-        "draft KV cannot be read",
-        "See the transport's messages above",
-    )
+    expected, consequence = f"{expected} beside SGLang's", "draft KV cannot be read"
+    remedy = "See the transport's messages above"
+    return refuse("MIXKV-START-06", expected, found, consequence, remedy)
 
 
 Extent = tuple[int, int, int]
@@ -129,9 +125,8 @@ class DataPlane(ABC):
         """Connect to a peer, and return it once a byte of its memory has been read. Raises
         ConnectionError if that fails, and ValueError if `endpoint` is not one of this backend.
 
-                First attempts may fail: with Mooncake, once per socket still open to an earlier
-                process at this address; with NIXL, until reads over a broken connection to the peer
-                have ended."""
+        First attempts may fail: with Mooncake, once per socket still open to an earlier process at
+        this address; with NIXL, until reads over a broken connection to the peer have ended."""
         peer, until = RemoteMemory(decode(endpoint, self.name)), time.monotonic() + seconds
         if any(read.peer.endpoint == peer.endpoint for read in self._unanswered):
             raise ConnectionError("the peer has not answered an earlier connection")

@@ -79,26 +79,21 @@ def make_plan(
 def _row_of(info: Any, rows: Rows) -> Row:
     rank = info["rank_ip"], int(info["rank_port"])
     if rank not in rows:
-        raise refuse(
-            "MIXKV-PAIR-01",
-            "sglang-mixkv in every process of the prefill server",
-            f"none in the rank at {rank[0]}:{rank[1]}",
-            "its draft KV would be missing, or land in the target's pages",
-            "Start prefill with --enable-mixkv on every node",
-        )
+        expected = "sglang-mixkv in every process of the prefill server"
+        got = f"none in the rank at {rank[0]}:{rank[1]}"
+        consequence = "its draft KV would be missing, or land in the target's pages"
+        remedy = "Start prefill with --enable-mixkv on every node"
+        raise refuse("MIXKV-PAIR-01", expected, got, consequence, remedy)
     return rows[rank]
 
 
 def _check_unique(rows: Collection[Row]) -> None:
     addresses = [row.address for row in rows if row.address]
     if len({row.instance for row in rows}) < len(rows) or len({*addresses}) < len(addresses):
-        raise refuse(
-            "MIXKV-PAIR-04",
-            "an instance and an address of its own for each prefill rank",
-            "one that two ranks share",
-            "heads of one of them would never be read",
-            "Restart the prefill server",
-        )
+        expected = "an instance and an address of its own for each prefill rank"
+        got, remedy = "one that two ranks share", "Restart the prefill server"
+        consequence = "heads of one of them would never be read"
+        raise refuse("MIXKV-PAIR-04", expected, got, consequence, remedy)
 
 
 def _source(row: Row, own: Row, heads: range, peer: bytes) -> Source:

@@ -63,24 +63,20 @@ def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
         covered = fresh.stop if fresh else covered
         table.append(fresh or NO_HEADS)
     if sum(map(len, table)) != len(needed):
-        raise _no_route(
-            f"prefill ranks that together hold the drafter's KV heads {list(needed)}",
-            f"{[list(heads) for heads in held]}",
-            "part of the drafter's cache would never be written",
-            "Use attention-TP sizes where one divides the other",
-        )
+        expected = f"prefill ranks that together hold the drafter's KV heads {list(needed)}"
+        consequence = "part of the drafter's cache would never be written"
+        remedy = "Use attention-TP sizes where one divides the other"
+        raise _no_route(expected, f"{[list(heads) for heads in held]}", consequence, remedy)
     return tuple(table)
 
 
 def readers_of(prefill_tp: int, decode_tp: int) -> int:
     """Return how many decode ranks open a request on one prefill rank."""
     if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
-        raise _no_route(
-            "attention-TP sizes where one divides the other",
-            f"prefill {prefill_tp}, decode {decode_tp}",
-            "some decode ranks would find no complete set of prefill ranks",
-            "Change --tp or --attn-dp-size on one side",
-        )
+        expected = "attention-TP sizes where one divides the other"
+        got = f"prefill {prefill_tp}, decode {decode_tp}"
+        consequence = "some decode ranks would find no complete set of prefill ranks"
+        raise _no_route(expected, got, consequence, "Change --tp or --attn-dp-size on one side")
     return max(1, decode_tp // prefill_tp)
 
 
