@@ -21,10 +21,7 @@ from weakref import WeakSet, WeakValueDictionary
 logger = logging.getLogger(f"sglang.{__name__}")
 
 MAX_NOTICES = 4096  # in flight, each with a socket; beyond this, a server waits until it times out
-
-
 END_S = 0.5
-
 
 stoppable: WeakSet[Any] = WeakSet()
 """Objects to stop at exit. `stop` tells the object's threads, which keep it alive, to end."""

@@ -81,12 +81,8 @@ class Nixl(DataPlane):
         agent, (kind, device) = self._agent, _place(read.peer.endpoint.memory)
         here = [(local, length, self._device) for local, _, length in extents]
         there = [(remote, length, device) for _, remote, length in extents]
-        handle = agent.initialize_xfer(
-            "READ",
-            agent.get_xfer_descs(here, self._kind),
-            agent.get_xfer_descs(there, kind),
-            read.peer.name,
-        )
+        both = agent.get_xfer_descs(here, self._kind), agent.get_xfer_descs(there, kind)
+        handle = agent.initialize_xfer("READ", *both, read.peer.name)
         if agent.transfer(handle) == "ERR":
             raise ConnectionError("NIXL rejected the read")
         read.handle = handle  # NIXL releases the handle with its last reference

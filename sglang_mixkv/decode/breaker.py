@@ -16,9 +16,7 @@ FIRST_WAIT, LONGEST_WAIT, PROBE = 1.0, 30.0, 2.0
 
 class _PeerState:
     def __init__(self) -> None:
-        self.strikes = 0
-        self.wait = 0.0
-        self.until = 0.0
+        self.strikes, self.wait, self.until = 0, 0.0, 0.0
         self.probes: set[int] = set()  # generations of the probes
 
     @property

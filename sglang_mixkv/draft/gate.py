@@ -56,12 +56,9 @@ class Gate:
         began = time.monotonic()
         while not self.try_close():
             time.sleep(1e-4)
-        if time.monotonic() - began > SLOW_S:
-            logger.warning(
-                "[MIXKV-SELF-01] SGLang's scheduler waited %.1f s for copies of draft KV, since "
-                "they must end before pages are freed",
-                time.monotonic() - began,
-            )
+        if (waited := time.monotonic() - began) > SLOW_S:
+            text = "[MIXKV-SELF-01] SGLang's scheduler waited %.1f s for copies of draft KV, since "
+            logger.warning(text + "they must end before pages are freed", waited)
 
     def try_close(self) -> bool:
         """Bar new copies. Return whether none is in flight, without waiting."""

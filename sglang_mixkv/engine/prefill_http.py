@@ -56,16 +56,13 @@ async def fetch(address: str, names: AbstractResolver) -> Rows:
         return read_rows(body)
     text = body[:512].decode(errors="replace")
     if status == 404:
-        raise MixKVError(
-            "MIXKV-PAIR-01",
-            "it does not run sglang-mixkv, but this server does: it would write the drafter's "
-            "rows into the target's pages. Start both with --enable-mixkv, or both without.",
-        )
-    if status == 409:
-        raise MixKVError(
-            "MIXKV-PAIR-01", f"{text}. Start every node of the prefill server with --enable-mixkv."
-        )
-    raise ConnectionError(f"{status} {text}")
+        text = "it does not run sglang-mixkv, but this server does: it would write the drafter's "
+        text += "rows into the target's pages. Start both with --enable-mixkv, or both without."
+    elif status == 409:
+        text += ". Start every node of the prefill server with --enable-mixkv."
+    else:
+        raise ConnectionError(f"{status} {text}")
+    raise MixKVError("MIXKV-PAIR-01", text)
 
 
 def read_rows(body: bytes) -> Rows:
@@ -79,11 +76,8 @@ def read_rows(body: bytes) -> Rows:
 
 
 def _unreadable(error: object) -> MixKVError:
-    return MixKVError(
-        "MIXKV-PAIR-02",
-        f"its facts cannot be read: {error}. Install releases of sglang-mixkv with a common "
-        "protocol on both sides.",
-    )
+    remedy = "Install releases of sglang-mixkv with a common protocol on both sides"
+    return MixKVError("MIXKV-PAIR-02", f"its facts cannot be read: {error}. {remedy}.")
 
 
 def check_sizes(counts: Sequence[int]) -> int:

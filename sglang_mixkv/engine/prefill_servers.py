@@ -47,7 +47,6 @@ CHECK_S = 1.0  # between checks of a ready server; the longest pause between que
 SOON_S = 0.05  # the first pause between queries of a silent server
 KNOWN_S = 60.0  # without requests, after which a server that is not ready is forgotten
 
-
 STAND_IN = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
     kv_cache_dtype=None, follow_bootstrap_room=True,
@@ -255,11 +254,9 @@ class PrefillServers:
         places = min(MAX_LINKS, files // 6) if files > 0 else MAX_LINKS
         with self._lock:
             if len(contacted) + sum(s.links for s in self._servers.values()) > places:
-                raise MixKVError(
-                    "MIXKV-MSG-02",
-                    f"its {len(contacted)} ranks and those already connected would exceed the "
-                    f"{places} for which this process has files. Raise `ulimit -n`",
-                )
+                text = f"its {len(contacted)} ranks and those already connected would exceed the "
+                text += f"{places} for which this process has files. Raise `ulimit -n`"
+                raise MixKVError("MIXKV-MSG-02", text)
             server.links = len(contacted)
         return contacted
 
@@ -281,11 +278,9 @@ class PrefillServers:
             try:
                 link = self._channel.dial(row, server.address)
             except Exception as error:
-                raise MixKVError(
-                    "MIXKV-MSG-02",
-                    f"the draft channel of the prefill rank at {row.address} cannot be reached: "
-                    f"{error!r}. Open that port from decode to prefill; SGLANG_MIXKV_PORT sets it",
-                ) from error
+                text = f"the draft channel of the prefill rank at {row.address} cannot be reached"
+                remedy = "Open that port from decode to prefill; SGLANG_MIXKV_PORT sets it"
+                raise MixKVError("MIXKV-MSG-02", f"{text}: {error!r}. {remedy}") from error
             with self._lock:
                 if not (is_given_up := server.gone):
                     server.peers.append(link.peer)
