@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.messages import Message
+from sglang_mixkv.draft.layout import Pages
 
 
 class Send(msgspec.Struct, frozen=True):
     """Send a message. `peer`: a prefill rank, or a reader's connection. `chunks`: on prefill, the
-    chunks whose last segment this READY announces."""
+    pages of each chunk whose last segment this READY announces."""
 
     peer: bytes
     message: Message
-    chunks: Sequence[Any] = ()
+    chunks: Sequence[Pages] = ()
 
 
 class StartCopies(msgspec.Struct, frozen=True):

@@ -116,18 +116,18 @@ class ReaderTransfer:
         self.packing.append(segment)
         return segment
 
-    def ready(self, limit: int) -> tuple[Ready, list[Chunk]] | None:
-        """Return the READY that can be sent now, and the chunks that it completes, or None. It has
-        up to `limit` packed segments. It stops before the first unpacked one, since segments are
-        announced in order."""
-        found, ended = list[Announced](), list[Chunk]()
+    def ready(self, limit: int) -> tuple[Ready, list[Pages]] | None:
+        """Return the READY that can be sent now, and the pages of each chunk that it completes, or
+        None. It has up to `limit` packed segments. It stops before the first unpacked one, since
+        segments are announced in order."""
+        found, ended = list[Announced](), list[Pages]()
         packing = self.packing
         first = packing[0].first if packing else self.token
         while packing and packing[0].packed and len(found) < limit:
             segment = packing.popleft()
             found.append(Announced(segment.slot, segment.stamp, segment.count))
             if segment.ends:
-                ended.append(segment.chunk)
+                ended.append(segment.chunk.pages)
         self.ended = self.all_cut and not packing
         if not (found or self.ended):
             return None
@@ -184,8 +184,9 @@ class Packing:
                 failed[transfer] = None
         return list(failed)
 
-    def announce(self, now: float) -> list[tuple[ReaderTransfer, Ready, list[Chunk]]]:
-        """Return the READYs to send, each with the chunks it completes. Publish their slots."""
+    def announce(self, now: float) -> list[tuple[ReaderTransfer, Ready, list[Pages]]]:
+        """Return the READYs to send, each with the pages of the chunks that it completes.
+        Publish their slots."""
         found = []
         for transfer in self.announcing:
             while not transfer.ended and (made := transfer.ready(self._list)):

@@ -177,8 +177,8 @@ class PrefillWorker(Worker[Machine]):
                 self._call(self._machine.connection_lost, action.peer)
                 self._call(self._lost.discard, action.peer)
             return
-        for chunk in action.chunks:
-            self._reporter.announced(self._clock() - chunk.pages.written)
+        for pages in action.chunks:
+            self._reporter.announced(self._clock() - pages.written)
 
 
 def _copy_of(segment: Segment) -> Copy:
