@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from threading import Timer
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from sglang_mixkv.channel.slots import share_of, slots_of
-from sglang_mixkv.draft.descriptors import Descriptors, descriptors
-from sglang_mixkv.draft.layout import readers_of
+from sglang_mixkv.draft.layout import DraftFacts, readers_of
 from sglang_mixkv.tools import as_json, bounded, parser, point
 from sglang_mixkv.tools.plan_launch import read_row
 from sglang_mixkv.tools.plan_pair import PairReport, make_plan
@@ -92,6 +91,27 @@ def _plan(args: dict[str, Any]) -> PairReport | None:
         return make_plan(*servers)
     print(*(f"error: {error}" for error in errors.values()), sep="\n", file=sys.stderr)
     return None
+
+
+class Descriptors(NamedTuple):
+    """How many ranges a transfer engine moves for a chunk's draft KV, on a decode rank. `stock`:
+    ranges that SGLang sends. `channel`: slots to read; 0 if a slot holds no token."""
+
+    stock: int
+    channel: int
+
+
+def descriptors(
+    facts: DraftFacts, tokens: int, page_size: int, slot_bytes: int, heads: int, sources: int = 1
+) -> Descriptors:
+    """Count the descriptors of a chunk of `tokens`, with `heads` from each of `sources` ranks.
+
+    SGLang's NIXL backend has a descriptor per page and entry. Mooncake's joins neighbouring pages;
+    after a long run, few pages are neighbours on both sides, so it needs almost as many. The
+    channel's number does not depend on pages."""
+    pages, per_slot = -(-tokens // page_size), facts.tokens_in(slot_bytes, heads)
+    segments = -(-tokens // per_slot) if per_slot else 0
+    return Descriptors(len(facts.head_bytes) * pages, sources * segments)
 
 
 class Transfer(msgspec.Struct, frozen=True):

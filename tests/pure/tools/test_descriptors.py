@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_mixkv.channel.slots import slots_of
-from sglang_mixkv.draft.descriptors import descriptors
 from sglang_mixkv.draft.layout import DraftFacts
+from sglang_mixkv.tools.plan import descriptors
 
 EAGLE3 = DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 64, (256, 256), "bfloat16")
 DSPARK = DraftFacts("Qwen3DSparkModel", "DSPARK", 16, (128,) * 10, "bfloat16")
