@@ -12,18 +12,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_mixkv.draft.cuda import Event
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 SLOW_S = 1.0  # a slower close is logged; the pages stay in use until it is done
-
-
-class Ticket(Protocol):
-    """Copies that a device completes by itself. Any thread may call `over`."""
-
-    def over(self) -> bool:
-        """Return whether the copies have ended, without waiting."""
 
 
 class Gate:
@@ -34,7 +30,7 @@ class Gate:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.is_open, self._in_flight = True, 0
-        self.tickets: dict[Ticket, None] = {}
+        self.tickets: dict[Event, None] = {}
 
     def enter(self) -> bool:
         """Begin a copy. Return False if the gate is closed; otherwise `leave` must follow."""
@@ -46,7 +42,7 @@ class Gate:
         with self.lock:
             self._in_flight -= 1
 
-    def ended(self, ticket: Ticket) -> None:
+    def ended(self, ticket: Event) -> None:
         """Forget a ticket whose copies have ended."""
         with self.lock:
             self.tickets.pop(ticket, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from zlib import crc32
 
@@ -24,8 +23,6 @@ from sglang_mixkv.engine import draft_pool, gpu, pool_hooks
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
-
-logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class RankContext:
