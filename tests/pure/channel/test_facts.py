@@ -1,6 +1,6 @@
 """Published rows, and the severity of each difference between two of them.
 
-scripts/fuzz tests input that is not a row.
+`test_parsers_drawn.py` tests input that is not a row.
 """
 
 from __future__ import annotations
