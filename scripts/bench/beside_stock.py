@@ -28,7 +28,7 @@ from typing import Any
 import rings
 from common import Record, options, show
 
-Cache, Special = rings.model.Cache, rings.special.Special
+Cache = rings.model.Cache
 DRAFTERS = {
     "EAGLE3": Cache("mha", layers=1, heads=8, k_bytes=256, v_bytes=256),
     "DSPARK": Cache("mha", layers=5, heads=2, k_bytes=128, v_bytes=128),
@@ -93,80 +93,62 @@ def spent(_: Any) -> dict[str, float]:
 rings.Member.spent = spent
 
 
-def turn(ring: Any, tokens: int, layout: str, check: bool = False) -> dict[str, float]:
+def turn(ring: Any, tokens: int, layout: str) -> dict[str, float]:
     """Run one request, and return its counts and times over all ranks."""
 
     def total() -> dict[str, float]:
         found = [one for side in rings.SIDES for one in ring.ask(side, "spent")]
         return {name: sum(one[name] for one in found) for name in COUNTED[:-1]}
 
-    if check:
-        ring.ask("decode", "empty")
     ring.open(tokens, layout)
     before = total()
-    ring.tell("decode", "conclude")
-    ring.tell("prefill", "send")
-    seconds = max(ring.hear("decode")) - min(ring.hear("prefill"))
+    began, ended = ring.send("conclude")
     time.sleep(SETTLE_S)
     after = total()
-    if check and (wrong := sum(ring.ask("decode", "wrong"))):
-        raise SystemExit(f"{wrong} wrong bytes")
     ring.clear()
-    return {"ms": seconds * 1e3, **{name: after[name] - before[name] for name in before}}
+    return {"ms": (ended - began) * 1e3, **{name: after[name] - before[name] for name in before}}
 
 
-class Ways:
-    """A ring for each of WAYS, with one drafter, page size and backend."""
-
-    def __init__(self, drafter: str, page: int, backend: str, most: int) -> None:
-        os.environ["SGLANG_MIXKV_DATA_PLANE"] = backend  # the default without RDMA is Mooncake
-        os.environ["SGLANG_MIXKV_STAGING_MB"] = "512"  # 4 MiB slots: the rig halves one side
-        before = dict.fromkeys(itertools.product(rings.SIDES, [0]), count)
-        self._given = {"page_size": page, "backend": backend, "special": Special(before=before)}
-        self._draft, self._most = DRAFTERS[drafter], most
-        self._rings = {way: self._ring(way) for way in WAYS}
-
-    def _ring(self, way: str) -> Any:
-        draft = None if way == "target" else self._draft
-        return rings.Ring(way, 1, 1, self._most, draft=draft, **self._given)
-
-    def measure(self, tokens: int, layout: str, turns: int) -> dict[str, list[dict[str, float]]]:
-        """Return the turns of each way that does not fail. A first turn compares all bytes."""
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        order = random.Random(tokens)
-        for number in range(turns + 1):
-            for way in order.sample([*found], len(found)):
-                try:
-                    found[way].append(turn(self._rings[way], tokens, layout, check=not number))
-                except RuntimeError as error:
-                    if rings.FAILURE not in str(error):
-                        raise
-                    del found[way]  # SGLang may reject a peer after a failure
-                    self._rings[way].close()
-                    self._rings[way] = self._ring(way)
-        return {way: taken[1:] for way, taken in found.items()}
-
-    def end(self) -> None:
-        for ring in self._rings.values():
-            ring.close()
+def measure(made: Any, tokens: int, layout: str, turns: int) -> dict[str, list[dict[str, float]]]:
+    """Return the turns of each way whose transfers do not fail. All bytes are compared first."""
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in made}
+    order = random.Random(tokens)
+    for number in range(turns + 1):
+        for way in order.sample([*found], len(found)):
+            try:
+                if number:
+                    found[way].append(turn(made[way], tokens, layout))
+                else:
+                    made[way].check(tokens, layout)
+            except ConnectionError:
+                del found[way]
+                made[way].close()  # SGLang may reject a peer after a failure
+                made[way].start()
+    return found
 
 
 def rows(arguments: argparse.Namespace, backend: str, drafter: str, page: int) -> list[Record]:
     sizes = TOKENS[:1] if arguments.quick else TOKENS
     turns = arguments.repeats or (1 if arguments.quick else 11)
-    found, ways = list[Record](), Ways(drafter, page, backend, max(sizes))
-    for tokens, layout in itertools.product(sizes, rings.LAYOUTS):
-        print(backend, drafter, page, tokens, layout, file=sys.stderr)
-        made = ways.measure(tokens, layout, turns)
-        record: Record = {"drafter": drafter, "page": page, "pages": layout, "tokens": tokens}
-        for name, way in itertools.product(COUNTED, WAYS[:2]):
-            record[f"{name}: {way}"] = _added(made, way, name)
-        del record["copy ms: stock"]
-        if len(made) == len(WAYS):
-            pairs = zip(made["channel"], made["stock"], strict=True)
-            record["whole ms, ratio"] = statistics.median(a["ms"] / b["ms"] for a, b in pairs)
-        found.append(record)
-    ways.end()
+    os.environ["SGLANG_MIXKV_DATA_PLANE"] = backend  # the default without RDMA is Mooncake
+    os.environ["SGLANG_MIXKV_STAGING_MB"] = "512"  # 4 MiB slots: the rig halves one side
+    counting = rings.special.Special(
+        before=dict.fromkeys([(side, 0) for side in rings.SIDES], count)
+    )
+    given = {"draft": DRAFTERS[drafter], "page_size": page, "backend": backend, "special": counting}
+    found = list[Record]()
+    with rings.rings(WAYS, 1, 1, max(sizes), **given) as ways:
+        for tokens, layout in itertools.product(sizes, rings.LAYOUTS):
+            print(backend, drafter, page, tokens, layout, file=sys.stderr)
+            made = measure(ways, tokens, layout, turns)
+            record: Record = {"drafter": drafter, "page": page, "pages": layout, "tokens": tokens}
+            for name, way in itertools.product(COUNTED, WAYS[:2]):
+                record[f"{name}: {way}"] = _added(made, way, name)
+            del record["copy ms: stock"]
+            if len(made) == len(WAYS):
+                pairs = zip(made["channel"], made["stock"], strict=True)
+                record["whole ms, ratio"] = statistics.median(a["ms"] / b["ms"] for a, b in pairs)
+            found.append(record)
     return found
 
 

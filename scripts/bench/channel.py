@@ -12,21 +12,19 @@ thread runs pure Python.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import random
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from common import Record, options, show
+from rig.channel import threads as rig
 
 from sglang_mixkv.channel import loop
 from sglang_mixkv.channel.data_plane import Extent, Read
@@ -37,10 +35,6 @@ from sglang_mixkv.decode.transfer import Source
 from sglang_mixkv.draft.copier import Copier, Copy
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.slot_format import SlotCheck
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-rig = importlib.import_module("rig.channel.threads")
 
 HEADS, TIMES = range(64), Times(100)
 SLOTS, SLOT = slots_of(256)
@@ -78,7 +72,7 @@ class NoRows:
         return 64 + tokens * heads * self.bytes_per_head
 
 
-class Plane(rig.Reads):  # type: ignore[misc, name-defined]
+class Plane(rig.Reads):
     """Reads one after another, at `pace` bytes per second over all ranks."""
 
     lock, free = threading.Lock(), 0.0

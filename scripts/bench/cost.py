@@ -14,13 +14,16 @@ plugin's median minus stock's.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 import rings
-from common import Record, options, show
+from common import Record, options, show, take_turns
 
 from sglang_mixkv.channel import data_plane
 
@@ -53,9 +56,8 @@ rings.DecodeMember.bare, rings.Member.fill = bare, fill
 
 def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list[Record]:
     """Measure one direction; return its records, one per layout."""
-    found, order = list[Record](), np.random.default_rng(count)
-    with rings.rings(("channel",), *sizes, max(tokens)) as made:
-        ring = made["channel"]
+    found = list[Record]()
+    with closing(rings.Ring("channel", *sizes, max(tokens))) as ring:
         for side in rings.SIDES:
             ring.ask(side, "fill")
         for layout in rings.LAYOUTS:
@@ -64,14 +66,12 @@ def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list
                 print(*sizes, layout, one, file=sys.stderr)
                 size = one * rings.TOKEN_BYTES
                 ring.check(one, layout)
-                for turn in range(-2, count):
-                    for way in order.permutation([*taken]):
-                        if way == "bare":
-                            seconds = max(ring.ask("decode", "bare", size))
-                        else:
-                            seconds = ring.transfer(one, layout)
-                        if turn >= 0:  # earlier turns warm up
-                            taken[way].setdefault(size, []).append(seconds)
+                ways = {
+                    "channel": partial(ring.transfer, one, layout),
+                    "bare": lambda: max(ring.ask("decode", "bare", size)),  # noqa: B023
+                }
+                for way, seconds in take_turns(ways, count, 2).items():
+                    taken[way][size] = seconds
             (a, b), (_, bare_b) = (line(seconds) for seconds in taken.values())
             found.append(
                 {"direction": f"{sizes[0]} to {sizes[1]}", "layout": layout, "a ms": a * 1e3,
@@ -90,21 +90,17 @@ def line(seconds: dict[int, list[float]]) -> tuple[float, float]:
 
 
 def scheduler(prefill_tp: int, passes: int) -> list[Record]:
-    tokens, order = PAGES * rings.PAGE, np.random.default_rng(passes)
-    taken: dict[str, dict[str, list[float]]] = {"prefill": {}, "decode": {}}
+    tokens = PAGES * rings.PAGE
     with rings.rings(WAYS, prefill_tp, 1, tokens) as made:
-        for turn in range(-(passes // 5) - 1, passes):
-            for way in order.permutation(WAYS):
-                for side, seconds in made[way].request(tokens).items():
-                    if turn >= 0:  # earlier turns warm up
-                        taken[side].setdefault(way, []).append(seconds * 1e6)
-    found = []
-    for side, by_way in taken.items():
-        stock, mine = (float(np.median(by_way[way])) for way in WAYS)
-        found.append(
+        ways = {way: partial(ring.request, tokens) for way, ring in made.items()}
+        found = take_turns(ways, passes, passes // 5 + 1)
+    records = list[Record]()
+    for side in rings.SIDES:
+        stock, mine = (1e6 * statistics.median(one[side] for one in found[way]) for way in WAYS)
+        records.append(
             {"prefill ranks": prefill_tp, "side": side, "stock us": stock, "added us": mine - stock}
         )
-    return found
+    return records
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import random
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -137,13 +137,10 @@ def parts(tokens: int, turns: int) -> list[Record]:
     special = rings.special.Special(before={(side, 0): stamp for side in rings.SIDES})
     names = [*CALLS.items()]
     taken: dict[str, list[float]] = {part: [] for _, part in names[1:]}
-    with rings.rings(("channel",), 1, 1, tokens, special=special) as made:
-        ring = made["channel"]
+    with closing(rings.Ring("channel", 1, 1, tokens, special=special)) as ring:
         for number in range(turns + 1):
             ring.open(tokens, "random")
-            ring.tell("decode", "conclude")
-            ring.ask("prefill", "send")
-            (polled,) = ring.hear("decode")
+            _, polled = ring.send("conclude")
             at = {k: v for side in rings.SIDES for k, v in ring.ask(side, "stamps")[0].items()}
             ring.clear()
             if number:

@@ -3,46 +3,42 @@ serves one request after another on command.
 
     stock      SGLang alone
     channel    with the plugin
+    target     SGLang alone, without a drafter
 
-A ring's `way` is one of these two words. Rings of several ways run side by side, so that their
-requests can take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or
+A ring's `way` is one of these words. Rings of several ways run side by side, so that their requests
+can take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or
 receiver as SGLang's scheduler does. Times are seconds of CLOCK_MONOTONIC, which all processes
 share. The target is small: 24 bytes per token.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 import multiprocessing as mp
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+import common  # noqa: F401  # puts the rig in the path
 import numpy as np
+from rig.process import forks
+from rig.ring import load, model, special  # load sets what SGLang's import reads
+from rig.ring import rank as rig
 
 from mixkv_demo.ports import free_port
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-load = importlib.import_module("rig.ring.load")  # sets what SGLang's import reads
-forks = importlib.import_module("rig.process.forks")
-model = importlib.import_module("rig.ring.model")
-rig = importlib.import_module("rig.ring.rank")
-special = importlib.import_module("rig.ring.special")
 
 SIDES = ("prefill", "decode")
 LAYOUTS = ("runs", "random")
 PAGE, HEADS, HEAD_BYTES = 64, 8, 256
 TOKEN_BYTES = 2 * HEADS * HEAD_BYTES  # of the whole drafter: K and V of one layer
 FAILED, WAITING, SUCCESS = 0, 2, 4  # values of SGLang's KVPoll
-FAILURE = "SGLang's own transfer has failed"
 POLL_S, LIMIT_S = 2e-4, 60.0
+FORK = mp.get_context("fork")
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter gives no figure
 
 
@@ -90,7 +86,7 @@ class Member:
         while not what():
             room = getattr(self.handle, "bootstrap_room", None)
             if self.manager.request_status.get(room) == FAILED:
-                raise RuntimeError(FAILURE)
+                raise ConnectionError("SGLang's own transfer has failed")
             if time.monotonic() > until:
                 raise TimeoutError(f"{self.rank.side} {self.rank.rank}: not within {LIMIT_S} s")
             time.sleep(POLL_S)
@@ -141,9 +137,6 @@ class DecodeMember(Member):
         """Return the plugin's ReceiveHandle for the request, or None in stock."""
         return getattr(self.handle, "handle", None)
 
-    def resolve(self) -> None:
-        self.wait_for(lambda: self.manager.try_ensure_parallel_info(self.rank.address(0)))
-
     def open(self, room: int, tokens: int, layout: str) -> None:
         self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room)
 
@@ -152,6 +145,7 @@ class DecodeMember(Member):
             receiver.init(0)
             return receiver
 
+        self.wait_for(lambda: self.rank.is_known(0))
         self.handle, pages = self.metered(made), self.pages("decode", tokens, layout)
         self.opened = (tokens, layout)
         self.metered(lambda: self.handle.send_metadata(pages, 1, decode_prefix_len=0))
@@ -203,20 +197,20 @@ def request_of(room: int) -> Any:
     return request
 
 
-def serve(case: Any, side: str, number: int, ports: list[int], pipe: Any) -> None:
-    """Run one rank, which executes commands until its parent ends it."""
+member: Any = None  # in a rank's process
+
+
+def start(case: Any, side: str, number: int, ports: list[int]) -> None:
+    """Start a rank in its process."""
+    global member
     forks.die_with_parent()
-    try:
-        rank = rig.Rank(case, side, number, ports)
-        rank.start_manager()
-        member = (PrefillMember if side == "prefill" else DecodeMember)(rank)
-        pipe.send(None)
-        while True:
-            name, *args = pipe.recv()
-            pipe.send(getattr(member, name)(*args))
-    except BaseException:
-        pipe.send(RuntimeError(f"{side} {number}:\n{traceback.format_exc()}"))
-    os._exit(0)
+    rank = rig.Rank(case, side, number, ports)
+    rank.start_manager()
+    member = (PrefillMember if side == "prefill" else DecodeMember)(rank)
+
+
+def command(name: str, *args: Any) -> Any:
+    return getattr(member, name)(*args)
 
 
 # ---------------------------------------------------------------- all ranks
@@ -226,45 +220,33 @@ class Ring:
     """All ranks of one way. `given`: fields of the case to change."""
 
     def __init__(self, way: str, prefill_tp: int, decode_tp: int, most: int, **given: Any) -> None:
-        plugin, context = way == "channel", mp.get_context("fork")
         draft = model.Cache("mha", heads=HEADS, k_bytes=HEAD_BYTES, v_bytes=HEAD_BYTES)
         given = {"draft": draft, "page_size": PAGE, **given}
-        case = model.Case(
+        if way == "target":
+            given["draft"] = None
+        self._case = model.Case(
             prefill_tp, decode_tp, target=model.Cache("mla", layers=1, k_bytes=24),
-            requests=(model.Request(most),), shuffled=False,
-            prefill_mixkv=plugin, decode_mixkv=plugin,
-            shared=special.Shared([context.Event()]), **given,
+            requests=(model.Request(most),), shuffled=False, prefill_mixkv=way == "channel",
+            decode_mixkv=way == "channel", **given,
         )  # fmt: skip
-        self._rooms, self._processes = itertools.count(10_000), []
-        self._pipes: dict[str, list[Any]] = {side: [] for side in SIDES}
-        ports = [free_port()]
-        for side, count in zip(SIDES, (prefill_tp, decode_tp), strict=True):
-            for number in range(count):
-                here, there = context.Pipe()
-                arguments = (case, side, number, ports, there)
-                process = context.Process(target=serve, args=arguments, daemon=True)
-                process.start()
-                there.close()
-                self._processes.append(process)
-                self._pipes[side].append(here)
-        for side in SIDES:
-            self.hear(side)
-        self.ask("decode", "resolve")
+        self._rooms, self._told = itertools.count(10_000), dict[str, list[Future[Any]]]()
+        self.start()
+
+    def start(self) -> None:
+        case, ports = replace(self._case, shared=special.Shared([FORK.Event()])), [free_port()]
+        self._ranks = {
+            side: [ProcessPoolExecutor(1, FORK, start, (case, side, n, ports)) for n in range(tp)]
+            for side, tp in zip(SIDES, (case.prefill_tp, case.decode_tp), strict=True)
+        }
+        for rank in itertools.chain(*self._ranks.values()):
+            rank.submit(int)  # starts its process
 
     def tell(self, side: str, name: str, *args: Any) -> None:
-        for pipe in self._pipes[side]:
-            pipe.send((name, *args))
+        self._told[side] = [rank.submit(command, name, *args) for rank in self._ranks[side]]
 
     def hear(self, side: str) -> list[Any]:
         """Return the result of each rank of a side, by number."""
-        found = []
-        for pipe in self._pipes[side]:
-            if not pipe.poll(2 * LIMIT_S):
-                raise TimeoutError(f"{side} {len(found)} does not answer")
-            found.append(pipe.recv())
-            if isinstance(found[-1], Exception):
-                raise found[-1]
-        return found
+        return [result.result(2 * LIMIT_S) for result in self._told[side]]
 
     def ask(self, side: str, name: str, *args: Any) -> list[Any]:
         self.tell(side, name, *args)
@@ -273,8 +255,9 @@ class Ring:
     def open(self, tokens: int, layout: str) -> None:
         """Open a request on both sides, without sending any of it."""
         request = (next(self._rooms), tokens, layout)
-        self.ask("decode", "open", *request)
+        self.tell("decode", "open", *request)
         self.ask("prefill", "begin", *request)
+        self.hear("decode")
 
     def clear(self) -> dict[str, float]:
         """End the request; return its calls' CPU seconds on each side's first rank."""
@@ -288,27 +271,35 @@ class Ring:
         self.ask("decode", "conclude")
         return self.clear()
 
-    def transfer(self, tokens: int, layout: str) -> float:
-        """Run one request; return the seconds from the first prefill rank's `send` until the draft
-        KV is in place on all decode ranks."""
-        self.open(tokens, layout)
-        self.tell("decode", "finish")
+    def send(self, until: str) -> tuple[float, float]:
+        """Send the request. Return when the first prefill rank called `send`, and when all decode
+        ranks had done `until`."""
+        self.tell("decode", until)
         self.tell("prefill", "send")
-        seconds: float = max(self.hear("decode")) - min(self.hear("prefill"))
+        return min(self.hear("prefill")), max(self.hear("decode"))
+
+    def transfer(self, tokens: int, layout: str) -> float:
+        """Run one request; return the seconds until the draft KV is in place on all decode
+        ranks."""
+        self.open(tokens, layout)
+        began, ended = self.send("finish")
         self.clear()
-        return seconds
+        return ended - began
 
     def check(self, tokens: int, layout: str) -> None:
         """Run one request, and compare every byte. Raises RuntimeError if one is wrong."""
         self.ask("decode", "empty")
-        self.transfer(tokens, layout)
-        if wrong := sum(self.ask("decode", "wrong")):
+        self.open(tokens, layout)
+        self.send("conclude")
+        wrong = sum(self.ask("decode", "wrong"))
+        self.clear()
+        if wrong:
             raise RuntimeError(f"{wrong} wrong bytes")
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for rank in itertools.chain(*self._ranks.values()):
+            for process in rank._processes.values():
+                process.kill()
 
 
 @contextmanager
