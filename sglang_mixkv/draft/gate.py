@@ -60,6 +60,4 @@ class Gate:
         """Bar new copies. Return whether none is in flight, without waiting."""
         with self.lock:
             self.is_open = False
-            if self._in_flight or not self.tickets:
-                return not self._in_flight
-            return all(ticket.over() for ticket in self.tickets)
+            return not self._in_flight and all(ticket.over() for ticket in self.tickets)
