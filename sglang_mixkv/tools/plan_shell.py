@@ -5,7 +5,6 @@ or function before it. Otherwise `Line.stop` says why only a shell can read the 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,13 +16,14 @@ LAUNCHER = re.compile(
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _LINE = re.compile(rf"(?:{_QUOTED}|(?<![^\s;&|()])#[^\n]*|[^\n'\"\\])*", re.DOTALL)
 _COMPUTED = r"\$\{[^}]*\}|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$`]*))?\})")
-_PIECE = re.compile(
-    rf"{_QUOTED}|(?<![^\s;&|()])(?:#[^\n]*|\d+(?=[<>]))|{_VARIABLE.pattern}|{_COMPUTED}", re.DOTALL
+_VARIABLE = r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$`]*))?\})"
+_TOKEN = re.compile(
+    rf"(?:\s|\\\n)+|#[^\n]*|\d+(?=[<>])|(?P<operator>[();<>|&]+)"
+    rf"|(?P<word>(?:{_QUOTED}|{_COMPUTED}|[^\s'\"\\();<>|&])+)|(?P<unclosed>.)",
+    re.DOTALL,
 )
-_HIDDEN = {ord(one): 0xE000 + ord(one) for one in "$`;&|<>()"}  # quoted: not for the shell
-_OPERATORS = {one: hidden for one, hidden in _HIDDEN.items() if chr(one) not in "$`"}
-_SHOWN = {hidden: one for one, hidden in _HIDDEN.items()}
+_PART = re.compile(rf"{_VARIABLE}|{_QUOTED}|{_COMPUTED}|[$`]", re.DOTALL)
+_IN_QUOTES = re.compile(rf"{_VARIABLE}|\\[$`\"\\\n]|[$`]")
 _SET = re.compile(r"(?:--env=|-e|\$\{)?([A-Za-z_]\w*)(?:\[\S*\])?[+:]?=(.*)", re.DOTALL)
 _ANYTHING = re.compile(r"(?:source|\.|eval|set -a|set -o allexport|\[\w+\])(?= |$)|.*(<<)")
 _BRANCHES = {"if", "for", "while", "until", "case", "select", "function", "{", "unset", "read",
@@ -101,7 +101,7 @@ def lines_of(
         return value or "", why or unset * (value is None)
 
     for number, line in _lines(text.replace("\r\n", "\n")):
-        commands = [*_commands(_split(line, look))]
+        commands = [*_commands(line, look)]
         if last == number and line.lstrip().startswith("--"):
             why = "is cut off from its command by a comment or a missing backslash"
             raise ValueError(f"{line.split()[0].split('=')[0]} {why}: a shell does not pass it on")
@@ -135,40 +135,6 @@ def lines_of(
                         whys |= {name: why} if why else {}
 
 
-def _split(line: str, look: Callable[[str, str | None], Word]) -> list[Word]:
-    """Split a line into words and operators, with the variables that are known."""
-    whys = dict[str, str]()
-
-    def fill(found: re.Match[str]) -> str:
-        value, why = look(found[1] or found[2], found[3])
-        whys[found[0]] = f"{found[1] or found[2]} {why}"
-        return found[0] if why else re.sub(r"([\"\\])", r"\\\1", value.translate(_HIDDEN))
-
-    def piece(found: re.Match[str]) -> str:
-        text = found[0]
-        if text[0] in "'\\":
-            return "" if text == "\\\n" else text.translate(_HIDDEN)
-        if text[0] == '"':
-            text = re.sub(
-                r"\\\\|\\[$`\n]",
-                lambda m: m[0] if m[0] == "\\\\" else m[0][1:].strip().translate(_HIDDEN),
-                text,
-            )
-            return _VARIABLE.sub(fill, text).translate(_OPERATORS)
-        if text[0] not in "$`":
-            return ""  # a comment, or the number of a redirection
-        value = fill(found) if _VARIABLE.fullmatch(text) else text.replace('"', "'")
-        is_known = "$" not in value and "`" not in value
-        return value.replace("'", r"\'") if is_known else f'"{value.translate(_OPERATORS)}"'
-
-    lexer = shlex.shlex(_PIECE.sub(piece, line), posix=True, punctuation_chars="();<>|&")
-    lexer.whitespace_split, lexer.commenters = True, ""
-    found, unknown = [*lexer], "only a shell computes it"
-    return [(word.translate(_SHOWN), "" if not re.search(r"[$`]", word) else
-             next((why for text, why in whys.items() if text in word), unknown))
-            for word in found]  # fmt: skip
-
-
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield each line with its number; one that ends in a backslash or in quotes goes on."""
     at, number = 0, 1
@@ -182,21 +148,42 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
         number += 1 + line.count("\n")
 
 
-def _commands(words: list[Word]) -> Iterator[list[Word]]:
-    """Yield the commands of a line, without redirections and their files."""
-    command, is_file = list[Word](), False
-    for word, why in [*words, (";", "")]:
-        if not set(word) - set("();<>|&") and word:
-            is_file = bool(set(word) & set("<>"))
-            if "<<" in word:
-                command.append((word, ""))
-            if not is_file and command:
+def _commands(line: str, look: Callable[[str, str | None], Word]) -> Iterator[list[Word]]:
+    """Yield the commands of a line, with the variables that are known, and without redirections and
+    their files."""
+    command, is_file, whys = list[Word](), False, list[str]()
+
+    def value(found: re.Match[str]) -> str:
+        text, name = found[0], found[1] or found[2]
+        if text[0] == "\\":
+            return text[1:].strip("\n")
+        known, why = look(name, found[3]) if name else ("", "only a shell computes it")
+        if why:
+            whys.append(f"{name} {why}" if name else why)
+        return text if why else known
+
+    def part(found: re.Match[str]) -> str:
+        text = found[0]
+        if text[0] == "'":
+            return text[1:-1]
+        if text[0] == '"':
+            return _IN_QUOTES.sub(value, text[1:-1])
+        return re.sub(r"\s+", "\0", value(found)) if found[1] or found[2] else value(found)
+
+    for token in _TOKEN.finditer(f"{line}\n;"):
+        if token["unclosed"]:
+            raise ValueError("No closing quotation")
+        if operator := token["operator"]:
+            is_file = bool({*"<>"} & {*operator})
+            command += [(operator, "")] * ("<<" in operator)
+            if command and not is_file:
                 yield command
                 command = []
-        elif is_file:
+        elif word := token["word"]:
+            whys.clear()
+            texts = [] if is_file else _PART.sub(part, word).split("\0")
+            command += ((text, "".join(whys[:1])) for text in texts if text or word[0] in "'\"")
             is_file = False
-        else:
-            command.append((word, why))
 
 
 def _is_launch(texts: list[str]) -> bool:
@@ -214,7 +201,8 @@ def line_of(
     begin = next((n for n, word in enumerate(texts, 1) if LAUNCHER.fullmatch(word)
                   or LAUNCHER.fullmatch(" ".join(texts[max(0, n - 2) : n]))), 0)  # fmt: skip
     launcher = texts[begin - 1] if begin else ""
-    scripts = (n for n, word in enumerate(texts) if " " in word and LAUNCHER.search(word))
+    bare = (re.sub(_COMPUTED, "", word) for word in texts)
+    scripts = (n for n, word in enumerate(bare) if " " in word and LAUNCHER.search(word))
     inner = -1 if launcher else next(scripts, -1)
     if not launcher:
         flags = (n for n, word in enumerate(texts) if word.startswith("--"))

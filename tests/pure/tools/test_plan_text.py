@@ -112,7 +112,7 @@ READ = {  # text: variables, flags, and a part of each note, in order
     f"{RUN} --port ${{PORT:?set it}} --host \"`hostname -i | head`\" --tp 8":
         ({}, "--model-path m --host `hostname -i | head` --tp 8", "--port: only", "--host: only"),
     f"{RUN} --host $(cat \"a file\" --tp 4) --tp 8":
-        ({}, "--model-path m --host $(cat 'a file' --tp 4) --tp 8", "--host: only a shell"),
+        ({}, "--model-path m --host $(cat \"a file\" --tp 4) --tp 8", "--host: only a shell"),
     f"{RUN} --api-key $KEY --tp 8":
         ({}, "--model-path m --tp 8", "--api-key: KEY is not set in it, and plan does not need"),
     f"{RUN} --api-key ${{API_KEY:-sk}}":
@@ -123,6 +123,7 @@ READ = {  # text: variables, flags, and a part of each note, in order
              "--port: rank is not set in it", "--host: only a shell computes it"),
     f"export A=1\n{RUN} ${{X:-}}": (A, "--model-path m", "X is taken as its default"),
     f"# {RUN} --tp 4\n{RUN} --tp 8": ({}, "--model-path m --tp 8"),
+    f"PID=$({RUN} --tp 4)\n{RUN} --a ';' --tp 8": ({}, "--model-path m --a ; --tp 8"),
     f"start() {{\n {RUN} --tp 8\n}}\nstart": ({}, "--model-path m --tp 8"),
     f"for i in 0 1; do\n{RUN} --port 3000$i &\ndone":
         ({}, "--model-path m", "--port: i is not set in it"),
