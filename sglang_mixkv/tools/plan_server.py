@@ -12,11 +12,11 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cache, partial
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import msgspec
 
@@ -190,17 +190,17 @@ def _ends(view: Any, stage: Target) -> Iterator[str]:
     and decode.py)."""
     from sglang.srt.environ import envs
 
-    if not envs.SGLANG_DISAGG_STAGING_BUFFER.get():
-        return
-    name, is_prefill = "SGLANG_DISAGG_STAGING_BUFFER=1", view.disaggregation_mode == "prefill"
+    is_prefill, why = view.disaggregation_mode == "prefill", ""
     chunk, page = view.chunked_prefill_size or 8192, view.page_size or 1
     if stage.is_mla:
-        yield f"SGLang exits at startup, since {name} is for targets with KV heads: unset it"
+        why = "is for targets with KV heads: unset it"
     elif is_prefill and (chunk <= 0 or chunk % page):
-        text = f"needs --chunked-prefill-size to be a positive multiple of the page, {page}"
-        yield f"SGLang exits at startup, since {name} {text}; got {chunk}"
+        why = f"needs --chunked-prefill-size to be a positive multiple of the page, {page}"
+        why += f"; got {chunk}"
     elif is_prefill and view.pp_size > 1 and view.disaggregation_transfer_backend != "mooncake":
-        yield f"SGLang exits at startup, since {name} with --pp-size above 1 needs Mooncake"
+        why = "with --pp-size above 1 needs Mooncake"
+    if why and envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        yield f"SGLang exits at startup, since SGLANG_DISAGG_STAGING_BUFFER=1 {why}"
 
 
 def _of_host(args: argparse.Namespace) -> Iterator[str]:
@@ -277,7 +277,6 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     parser, words = _parser(), line.flags
-    refused, ends = list[str](), list[str]()
     merger = ConfigArgumentMerger(parser)
     if any(word.startswith("--config=") for word in words):
         raise unreadable("SGLang takes --config FILE only, and ignores --config=FILE")
@@ -285,26 +284,26 @@ def parse(line: Line) -> tuple[argparse.Namespace, list[str], list[str]]:
         if line.config and not line.flags:
             words = [*_flags(line.config)]
         elif settings := line.config or (_section(words) if line.is_dynamos else {}):
-            words = [*merger._convert_config_to_args(settings), *_without(words, *_FILES)]
+            rest = _without(words, "--config|--disagg-config(-key)?")
+            words = [*merger._convert_config_to_args(settings), *rest]
         elif "--config" in words:
             words = list(merger.merge_config_with_args(words))
     except Exception as error:  # from SGLang or the YAML parser
         raise unreadable(f"--config: {error}") from None
-    if line.is_dynamos:
-        given = {word.partition("=")[0] for word in words}
-        for one in (setting for setting in SETTINGS if setting.flag in given):
-            refused.append(f"Dynamo's parser rejects {one.flag}: set {one.environ} instead")
-        words = _after_dynamo(words)
-    args, unknown = parser.parse_known_args(words)
+    given = {word.partition("=")[0] for word in words} if line.is_dynamos else set()
+    refused = [f"Dynamo's parser rejects {one.flag}: set {one.environ} instead"
+               for one in SETTINGS if one.flag in given]  # fmt: skip
+    args, unknown = parser.parse_known_args(_after_dynamo(words) if line.is_dynamos else words)
+    if not unknown:
+        return args, refused, []
     # A word may be a key: only flags are printed.
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    hint = nearest(names[0], parser._option_string_actions) if names else ""
-    names = names or ["a word that follows no flag"] * bool(unknown)
-    if names and not line.is_dynamos:
-        raise unreadable(f"SGLang does not know {' '.join(names)}{hint}")
+    text = "a word that follows no flag"
     if names:
-        ends.append(f"neither Dynamo nor SGLang {sglang_version()} knows {' '.join(names)}{hint}")
-    return args, refused, ends
+        text = " ".join(names) + nearest(names[0], parser._option_string_actions)
+    if not line.is_dynamos:
+        raise unreadable(f"SGLang does not know {text}")
+    return args, refused, [f"neither Dynamo nor SGLang {sglang_version()} knows {text}"]
 
 
 def _flags(settings: Mapping[Any, Any]) -> Iterator[str]:
@@ -324,13 +323,14 @@ def _section(words: list[str]) -> Mapping[Any, Any]:
     return dict(yaml.safe_load(Path(path).read_text())[key]) if path and key else {}
 
 
-_FILES = "--config", "--disagg-config", "--disagg-config-key"
-
-
-def _without(words: list[str], *names: str) -> list[str]:
-    """Return the words without these flags and their values."""
-    pairs = zip(["", *words], words, strict=False)
-    return [w for before, w in pairs if before not in names and w.partition("=")[0] not in names]
+def _without(words: list[str], names: str | re.Pattern[str]) -> list[str]:
+    """Return the words without the flags that match `names`, and without their values."""
+    kept, is_kept = list[str](), True
+    for word in words:
+        if word.startswith("--"):
+            is_kept = not re.fullmatch(names, word.partition("=")[0])
+        kept += [word] * is_kept
+    return kept
 
 
 _DYNAMOS = re.compile(
@@ -355,13 +355,7 @@ def _after_dynamo(words: list[str]) -> list[str]:
     try:
         of_router, *groups = map(pkgutil.resolve_name, _OF_DYNAMO)
     except ImportError:
-        is_own = [bool(_DYNAMOS.fullmatch(word.partition("=")[0])) for word in words]
-        values = zip([False, *is_own], ["", *words], words, is_own, strict=False)
-        return [
-            word
-            for of_own, before, word, own in values
-            if not own and not (of_own and "=" not in before and word[:2] != "--")
-        ]
+        return _without(words, _DYNAMOS)
     parser = _Parser(add_help=False)
     for group in groups:
         group().add_arguments(parser)
@@ -409,11 +403,11 @@ def as_on(gpu: str) -> Iterator[None]:
     facts = dict.fromkeys(("is_sm90", "is_hopper_with_cuda_12_3"), is_hopper)
     facts |= dict.fromkeys(("is_sm100", "is_sm100_or_sm110", "is_blackwell"), not is_hopper)
     sm = 10 * capability[0] + capability[1]
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        enter(patch.object(torch.cuda, "get_device_capability", lambda device=None: capability))
-        enter(override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts))
-        for fact, value in facts.items():  # some of SGLang's hooks call these directly
-            answer = partial(lambda value, *_, **__: value, value)
-            enter(patch.object(common, _PLATFORM_PROBES[fact], answer))
+    # Some of SGLang's hooks call the probes directly.
+    probes = {_PLATFORM_PROBES[fact]: Mock(return_value=value) for fact, value in facts.items()}
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts),
+        patch.multiple(common, **probes),
+    ):
         yield
