@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -88,13 +89,9 @@ def around_resolve(original: Callable[[Any], None], server_args: Any) -> None:
         return original(server_args)
     try:
         gpus = _gpus(server_args)
-
-        def make() -> Any:
-            made = copy.deepcopy(server_args)
-            setattr(made, _SEEN, "a copy")
-            return made
-
-        made, gpu, stock = resolved(make, gpus)
+        unresolved = copy.deepcopy(server_args)
+        setattr(unresolved, _SEEN, "a copy")
+        made, gpu, stock = resolved(partial(copy.deepcopy, unresolved), gpus)
         if stock:
             _end(made, gpu, stock, config_of(server_args))
     except Exception as error:

@@ -190,13 +190,13 @@ _OF_MANAGER = "try_ensure_parallel_info", "_resolve_rank_mapping"
 
 def _check_of_sglang(requests: Any) -> dict[str, Any]:
     """Compile SGLang's check of a pair from SGLang's source, with only the classes that it uses."""
-    wanted = list[ast.stmt]()
-    for file in ("disaggregation/base/conn.py", _CONN):
-        for node in ast.parse(_source(file)).body:
-            if isinstance(node, ast.ClassDef) and node.name in ("StateType", "PrefillServerInfo"):
-                wanted.append(node)
-            elif isinstance(node, ast.ClassDef) and node.name == "CommonKVManager":
-                wanted += (one for one in node.body if getattr(one, "name", "") in _OF_MANAGER)
+    used = "StateType", "PrefillServerInfo", *_OF_MANAGER
+    nodes = ast.walk(ast.parse(_source("disaggregation/base/conn.py") + _source(_CONN)))
+    wanted: list[ast.stmt] = [
+        node
+        for node in nodes
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in used
+    ]
     quiet = SimpleNamespace(**dict.fromkeys(("debug", "error", "warning_once"), lambda *_: None))
     names: dict[str, Any] = {"__name__": __name__, "dataclasses": dataclasses, "enum": enum,
                              "logger": quiet, "requests": requests}  # fmt: skip
@@ -228,13 +228,10 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
         yield f"prefill: of {prefill.dp_size} {text}. Start each as its own server."
     if prefill.tcp and _is_cut(prefill, decode):
         yield f"{_TCP}. Use RDMA, NIXL or one attention-TP size."
-    for name, why in (
-        ("page_size", "SGLang refuses the pair"),
-        ("kv_cache_dtype", "SGLang refuses the pair"),
-        ("disaggregation_enable_kv_checksum", "metadata rows differ"),
-    ):
-        sides = getattr(prefill, name), getattr(decode, name)
-        if prefill.resolved and decode.resolved:
+    if prefill.resolved and decode.resolved:
+        for name in ("page_size", "kv_cache_dtype", "disaggregation_enable_kv_checksum"):
+            sides = getattr(prefill, name), getattr(decode, name)
+            why = "metadata rows differ" if "checksum" in name else "SGLang refuses the pair"
             yield from _differ(f"--{name.replace('_', '-')}", *sides, why)
     yield from _models(prefill, decode)
 
