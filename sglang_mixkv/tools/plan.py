@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -53,10 +52,8 @@ def main(argv: list[str]) -> int:
     if sys.stderr.isatty():
         patience.start()
     try:
-        with redirect_stdout(io.StringIO()) as said:
+        with redirect_stdout(sys.stderr):  # SGLang may print, too
             plan = _plan(args)
-        print(*(f"SGLang: {line}\n" for line in said.getvalue().splitlines()), sep="", end="",
-              file=sys.stderr)  # fmt: skip
     finally:
         patience.cancel()
         gc.freeze()
@@ -167,7 +164,12 @@ def whole(plan: PairReport, prefills: int, decodes: int) -> dict[str, Any]:
 
 def text(plan: PairReport, prefills: int = 1, decodes: int = 1) -> str:
     """Return the printed plan for these numbers of servers."""
-    lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
+    lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode))]
+    lines.append(f"target   {plan.decode.target}")
+    if draft := plan.decode.draft:
+        size = draft.facts.bytes_per_token(draft.kv_heads)
+        bytes_of = f", {size:,} bytes per token" * bool(size)
+        lines.append(f"drafter  {draft}, {draft.facts.algorithm}, {draft.facts.dtype}{bytes_of}")
     if moved := transfer(plan, prefills, decodes):
         lines += _transfer(moved, prefills, decodes)
     lines += ["", "findings:" if plan.findings else "findings: none", *_list(plan.findings)]
@@ -197,14 +199,6 @@ def _side(server: Server) -> str:
         f"DCP {server.dcp_size}" * (server.dcp_size > 1),
     )
     return f"{server.role:<8} TP {server.tp_size}{groups}, {', '.join(filter(None, more))}"
-
-
-def _models(plan: PairReport) -> Iterator[str]:
-    yield f"target   {plan.decode.target}"
-    if draft := plan.decode.draft:
-        size = draft.facts.bytes_per_token(draft.kv_heads)
-        bytes_of = f", {size:,} bytes per token" * bool(size)
-        yield f"drafter  {draft}, {draft.facts.algorithm}, {draft.facts.dtype}{bytes_of}"
 
 
 def _transfer(moved: Transfer, prefills: int, decodes: int) -> Iterator[str]:

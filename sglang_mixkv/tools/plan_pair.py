@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 
@@ -167,10 +168,10 @@ def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
         "attn_tp_size": prefill.attention_tp, "page_size": None, "kv_cache_dtype": None,
         "follow_bootstrap_room": True, "dp_size": 1,
     }  # fmt: skip
-    answer = SimpleNamespace(status_code=200)
-    sglang = _check_of_sglang(SimpleNamespace(get=lambda *_, **__: answer))
+    answer = Mock(status_code=200)
+    sglang = _check_of_sglang(Mock(**{"get.return_value": answer}))
     names = {field.name for field in fields(sglang["PrefillServerInfo"])} & published.keys()
-    answer.json = lambda: {name: published[name] for name in names}
+    answer.json.return_value = {name: published[name] for name in names}
     manager = type("Decode", (), {one: sglang[one] for one in _OF_MANAGER})()
     vars(manager).update(none | msgspec.structs.asdict(decode) | target.met | {
         "attn_tp_size": decode.attention_tp, "attn_cp_rank": 0, "pp_rank": 0,
@@ -197,9 +198,8 @@ def _check_of_sglang(requests: Any) -> dict[str, Any]:
         for node in nodes
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in used
     ]
-    quiet = SimpleNamespace(**dict.fromkeys(("debug", "error", "warning_once"), lambda *_: None))
     names: dict[str, Any] = {"__name__": __name__, "dataclasses": dataclasses, "enum": enum,
-                             "logger": quiet, "requests": requests}  # fmt: skip
+                             "logger": Mock(), "requests": requests}  # fmt: skip
     flags = annotations.compiler_flag
     exec(compile(ast.Module(wanted, []), "conn.py", "exec", flags, dont_inherit=True), names)
     return names
@@ -251,20 +251,15 @@ def _differences(prefill: Server, decode: Server) -> list[Difference]:
     """List the differences for which the servers would refuse each other."""
     is_cold = decode.config.on_draft_mismatch == "cold"
     served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
+    # Unset top-k: SGLang stopped before it set it, or one side does not speculate.
     topks = [side.speculative_eagle_topk or 0 for side in (prefill, decode)]
-    if not all(topks):
-        topks = [0, 0]  # SGLang stopped before it set top-k, or one side does not speculate
-    rows = map(_row, (prefill, decode), topks)
+    rows = list[Row]()  # what the ranks would publish, without facts of running ranks
+    for side, topk in zip((prefill, decode), topks if all(topks) else (0, 0), strict=True):
+        tp, backend = side.attention_tp or 1, side.disaggregation_transfer_backend
+        of_rank = side.sglang, bytes(8), "", 0, "", tp, 0, 0, ()
+        draft = DraftLayout(side.facts, tp, 0) if side.facts else None
+        rows.append(Row(PROTOCOL, __version__, *of_rank, backend, side.stage, topk, draft))
     return [one for one in differences(*rows) if one.severity not in served]
-
-
-def _row(server: Server, topk: int) -> Row:
-    """Make the row that a server's ranks would publish, except facts of running ranks."""
-    facts, tp = server.facts, server.attention_tp or 1
-    draft = DraftLayout(facts, tp, 0) if facts else None
-    of_rank = server.sglang, bytes(8), "", 0, "", tp, 0, 0, ()
-    backend = server.disaggregation_transfer_backend
-    return Row(PROTOCOL, __version__, *of_rank, backend, server.stage, topk, draft)
 
 
 def _models(prefill: Server, decode: Server) -> Iterator[str]:

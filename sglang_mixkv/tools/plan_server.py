@@ -78,9 +78,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def facts(self) -> DraftFacts | None:
         """The facts of a drafter with KV heads."""
-        if self.draft is None or not self.draft.kv_heads:
-            return None
-        return DraftFacts(*msgspec.structs.astuple(self.draft.facts))
+        return self.draft.facts if self.draft and self.draft.kv_heads else None
 
 
 FLAGS = Server.__struct_fields__[:12]

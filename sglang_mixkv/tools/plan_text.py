@@ -114,28 +114,24 @@ class _Node(NamedTuple):
 
 def _found(given: Given) -> list[tuple[str, Line]]:
     """Find all launches, or the one at the pointer, with their pointers or line numbers."""
-    documents = _documents(given.text)
-    if given.pointer or any(isinstance(one, dict | list) for one in documents):
-        data = [
-            one for one in documents if isinstance(one, dict) and one.get("kind") == "ConfigMap"
-        ]
-        maps = {str((one.get("metadata") or {}).get("name")): one.get("data") or {} for one in data}
-        seen, found = set[int](), list[tuple[str, Line]]()
-        todo = [*_Node(documents, "#", ()).steps()]
-        while todo:
-            node = todo.pop(0)
-            is_named = node.where == f"#{given.pointer}"
-            if not given.pointer or is_named:
-                found += ((node.where, line) for line in _lines(node, maps, is_named=is_named))
-            if is_named:
-                return found
-            if not isinstance(node.value, dict | list) or id(node.value) not in seen:
-                seen.add(id(node.value))  # an alias is read once
-                todo += (one for one in node.steps() if given.pointer or one.key not in CONTAINER)
-        if given.pointer:
-            raise unreadable(f"{given.file} has no node {given.pointer}")
-        if found or "\n" in given.text.strip():
+    documents, found, seen = _documents(given.text), list[tuple[str, Line]](), set[int]()
+    is_data = given.pointer or any(isinstance(one, dict | list) for one in documents)
+    data = [one for one in documents if isinstance(one, dict) and one.get("kind") == "ConfigMap"]
+    maps = {str((one.get("metadata") or {}).get("name")): one.get("data") or {} for one in data}
+    nodes = [*_Node(documents, "#", ()).steps()] if is_data else []
+    for node in nodes:
+        is_named = node.where == f"#{given.pointer}"
+        if not given.pointer or is_named:
+            found += ((node.where, line) for line in _lines(node, maps, is_named=is_named))
+        if is_named:
             return found
+        if not isinstance(node.value, dict | list) or id(node.value) not in seen:
+            seen.add(id(node.value))  # an alias is read once
+            nodes += (one for one in node.steps() if given.pointer or one.key not in CONTAINER)
+    if given.pointer:
+        raise unreadable(f"{given.file} has no node {given.pointer}")
+    if found or (is_data and "\n" in given.text.strip()):
+        return found
     return [(f"line {line.number}", line) for line in lines_of(given.text, {}, {})]
 
 

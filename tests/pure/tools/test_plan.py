@@ -28,12 +28,12 @@ import mixkv_demo
 from sglang_mixkv.__main__ import run
 from sglang_mixkv.channel.handshake import Target
 from sglang_mixkv.config import Config
-from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank, routes
+from sglang_mixkv.draft.layout import heads_on_rank, routes
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_pair, plan_server
 from sglang_mixkv.tools.plan_launch import LaunchRow
-from sglang_mixkv.tools.plan_model import Model
+from sglang_mixkv.tools.plan_model import Facts, Model
 from sglang_mixkv.tools.plan_pair import SCHEMA, PairReport, make_plan, need_of
 from sglang_mixkv.tools.plan_server import Server, read
 
@@ -46,7 +46,7 @@ newest = sglang_version() == SUPPORTED_SGLANG[-1]
 
 
 def model(heads: int, layers: int, head_bytes: tuple[int, ...], name: str, kind: str = "") -> Model:
-    return Model(DraftFacts(name, kind, heads, head_bytes, "bfloat16"), layers)
+    return Model(Facts(name, kind, heads, head_bytes, "bfloat16"), layers)
 
 
 def eagle3(heads: int, kind: str = "EAGLE3") -> Model:
@@ -372,7 +372,7 @@ def test_a_line_is_what_sglang_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> N
     one = read("decode", "python -m sglang.launch_server " + flags("--tp 8 --dp 8 "
                "--enable-dp-attention"))  # fmt: skip
     assert (one.attention_tp, one.attn_dp_size, one.enabled, one.stock) == (1, 8, True, ())
-    assert one.facts == DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 4, (32, 32), "bfloat16")
+    assert one.facts == Facts("LlamaForCausalLMEagle3", "EAGLE3", 4, (32, 32), "bfloat16")
     assert (one.target.kv_heads, one.target.layers, one.stage.is_mla) == (0, 5, True)
     monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "3,2")
     monkeypatch.setenv("MC_FORCE_TCP", "1")
