@@ -13,7 +13,6 @@ import logging
 import math
 import socket
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from ipaddress import ip_address
 from typing import Annotated, Any
@@ -139,20 +138,27 @@ class Names(AbstractResolver):
     requests to that server wait. If a look-up is slow or fails, the last result is used."""
 
     def __init__(self) -> None:
-        self._under_way: dict[str, Future[Any]] = {}
+        self._under_way: dict[str, asyncio.Future[list[ResolveResult]]] = {}
         self._answered: dict[str, list[ResolveResult]] = {}  # least recently used first
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found, waited = self._answered.get(host), asyncio.wrap_future(self._look_up(host))
-        waited.add_done_callback(partial(self._ended, host))  # it may end too late for this call
-        await asyncio.wait([waited], timeout=FRESH_S if found else None)
-        found = self._answered.get(host) or found or waited.result()
+        found, look_up = self._answered.get(host), self._under_way.get(host)
+        if look_up is None and len(self._under_way) < LOOKED_UP:
+            look_up = asyncio.wrap_future(in_thread("mixkv-name", _addresses, host))
+            look_up.add_done_callback(partial(self._ended, host))  # perhaps too late for this call
+            self._under_way[host] = look_up
+        if look_up is not None:
+            await asyncio.wait([look_up], timeout=FRESH_S if found else None)
+            found = self._answered.get(host) or found or look_up.result()
+        if found is None:
+            raise BlockingIOError(f"{LOOKED_UP} names are being looked up")
         self._remember(host, found)
         return [ResolveResult({**one, "port": port}) for one in found]
 
     def _ended(self, host: str, look_up: asyncio.Future[list[ResolveResult]]) -> None:
+        del self._under_way[host]
         if not look_up.exception():
             self._remember(host, look_up.result())
 
@@ -161,16 +167,6 @@ class Names(AbstractResolver):
         self._answered[host] = found
         if len(self._answered) > REMEMBERED:
             del self._answered[next(iter(self._answered))]
-
-    def _look_up(self, host: str) -> Future[Any]:
-        future = self._under_way.get(host)
-        if future is None and len(self._under_way) >= LOOKED_UP:
-            future = Future()
-            future.set_exception(BlockingIOError(f"{LOOKED_UP} names are being looked up"))
-        elif future is None:
-            future = self._under_way[host] = in_thread("mixkv-name", _addresses, host)
-            future.add_done_callback(lambda _: self._under_way.pop(host, None))
-        return future
 
     async def close(self) -> None: ...
 
