@@ -20,6 +20,8 @@ from sglang_mixkv.channel.messages import MAX_BYTES
 from sglang_mixkv.channel.times import Times
 
 T = TypeVar("T")
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
 EAGER = 0.008  # seconds
 EAGER_MS, IDLE_MS = 0.2, 1
 # Integers, since an operation on pyzmq's enums takes as long as querying a socket.
@@ -75,26 +77,25 @@ class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._epoll_fd = self._epoll.fileno()
-        self._ppoll = ctypes.create_string_buffer(
-            struct.pack("ihh", self._epoll_fd, select.POLLIN, 0)
-        )
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        pollfd = struct.pack("ihh", self._epoll_fd, select.POLLIN, 0)
+        self._ppoll = ctypes.create_string_buffer(pollfd)
+        self._sockets: dict[int, Socket] = {}
         self._found = ctypes.create_string_buffer(_READY.size * _MOST)
-        self.used: set[zmq.Socket[bytes]] = set()
+        self.used: set[Socket] = set()
         self.came = 0.0  # when something was last ready or done
 
-    def register(self, at: zmq.Socket[bytes] | int) -> None:
+    def register(self, at: Socket | int) -> None:
         self._epoll.register(at, select.EPOLLIN)
         if not isinstance(at, int):
             self._sockets[at.fileno()] = at
             self.used.add(at)
 
-    def unregister(self, socket: zmq.Socket[bytes]) -> None:
+    def unregister(self, socket: Socket) -> None:
         self._epoll.unregister(socket)
         del self._sockets[socket.fileno()]
         self.used.discard(socket)
 
-    def received(self, socket: zmq.Socket[bytes]) -> Iterator[zmq.Frame]:
+    def received(self, socket: Socket) -> Iterator[zmq.Frame]:
         """Yield the first frame of each message of a ready socket, up to BATCH of them. The caller
         receives the other frames. Most messages come alone, so the socket is queried after the
         first. A query takes a third as long as a `recv` without a message, but twice as long as one
@@ -147,19 +148,17 @@ class Poller:
         return ready
 
 
-def has_message(socket: zmq.Socket[bytes]) -> bool:
+def has_message(socket: Socket) -> bool:
     return bool(socket.getsockopt(EVENTS) & IN)  # type: ignore[operator]
 
 
-def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def new_context() -> Context:
+    context: Context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return context
 
 
-def new_socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
-) -> zmq.Socket[bytes]:
+def new_socket(context: Context, kind: int, host: str, times: Times) -> Socket:
     """Make a socket whose messages reach the peer's kernel within `times.delivery`, or are lost
     with their connection. The kernel checks idle connections (TCP keepalive).
 

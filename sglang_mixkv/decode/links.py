@@ -15,7 +15,7 @@ import zmq
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.channel.messages import Message
-from sglang_mixkv.channel.sockets import NOBLOCK, Poller, new_context, new_socket
+from sglang_mixkv.channel.sockets import NOBLOCK, Poller, Socket, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Peer, peer_of
@@ -25,14 +25,12 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 CONNECT_S = 5.0
 
-Dealer = zmq.Socket[bytes]
-
 
 class Link:
     """`memory`: the data plane's peer, None on a rank without a drafter. `reconnecting`: a thread
     is replacing it. `closed`: the link has been given up."""
 
-    def __init__(self, peer: Peer, row: Row, dealer: Dealer, memory: Any) -> None:
+    def __init__(self, peer: Peer, row: Row, dealer: Socket, memory: Any) -> None:
         self.peer, self.row, self.dealer, self.memory = peer, row, dealer, memory
         self.reconnecting = self.closed = False
 
@@ -45,7 +43,7 @@ class Links:
         self._store, self._times, self._poller = store, times, poller
         self._context = new_context()
         self._links: dict[Peer, Link] = {}
-        self._of_dealer: dict[Dealer, Link] = {}
+        self._of_dealer: dict[Socket, Link] = {}
 
     def dial(self, row: Row, server: str) -> Link:
         """Make a link, to be passed to `add` or `hang_up`. It may block. Raises ValueError for an
