@@ -92,10 +92,9 @@ class Mooncake(DataPlane):
         batch (mooncake-integration/transfer_engine/transfer_engine_py.cpp), and the call that
         checks all of them blocks."""
         read.handle = []  # Mooncake's IDs of the transfers in flight
+        begin = self._engine.batch_transfer_async_read
         for local, remote, length in extents:
-            number = self._engine.batch_transfer_async_read(
-                read.peer.name, [local], [remote], [length]
-            )
+            number = begin(read.peer.name, [local], [remote], [length])
             if not 0 < number < 1 << 63:  # 0, or -1 (perhaps unsigned): an error
                 self._names.pop(read.peer.endpoint, None)  # the name may not be open
                 raise ConnectionError(f"Mooncake rejected a read from {read.peer.name}")

@@ -74,9 +74,8 @@ class DraftManager:
         if mode == DisaggregationMode.DECODE:
             self._make_decode_channel()
         names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
-        stands_for_server = (self.pp_rank or 0) == (self.pp_size or 1) - 1 and not any(
-            getattr(self, name) for name in names
-        )
+        is_last_stage = (self.pp_rank or 0) == (self.pp_size or 1) - 1
+        stands_for_server = is_last_stage and not any(getattr(self, name) for name in names)
         level = logging.INFO if stands_for_server else logging.DEBUG
         logger.log(level, "%s%s", self.local.banner(), note)
 

@@ -172,10 +172,9 @@ class Names(AbstractResolver):
 
 
 def _addresses(host: str) -> list[ResolveResult]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
     flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     return [
         ResolveResult(hostname=host, host=str(at[0]), port=0, family=of, proto=proto, flags=flags)
-        for of, _, proto, _, at in socket.getaddrinfo(
-            host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-        )
+        for of, _, proto, _, at in found
     ]

@@ -132,9 +132,8 @@ def _target(manager: Any) -> Target:
     mla, half = manager.is_mla_backend or manager.is_hybrid_mla_backend, len(lens) // 2
     heads = getattr(args, "total_kv_head_num", 1)  # on decode only with SGLang's staging
     widths, units, states = {*lens}, set[int](), [state.value for state in args.state_types]
-    for state, sizes, dims in zip(
-        states, args.state_item_lens, args.state_dim_per_tensor, strict=True
-    ):
+    parts = states, args.state_item_lens, args.state_dim_per_tensor
+    for state, sizes, dims in zip(*parts, strict=True):
         widths.update(sizes if state == "swa" else ())
         units.update(size // max(1, dim) for size, dim in zip(sizes, dims, strict=state == "mamba"))
     return Target(
