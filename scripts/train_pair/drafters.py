@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, repeat_kv
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 PAD, BOS, SEP, MASK = 0, 1, 2, 3  # <sep> also ends the answer; DFLASH predicts what MASK stands for
 FIRST_SYMBOL, VOCAB = 4, 256
@@ -75,8 +75,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any, width: int, normed: bool) -> None:
         super().__init__()
-        self.size, heads = config.head_dim, config.num_attention_heads
-        kv_heads, self.group = config.num_key_value_heads, heads // config.num_key_value_heads
+        self.size = config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(width, heads * self.size, bias=False)
         self.k_proj = nn.Linear(width, kv_heads * self.size, bias=False)
         self.v_proj = nn.Linear(width, kv_heads * self.size, bias=False)
@@ -84,18 +84,19 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (norm(self.size) if normed else nn.Identity() for _ in range(2))
 
     def q(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return queries [B, heads, T, head_dim]."""
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.size)))
-        return rotated(q, positions).transpose(1, 2)
+        """Return queries [B, T, heads, head_dim]."""
+        return rotated(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.size))), positions)
 
     def kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [B, T, kv_heads, head_dim]."""
         k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.k_proj, self.v_proj))
         return rotated(self.k_norm(k), positions), v
 
-    def per_query_head(self, x: Tensor) -> Tensor:
-        """Repeat [B, T, kv_heads, head_dim] to [B, heads, T, head_dim]."""
-        return repeat_kv(x.transpose(1, 2), self.group)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """Return [B, T, hidden]. `visible`: bool [..., T, keys], the keys that each query sees."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 def norm(width: int) -> nn.RMSNorm:
@@ -148,10 +149,8 @@ class Eagle3(nn.Module):
     def forward(self, _: Any, inputs: dict[str, Tensor], damage: Damage | None = None) -> Tensor:
         layer, attention = self.midlayer, self.midlayer.self_attn
         hidden, length = self.fc(inputs["features"]), inputs["features"].shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        logits = []
+        itself = torch.eye(length, dtype=torch.bool)
+        visible, entries, logits = torch.ones_like(itself).tril(), [], []
         for step in range(STEPS):
             embedded = layer.input_layernorm(inputs["embeddings"][:, step : step + length])
             x = torch.cat([embedded, layer.hidden_norm(hidden)], -1)
@@ -159,16 +158,10 @@ class Eagle3(nn.Module):
             q, (k, v) = attention.q(x, positions), attention.kv(x, positions)
             if step == 0 and damage is not None:
                 k, v = (damage.done_to(y, inputs["prompt"]) for y in (k, v))
-            keys.append(attention.per_query_head(k))
-            values.append(attention.per_query_head(v))
-            # over the entries of step 0 so far, and over the later steps of the entry itself
-            scores = (q @ keys[0].mT).masked_fill(~causal, float("-inf"))
-            own = [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
-            weights = (torch.cat([scores, *own], -1) * attention.size**-0.5).softmax(-1)
-            out = weights[..., :length] @ values[0]
-            for number, v in enumerate(values[1:]):
-                out = out + weights[..., length + number, None] * v
-            hidden = hidden + attention.o_proj(out.transpose(1, 2).flatten(2))
+            entries.append((k, v))
+            k, v = (torch.cat(parts, 1) for parts in zip(*entries, strict=True))
+            hidden = hidden + attention(q, k, v, visible)
+            visible = torch.cat([visible, itself], 1)  # of later steps, each entry sees its own
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             logits.append(self.lm_head(self.norm(hidden)))
         return torch.stack(logits, -2)
@@ -226,10 +219,8 @@ class Dflash(nn.Module):
             if damage is not None:
                 pair = tuple(damage.done_to(y, inputs["prompt"]) for y in pair)
             both = zip(pair, attention.kv(normed, positions), strict=True)
-            k, v = (attention.per_query_head(torch.cat(parts, 1)) for parts in both)
-            mask = inputs["visible"][:, None]
-            out = F.scaled_dot_product_attention(attention.q(normed, positions), k, v, mask)
-            x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+            k, v = (torch.cat(parts, 1) for parts in both)
+            x = x + attention(attention.q(normed, positions), k, v, inputs["visible"][:, None])
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return target.lm_head(self.norm(x).unflatten(1, (-1, self.block))[:, :, 1:])
 

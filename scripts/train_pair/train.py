@@ -1,11 +1,7 @@
-"""Train a target and its drafter on the copy task, and write both as checkpoints.
+"""Train a target and its drafter on the copy task, and write both as checkpoints (README.md).
 
-    python scripts/train_pair/train.py --target mla|gqa [--drafter eagle3|dflash] --out DIR
-
-Configurations and tokenizers are those of the shipped models (mixkv_demo/models). With one
-CPU thread and fixed seeds, the same machine gives the same weights. `--keep-target` trains only the
-drafter, on the target in DIR; `--check` trains nothing. DFLASH's weights are written for DSPARK
-too.
+With one CPU thread and fixed seeds, the same machine gives the same weights. `--keep-target` trains
+only the drafter, on the target in DIR. DFLASH's weights are written for DSPARK too.
 """
 
 from __future__ import annotations
