@@ -1,6 +1,6 @@
 """A Prometheus that scrapes the demo's servers, and the expressions of the shipped dashboard.
 
-The binary must be in PATH (scripts/prometheus.sh gets Debian's). Prometheus runs in a Fleet, with
+The binary must be in PATH (scripts/optional.sh gets Debian's). Prometheus runs in a Fleet, with
 its own configuration and data folder, and ends with the Fleet.
 """
 

@@ -9,11 +9,9 @@
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-# shellcheck source=scripts/prometheus.sh
-source "$MIXKV_ROOT/scripts/prometheus.sh"
+# shellcheck source=scripts/optional.sh
+source "$MIXKV_ROOT/scripts/optional.sh"
 mixkv_prometheus
-# shellcheck source=scripts/dynamo.sh
-source "$MIXKV_ROOT/scripts/dynamo.sh"
 DYNAMO=1.6.1
 [ "${MIXKV_SGLANG:-}" != 0.5.22 ] || DYNAMO=1.7.0.dev20261026 # pins SGLang 0.5.22
 case "$*" in
@@ -23,11 +21,9 @@ cd "$MIXKV_ROOT"
 
 OLDEST=0.5.21
 OLDER="0.5.21 0.5.22"
-PART="test_seams or test_startup or (test_targets and hybrid) or test_dtypes"
-PART="$PART or test_page_sizes or P2-D1 or test_plan or test_early_sends"
-PART="$PART or test_peers"
-RING="$PART or test_matrix or test_faults or test_stock"
-RING="$RING or test_bootstrap"
+PART="test_seams or test_startup or (test_targets and hybrid) or test_dtypes or test_page_sizes"
+PART="$PART or P2-D1 or test_plan or test_early_sends or test_peers"
+RING="$PART or test_matrix or test_faults or test_stock or test_bootstrap"
 SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 
 # The rings set the environment of SGLang's CPU engine for their whole process, so they run apart.

@@ -34,7 +34,7 @@ EVERYWHERE = {"model_name", "engine_type", "instance"}  # set by SGLang or by Pr
 NAME, RULE = re.compile(r"sglang:[a-z0-9_]+"), re.compile(r"sglang_mixkv:[a-z0-9_:]+")
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="needs promtool (scripts/prometheus.sh)"
+    shutil.which("promtool") is None, reason="needs promtool (scripts/optional.sh)"
 )
 
 

@@ -146,7 +146,7 @@ def falling(fall: tuple[float, float, int], number: int) -> tuple[Rng, str, tupl
 
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="needs promtool (scripts/prometheus.sh)"
+    shutil.which("promtool") is None, reason="needs promtool (scripts/optional.sh)"
 )
 
 

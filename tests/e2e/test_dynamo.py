@@ -43,12 +43,12 @@ from .conftest import (
 
 FOLDER = max((Path(sys.prefix) / "dynamo").glob("*[0-9]"), default=Path())
 DYNAMO = FOLDER.name
-"""The newest release of Dynamo installed here by scripts/dynamo.sh."""
+"""The newest release of Dynamo installed here by scripts/optional.sh."""
 
 pytestmark = [
     START_TIMEOUT,
     pytest.mark.skipif(
-        not DYNAMO, reason="NOT TESTED: this environment has no Dynamo (scripts/dynamo.sh)"
+        not DYNAMO, reason="NOT TESTED: this environment has no Dynamo (scripts/optional.sh)"
     ),
 ]
 STARTED_S = 240
