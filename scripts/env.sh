@@ -21,49 +21,40 @@ mixkv_fail() {
     exit 1
 }
 
-mixkv_is_new_enough() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
-}
-
 # Print the path of the first of these interpreters that runs and is new enough.
 mixkv_first_of() {
     local candidate
     for candidate in "$@"; do
-        mixkv_is_new_enough "$candidate" || continue
-        "$candidate" -c 'import sys; print(sys.executable)'
-        return
+        "$candidate" -c 'import sys; sys.version_info >= (3, 11) or sys.exit(1); print(sys.executable)' \
+            2>/dev/null && return
     done
     return 1
 }
 
-# Print the interpreter that PYTHON names. pyenv may have it even if its shim of that name fails
-# because the version is not selected; uv keeps its own interpreters outside of PATH.
-mixkv_asked_python() {
-    local others=()
-    ! command -v pyenv >/dev/null || others+=("$(pyenv root)"/versions/*/bin/"$PYTHON")
-    ! command -v uv >/dev/null || others+=("$(uv python find -q --managed-python \
-        --no-python-downloads "${PYTHON#python}" 2>/dev/null || true)")
-    mixkv_first_of "$PYTHON" "${others[@]}" || mixkv_fail \
+# Print the interpreter for the environment, by default the oldest that is new enough. pyenv may have
+# the one that PYTHON names even if its shim of that name fails because the version is not selected;
+# uv keeps its own interpreters outside of PATH.
+mixkv_python() {
+    local named=(python3.11 python3.12 python3.13 python3)
+    if [ -n "${PYTHON:-}" ]; then
+        named=("$PYTHON")
+        ! command -v pyenv >/dev/null || named+=("$(pyenv root)"/versions/*/bin/"$PYTHON")
+        ! command -v uv >/dev/null || named+=("$(uv python find -q --managed-python \
+            --no-python-downloads "${PYTHON#python}" 2>/dev/null || true)")
+    fi
+    mixkv_first_of "${named[@]}" && return
+    [ -z "${PYTHON:-}" ] || mixkv_fail \
         "PYTHON=$PYTHON: there is no Python 3.11 or newer of that name here ($("$PYTHON" --version \
         2>&1 | head -n 1)). Nothing was set up or tested with it: install it, or unset PYTHON."
-}
-
-# Print the interpreter for the environment.
-mixkv_python() {
-    if [ -n "${PYTHON:-}" ]; then
-        mixkv_asked_python
-    else
-        mixkv_first_of python3.11 python3.12 python3.13 python3 || mixkv_fail \
-            "Python 3.11 or newer is required; found: $(python3 --version 2>&1 || true)." \
-            "Install it (Debian 12: apt-get install python3 python3-venv) or set PYTHON."
-    fi
+    mixkv_fail "Python 3.11 or newer is required; found: $(python3 --version 2>&1 || true)." \
+        "Install it (Debian 12: apt-get install python3 python3-venv) or set PYTHON."
 }
 
 # Print the environment's folder. Each combination of MIXKV_SGLANG and PYTHON has one.
 mixkv_venv() {
     local venv="$MIXKV_ROOT/.venv${MIXKV_DEVICE:+-$MIXKV_DEVICE}${MIXKV_SGLANG:+-$MIXKV_SGLANG}" python
     if [ -n "${PYTHON:-}" ]; then
-        python="$(mixkv_asked_python)" || exit 1
+        python="$(mixkv_python)" || exit 1
         venv+="-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     fi
     echo "$venv"
@@ -145,7 +136,7 @@ mixkv_environment() {
     [ "${MIXKV_DEVICE:-}" = check ] || mixkv_system_packages
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         rm -f "$stamp"
-        mixkv_is_new_enough "$MIXKV_VENV/bin/python" || mixkv_create
+        mixkv_first_of "$MIXKV_VENV/bin/python" >/dev/null || mixkv_create
         mixkv_install
         printf '%s\n' "$wanted" >"$stamp"
     fi
