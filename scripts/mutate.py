@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -33,6 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "sglang_mixkv/*.py"  # also in subfolders
 ENDS = (signal.SIGINT, signal.SIGTERM)
+FORK = multiprocessing.get_context("fork")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sglang-mixkv")
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -63,28 +65,24 @@ def part_of(file: str) -> dict[str, Any]:
 
 
 class Known:
-    """Results for the mutants of these files. `killed`: False for a survivor. `clean`: seconds that
-    these tests take without a mutant."""
+    """Results on these files: whether a mutant was killed, or the seconds that tests take without
+    one."""
 
     def __init__(self, files: list[str]) -> None:
         self._kept = CACHE / f"mutants-{hashlib.sha256(bytes(ROOT)).hexdigest()[:8]}.jsonl"
         code = [(ROOT / file).read_bytes() for file in files if file.endswith((".py", ".toml"))]
         tree = hashlib.sha256(b"".join(code)).hexdigest()
-        self.killed: dict[Mutant, bool] = {}
-        self.clean: dict[str, float] = {}
+        self.found: dict[Mutant | str, float] = {}
         lines = self._kept.read_text().splitlines() if self._kept.exists() else []
         if lines[:1] == [tree]:
             for one, found in map(json.loads, lines[1:]):
-                if isinstance(one, str):
-                    self.clean[one] = found
-                else:
-                    self.killed[Mutant(*one)] = found
+                self.found[one if isinstance(one, str) else Mutant(*one)] = found
         else:
             CACHE.mkdir(parents=True, exist_ok=True)
             self._kept.write_text(tree + "\n")
 
     def add(self, one: Mutant | str, found: float) -> None:
-        (self.clean if isinstance(one, str) else self.killed)[one] = found  # type: ignore[index]
+        self.found[one] = found
         with self._kept.open("a") as file:
             file.write(json.dumps([one, found]) + "\n")
 
@@ -157,30 +155,28 @@ class Runner:
                 (copy / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / file, copy / file, follow_symlinks=False)
         self._written = 10**9
-        self.children: set[int] = set()
+        self.children: set[Any] = set()
 
     def run(self, todo: Iterable[Mutant]) -> Iterator[tuple[Mutant, bool | None]]:
         """Yield each mutant when its tests have ended, with True if they killed it, False if it
         survived, and None if it is late."""
         rest, free = iter(todo), list(self._copies)
-        running: dict[int, tuple[int, Mutant, Path, float]] = {}
+        running: dict[int, tuple[Any, Mutant, Path, float]] = {}
         while True:
             while free and (one := next(rest, None)):
                 limit = 5 + 4 * self._seconds(part_of(one.file), free[-1])
-                pid = self._start(part_of(one.file), copy := free.pop(), one)
-                running[os.pidfd_open(pid)] = pid, one, copy, time.monotonic() + limit
+                process = self._start(part_of(one.file), copy := free.pop(), one)
+                running[process.sentinel] = process, one, copy, time.monotonic() + limit
             if not running:
                 return
-            first = min(entry[3] for entry in running.values())
-            ready = self._wait(running, first)
+            ready = self._wait(running, min(entry[3] for entry in running.values()))
             late = {fd for fd, entry in running.items() if time.monotonic() >= entry[3]}
             for fd in late.union(ready):
-                pid, one, copy, _ = running.pop(fd)
-                os.close(fd)
-                failed = self.stop(pid) != 0 if fd in ready else None
+                process, one, copy, _ = running.pop(fd)
+                failed = self.stop(process) != 0
                 shutil.copy2(ROOT / one.file, copy / one.file)
                 free.append(copy)
-                yield one, failed
+                yield one, failed if fd in ready else None
 
     def _wait(self, fds: Iterable[int], until: float) -> set[int]:
         """Return the fds that can be read by `until`. Raises SystemExit when the run ends."""
@@ -196,49 +192,49 @@ class Runner:
         for module in ("numpy", "msgspec", "zmq", *part.get("preload", ())):
             importlib.import_module(module)
         self._wait((), 0)
-        if tests not in known.clean:
-            begun, pid = time.monotonic(), self._start(part, copy, None)
-            ended = os.pidfd_open(pid)
-            self._wait([ended], float("inf"))
-            os.close(ended)
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self.stop(pid):
+        if tests not in known.found:
+            begun, process = time.monotonic(), self._start(part, copy, None)
+            self._wait([process.sentinel], float("inf"))
+            if self.stop(process):
                 output = (copy / OUTPUT).read_text(errors="replace")[-3000:]
                 sys.exit(f"these tests fail without a mutant: {tests}\n{output}")
             known.add(tests, time.monotonic() - begun)
-        return known.clean[tests]
+        return known.found[tests]
 
-    def _start(self, part: dict[str, Any], copy: Path, one: Mutant | None) -> int:
+    def _start(self, part: dict[str, Any], copy: Path, one: Mutant | None) -> Any:
         if one:
             (copy / one.file).write_text(one.code(ROOT))
             self._written += 1  # bytecode is matched by its source's size and time in seconds
             os.utime(copy / one.file, (self._written, self._written))
-        pid = os.fork()
-        if not pid:
-            signal.set_wakeup_fd(-1)
-            for number in ENDS:
-                signal.signal(number, signal.SIG_DFL)
-            code = 1
-            try:
-                code = run_tests(part["tests"], ROOT, copy)
-            finally:
-                os._exit(code)
-        self.children.add(pid)
-        return pid
+        process = FORK.Process(target=_child, args=(part["tests"], copy))
+        process.start()
+        self.children.add(process)
+        return process
 
-    def stop(self, pid: int) -> int:
+    def stop(self, process: Any) -> int:
         for kill in (os.killpg, os.kill):  # the child may not have made its group yet
             with contextlib.suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
-        self.children.discard(pid)
-        return os.waitpid(pid, 0)[1]
+                kill(process.pid, signal.SIGKILL)
+        self.children.discard(process)
+        process.join()
+        return process.exitcode
+
+
+def _child(tests: list[str], copy: Path) -> None:
+    signal.set_wakeup_fd(-1)
+    code = 1
+    try:
+        code = run_tests(tests, ROOT, copy)
+    finally:
+        os._exit(code)  # without waiting for threads of the tests
 
 
 def report(chosen: list[Mutant], known: Known, late: int) -> int:
     """Print a line for each survivor, and one with the scores. Return the number of survivors."""
     scores: dict[str, Counter[bool]] = defaultdict(Counter)
-    for one in sorted(one for one in chosen if one in known.killed):
-        scores[os.path.dirname(one.file)][known.killed[one]] += 1
-        if not known.killed[one]:
+    for one in sorted(one for one in chosen if one in known.found):
+        scores[os.path.dirname(one.file)][bool(known.found[one])] += 1
+        if not known.found[one]:
             print(f"{one.file}:{one.line} {one.function}: {'  ->  '.join(one.change(ROOT))}")
     shares = [f"{f} {100 * s[True] // s.total()} % of {s.total()}" for f, s in scores.items()]
     rest = len(chosen) - sum(s.total() for s in scores.values()) - late
@@ -254,7 +250,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mixkv-mutants-", ignore_cleanup_errors=True) as folder:
         runner = Runner(files, Path(folder), args.jobs, end, known)
         try:
-            for one, killed in runner.run([m for m in chosen if m not in known.killed]):
+            for one, killed in runner.run([m for m in chosen if m not in known.found]):
                 if killed is None:
                     late += 1
                 else:
@@ -262,8 +258,8 @@ def main() -> None:
         except SystemExit as ended:
             status = ended.code
         finally:
-            for pid in list(runner.children):
-                runner.stop(pid)
+            for process in list(runner.children):
+                runner.stop(process)
             survivors = report(chosen, known, late)
     sys.exit(status or min(survivors, 1))
 

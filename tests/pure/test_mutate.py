@@ -223,6 +223,34 @@ def test_a_late_mutant_runs_again_but_not_the_clean_run(checkout: Path, tmp_path
     assert ending.returncode == 130
 
 
+ALONE = """\
+import os, pathlib, time
+
+from sglang_mixkv.small import least
+
+runs = pathlib.Path({runs!r})
+
+
+def test_least():
+    if least(1, 2) != 1:
+        runs.write_text(f"/proc/{{os.getpid()}}")
+        time.sleep(60)
+    elif runs.exists():
+        runs.write_text(str(os.path.exists(runs.read_text())))
+"""
+
+
+def test_the_next_mutant_runs_without_a_late_one(checkout: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    (checkout / "tests" / "test_small.py").write_text(ALONE.format(runs=str(runs)))
+    operators = '"ReplaceComparisonOperator_Lt_GtE", "ReplaceComparisonOperator_Lt_LtE",'
+    config = CONFIG.replace(CONFIG[CONFIG.index('"Nothing"') : CONFIG.index("]\nskip")], operators)
+    (checkout / "tests" / "mutants.toml").write_text(config)
+    git(checkout, "add -A", *COMMIT)
+    assert rows(checkout, status=1)[-1] == "killed: sglang_mixkv 0 % of 1; 1 late, 0 not run"
+    assert runs.read_text() == "False"
+
+
 def test_since_and_draw_select_mutants(checkout: Path) -> None:
     small = checkout / "sglang_mixkv" / "small.py"
     small.write_text(PACKAGE.replace("if one", "if  one"))
