@@ -6,9 +6,9 @@ serves one request after another on command.
     target     SGLang alone, without a drafter
 
 A ring's `way` is one of these words. Rings of several ways run side by side, so that their requests
-can take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or
-receiver as SGLang's scheduler does. Times are seconds of CLOCK_MONOTONIC, which all processes
-share. The target is small: 24 bytes per token.
+can take turns; an idle ring sleeps. The main thread of a rank calls SGLang's sender or receiver as
+SGLang's scheduler does. Times are seconds of CLOCK_MONOTONIC, which all processes share. The target
+is small: 24 bytes per token.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ TOKEN_BYTES = 2 * HEADS * HEAD_BYTES  # of the whole drafter: K and V of one lay
 FAILED, WAITING, SUCCESS = 0, 2, 4  # values of SGLang's KVPoll
 POLL_S, LIMIT_S = 2e-4, 60.0
 FORK = mp.get_context("fork")
-PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter gives no figure
 
 
 def load_sglang() -> None:
     """Load SGLang; call this once, before the first ring."""
-    os.environ.setdefault(*PATIENCE)
+    os.environ.setdefault("SGLANG_MIXKV_PATIENCE", "10")  # a cold drafter gives no figure
     load.load_sglang()
 
 
@@ -161,10 +160,14 @@ class DecodeMember(Member):
     def conclude(self) -> float:
         """Poll once everything has arrived, so that the poll waits for no other process. Return the
         time at which the poll returned Success."""
+        from sglang.srt.managers.schedule_batch import Req
+
         if self.rank.case.backend == "mooncake":  # NIXL's notifications are read in the poll
             self.wait_for(lambda: self.target_came() and self.draft_came())
         if self.draft is not None:
-            self.draft.request = request_of(self.handle.bootstrap_room)
+            self.draft.request = request = Req.__new__(Req)  # with the fields that the plugin reads
+            request.rid, request.finished_reason = str(self.handle.bootstrap_room), None
+            request.spec_correct_drafts_histogram = []
         self.last_poll()
         return time.monotonic()
 
@@ -187,16 +190,6 @@ class DecodeMember(Member):
         return found
 
 
-def request_of(room: int) -> Any:
-    """Make an SGLang request with the fields that the plugin reads when its room ends."""
-    from sglang.srt.managers.schedule_batch import Req
-
-    request = Req.__new__(Req)
-    request.rid, request.finished_reason = str(room), None
-    request.spec_correct_drafts_histogram = []
-    return request
-
-
 member: Any = None  # in a rank's process
 
 
@@ -217,7 +210,8 @@ def command(name: str, *args: Any) -> Any:
 
 
 class Ring:
-    """All ranks of one way. `given`: fields of the case to change."""
+    """All ranks of one way, for requests of up to `most` tokens. `given`: fields of the case to
+    change."""
 
     def __init__(self, way: str, prefill_tp: int, decode_tp: int, most: int, **given: Any) -> None:
         draft = model.Cache("mha", heads=HEADS, k_bytes=HEAD_BYTES, v_bytes=HEAD_BYTES)
@@ -303,10 +297,7 @@ class Ring:
 
 
 @contextmanager
-def rings(
-    ways: tuple[str, ...], prefill_tp: int, decode_tp: int, most: int, **given: Any
-) -> Iterator[dict[str, Ring]]:
-    """Make a ring for each of `ways`, for requests of up to `most` tokens. Return them by way."""
+def rings(ways: tuple[str, ...], *sizes: int, **given: Any) -> Iterator[dict[str, Ring]]:
+    """Make a ring for each of `ways`, with Ring's other arguments. Return them by way."""
     with ExitStack() as made:
-        sizes = prefill_tp, decode_tp, most
         yield {way: made.enter_context(closing(Ring(way, *sizes, **given))) for way in ways}
