@@ -20,6 +20,7 @@ PAD, BOS, SEP, MASK = 0, 1, 2, 3  # <sep> also ends the answer; DFLASH predicts 
 FIRST_SYMBOL, VOCAB = 4, 256
 AUX_LAYERS = (2, 3, 4)  # features: the residual stream at the input of these target layers
 STEPS = 3  # drafts in training and in serving
+BLOCKS = 8  # of DFLASH per row, in training
 
 
 def sample(
@@ -27,17 +28,13 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draw rows of `<bos> A <sep> A <sep>`, padded to one length T. Return ids [rows, T], and a
     bool [rows, T]: the positions whose next token is the answer's."""
-    n = torch.randint(shortest, longest + 1, (rows,), generator=generator)[:, None]
-    most = int(n.max())
-    shuffled = torch.rand(rows, VOCAB - FIRST_SYMBOL, generator=generator).argsort(1) + FIRST_SYMBOL
-    at = torch.arange(2 * most + 3)[None].expand(rows, -1)
-    prompt = shuffled.gather(1, (at - 1).clamp(0, most - 1))
-    answer = shuffled.gather(1, (at - n - 2).clamp(0, most - 1))
-    ids = torch.full_like(at, PAD)
-    ids = torch.where((at >= 1) & (at <= n), prompt, ids)
-    ids = torch.where((at >= n + 2) & (at <= 2 * n + 1), answer, ids)
-    ids = torch.where((at == n + 1) | (at == 2 * n + 2), torch.tensor(SEP), ids)
-    ids[:, 0] = BOS
+    lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator)
+    bos, sep, found = torch.tensor([BOS]), torch.tensor([SEP]), []
+    for n in lengths:
+        a = torch.randperm(VOCAB - FIRST_SYMBOL, generator=generator)[:n] + FIRST_SYMBOL
+        found.append(torch.cat([bos, a, sep, a, sep]))
+    ids = nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=PAD)
+    at, n = torch.arange(ids.shape[1]), lengths[:, None]
     return ids, (at >= n + 1) & (at <= 2 * n + 1)
 
 
@@ -188,19 +185,18 @@ class Dflash(nn.Module):
 
     @torch.no_grad()
     def batch(
-        self, target: Any, rows: int, _: int, symbols: int, generator: torch.Generator,
-        count: int = 8,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Draw `count` blocks per row, each beginning at <sep> or a symbol of the answer."""
+        self, target: Any, rows: int, _: int, symbols: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Draw BLOCKS blocks per row, each beginning at <sep> or a symbol of the answer."""
         block, (ids, answer) = self.block, sample(rows, symbols, symbols, generator)
         length = ids.shape[1]
-        first = torch.randint(symbols + 1, length - block + 1, (rows, count), generator=generator)
+        first = torch.randint(symbols + 1, length - block + 1, (rows, BLOCKS), generator=generator)
         positions = (first[..., None] + torch.arange(block)).flatten(1)
-        tokens = torch.full((rows, count, block), MASK)
+        tokens = torch.full((rows, BLOCKS, block), MASK)
         tokens[..., 0] = ids.gather(1, first)
         before = torch.arange(length) < first.repeat_interleave(block, 1)[..., None]
-        own = torch.block_diag(*[torch.ones(block, block)] * count).bool().expand(rows, -1, -1)
-        labels = ids.gather(1, positions).view(rows, count, block)[..., 1:]
+        own = torch.block_diag(*[torch.ones(block, block)] * BLOCKS).bool().expand(rows, -1, -1)
+        labels = ids.gather(1, positions).view(rows, BLOCKS, block)[..., 1:]
         return {
             "features": features_of(target, ids), "positions": positions,
             "embeddings": target.get_input_embeddings()(tokens.flatten(1)),
