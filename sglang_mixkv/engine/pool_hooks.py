@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_mixkv.engine import draft_pool, storage
+from sglang_mixkv.engine import draft_pool
 from sglang_mixkv.guards import retraction
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -46,9 +45,6 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
         name = type(pool).__name__
         raise draft_pool.not_whole(f"{name}: its sliding-window layers have pages of their own")
     token = _context.set(DraftPoolContext(hidden, queue.scheduler))
-    if pool is not None:
-        stock = queue.scheduler.attach_hicache_storage_wrapped
-        queue.scheduler.attach_hicache_storage_wrapped = partial(storage.attach, stock)
     if hidden is not None:
         queue.draft_token_to_kv_pool = None
     try:

@@ -69,8 +69,8 @@ _FUNCTIONS = {
     f"{_RECEIVER}ensure_abort_notified": "",  # notifies prefill of a request that fails
     f"{_SERVER}_setup_routes": "",  # GET /mixkv
     f"{_SERVER}_handle_route_put": "request",  # reads a rank's row from its registration
-    # replaced on a scheduler with a drafter: attaches no storage tier except Mooncake's store
-    f"{_SCHEDULER}attach_hicache_storage_wrapped": "recv_req",
+    # attaches no storage tier except Mooncake's store to a drafter's scheduler
+    f"{_SCHEDULER}attach_hicache_storage_wrapped": "recv_req -> engine.storage.around_attach",
     # renames the objects of a rank's heads in Mooncake's store
     f"{_STORE}register_mem_pool_host": "-> engine.storage.around_register",
     f"{_SRT}arg_groups.resolution_hooks:register_resolution_hook": "name",  # checks at start

@@ -30,12 +30,11 @@ def around_register(original: Callable[..., None], tier: Any, pool: Any) -> None
         tier.mha_suffix = f"tp{tier.storage_config.tp_size}_{tier.mha_suffix}"
 
 
-def attach(stock: Callable[[Any], Any], request: Any) -> Any:
-    """Replace a drafting scheduler's `attach_hicache_storage_wrapped`, so that `PUT
-    /hicache/storage-backend` obeys the same rule as the flag does at start. This takes effect since
-    the scheduler binds its request handlers only after it has made its queues."""
-    if request.hicache_storage_backend == STORED:
-        return stock(request)
+def around_attach(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Wrap Scheduler.attach_hicache_storage_wrapped, so that `PUT /hicache/storage-backend` obeys
+    the same rule as the flag does at start."""
+    if request.hicache_storage_backend == STORED or not has_drafter(get_server_args()):
+        return original(scheduler, request)
     reason = f"[MIXKV-START-03] {STORAGE}"
     logger.warning("%s; sglang-mixkv attaches no storage tier", reason)
     return AttachHiCacheStorageReqOutput(success=False, message=reason)

@@ -57,10 +57,6 @@ BEHAVIOURS = [
      "every rank writes its draft heads to Mooncake's store"),
     ("sglang.srt.mem_cache.hicache_storage:SidecarPoolSpec", r"= PoolHitPolicy\.ALL_PAGES",
      "a storage hit ends at the first page without the drafter's object"),
-    ("sglang.srt.managers.scheduler:Scheduler",
-     r"self\.init_disaggregation\(\).*self\.init_request_dispatcher\(\).*"
-     r"def init_request_dispatcher.*self\.attach_hicache_storage_wrapped",
-     "a scheduler binds the method that attaches storage after it makes its queues"),
 ]  # fmt: skip
 
 

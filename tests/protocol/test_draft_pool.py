@@ -257,7 +257,7 @@ class Queue:
 
     def __init__(self, pool: Any) -> None:
         self.draft_token_to_kv_pool, self.seen = pool, None
-        self.scheduler = SimpleNamespace(attach_hicache_storage_wrapped=lambda _: "SGLang's")
+        self.scheduler = SimpleNamespace()
 
     def init(self) -> Any:
         self.seen = self.draft_token_to_kv_pool, pool_hooks.current()
@@ -371,21 +371,6 @@ def test_a_manager_that_still_moves_a_hidden_pool_is_refused(shape: str) -> None
     count = shape != "another plugin's manager"
     assert f"with {count:d} of the drafter's buffers" in str(raised.value)
     assert queue.draft_token_to_kv_pool is pool
-
-
-def test_with_a_drafter_only_mooncakes_storage_can_be_attached() -> None:
-    """`PUT /hicache/storage-backend` for another storage is rejected with the reason. Without a
-    drafter, SGLang handles the request."""
-    answers = {}
-    for drafts, pool in (True, of_heads()), (False, None):
-        pool_hooks.around_init(Queue.init, queue := Queue(pool))
-        for name in ("file", "mooncake"):
-            asked = SimpleNamespace(hicache_storage_backend=name)
-            answers[name, drafts] = queue.scheduler.attach_hicache_storage_wrapped(asked)
-    refused = answers.pop(("file", True))
-    assert not refused.success
-    assert refused.message.startswith("[MIXKV-START-03] --hicache-storage-backend ")
-    assert set(answers.values()) == {"SGLang's"}
 
 
 def test_no_pool_is_hidden_without_opting_in(monkeypatch: pytest.MonkeyPatch) -> None:

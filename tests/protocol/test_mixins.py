@@ -475,7 +475,7 @@ def test_the_pool_context_belongs_to_one_thread() -> None:
     inner = SimpleNamespace(k_buffer=[], v_buffer=[])
     queue = SimpleNamespace(
         draft_token_to_kv_pool=SimpleNamespace(full_kv_pool=inner),
-        scheduler=SimpleNamespace(attach_hicache_storage_wrapped=None),
+        scheduler=SimpleNamespace(),
     )
 
     args = SimpleNamespace(kv_data_ptrs=[], state_data_ptrs=[])

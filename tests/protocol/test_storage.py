@@ -160,6 +160,25 @@ def test_stock_reads_half_a_page_of_wrong_heads_as_a_success(
     assert seen["read"][-1] == (True, {0, 20})
 
 
+def test_with_a_drafter_only_mooncakes_storage_can_be_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`PUT /hicache/storage-backend` for another storage is rejected with the reason. Without a
+    drafter, SGLang handles the request."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    scheduler, answers = SimpleNamespace(enable_hierarchical_cache=False), dict[Any, str]()
+    for algorithm in ("EAGLE3", "NGRAM", None):
+        opt_in(monkeypatch, algorithm)
+        for name in ("file", "mooncake"):
+            asked = SimpleNamespace(hicache_storage_backend=name)
+            answer = Scheduler.attach_hicache_storage_wrapped(scheduler, asked)
+            assert not answer.success
+            answers[name, algorithm] = answer.message
+    assert answers.pop(("file", "EAGLE3")).startswith("[MIXKV-START-03] --hicache-storage-backend ")
+    assert set(answers.values()) == {"Hierarchical cache is not enabled."}
+
+
 def suffixes(shared: dict[str, Any], tag: str) -> dict[str, Any]:
     """Return the names of a page's objects."""
     heads = {"gqa": Rank(shared, tag, 2, 1, gqa=True), "pp": Rank(shared, tag, 2, 1, pp=2)}

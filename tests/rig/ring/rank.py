@@ -131,7 +131,6 @@ class Rank(Memory):
         runner = SimpleNamespace(kv_cache_dtype_str="bf16")
         scheduler = SimpleNamespace(
             rust_server=None, enable_hisparse=False, server_args=get_server_args(),
-            attach_hicache_storage_wrapped=None,
             model_config=config, tp_worker=SimpleNamespace(model_runner=runner),
         )  # fmt: skip
         return SimpleNamespace(
