@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from msgspec.structs import replace
 from sglang_mixkv.channel.handshake import Row, StagingFacts, Target, read_row
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.config import Config
+from sglang_mixkv.decode import compare
 from sglang_mixkv.decode.compare import Difference, Severity, differences
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 
@@ -283,32 +286,62 @@ def test_equal_releases_and_known_mixes_are_served(backend: str) -> None:
                 assert all(other in one.remedy for other in others)
 
 
-def test_a_difference_names_both_sides_values() -> None:
-    cases = [
-        ({"backend": "nixl"}, {"backend": "mooncake"}, "transfer backend", ("nixl", "mooncake")),
-        ({"attn_tp": 2, "target": replace(ROW.target, dcp=2)}, {"attn_tp": 4}, "--dcp-size",
-         ("2 at attention TP 2", "1 at attention TP 4")),
-        ({"aux_item_lens": (1,)}, {"aux_item_lens": (3, 4)}, "bytes of the", ("[1]", "[3, 4]")),
-        ({"draft": None, "staging": None}, {}, "drafter with KV heads", ("none", "LlamaEagle3")),
-        ({"staging": replace(STAGING, data_plane="a")}, {}, "data plane", ("a", "nixl")),
-        ({"staging": None}, {}, "data plane", ("none", "nixl")),
-        ({"target": replace(ROW.target, even=False)}, {"attn_tp": 4}, "target with K and V",
-         ("attention TP 2", "attention TP 4")),
-        ({"target": replace(ROW.target, heads=1)}, {"attn_tp": 4}, "target with 1 KV heads",
-         ("attention TP 2", "attention TP 4")),
-        ({"draft": replace(DRAFT, facts=replace(DRAFT.facts, dtype="fp8"))}, {}, "dtype",
-         ("fp8", "bfloat16")),
-        ({"topk": 4}, {"topk": 2}, "--speculative-eagle-topk", ("4", "2")),
-        ({"target": replace(ROW.target, stages=2, entries=3)}, {}, "pipeline stages of different",
-         ("3 buffers on one of 2 stages", "8 on one of 1")),
-        ({"target": replace(ROW.target, stages=2, entries=4)}, {}, "pipeline stages of a target",
-         ("2 stages", "1")),
-    ]  # fmt: skip
-    for there, here, what, sides in cases:
-        found = differences(replace(ROW, **there), replace(ROW, **here))
-        one = next(one for one in found if one.what.startswith(what))
-        assert (one.prefill, one.decode) == sides
-        text = f"{one.what}: prefill has {sides[0]}, decode has {sides[1]}; {one.consequence}. "
-        assert str(one) == f"{text}{one.remedy}."
-        assert one.remedy.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))
-        assert not one.consequence.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))
+def changed(**fields: Any) -> dict[str, Target]:
+    return {"target": replace(ROW.target, **fields)}
+
+
+def drafter(**fields: Any) -> dict[str, DraftLayout]:
+    return {"draft": replace(DRAFT, facts=replace(DRAFT.facts, **fields))}
+
+
+MINIMAX = {"states": ("minimax_index_k",)}
+TPS, ONE_STAGE = ("attention TP 2", "attention TP 4"), ("2 stages", "1")
+NAMED = [  # prefill's fields, decode's, the difference between them, and both sides' values
+    ({"backend": "nixl"}, {"backend": "mooncake"}, "transfer backend", ("nixl", "mooncake")),
+    ({"engine": "0.5.23"}, {"engine": "0.6.0"}, "SGLang's release", ("0.5.23", "0.6.0")),
+    ({"attn_tp": 2, **changed(dcp=2)}, {"attn_tp": 4}, "--dcp-size",
+     ("2 at attention TP 2", "1 at attention TP 4")),
+    (changed(entries=9), {}, "buffers of the target", ("9", "8")),
+    (changed(drafts=2), {}, "buffers of the MLA drafter", ("2", "0")),
+    (changed(states=("swa", "mamba")), {}, "state of the target", ("mamba, swa", "none")),
+    (changed(widths=(24, 16)), {}, "bytes of a token of the target", ("4, 6", "2")),
+    (changed(units=(96,)), {}, "bytes of a row of linear-attention state", ("96", "8")),
+    (changed(**MINIMAX), {"attn_tp": 4, **changed(**MINIMAX)}, "target with minimax_index_k", TPS),
+    (changed(stages=2, **MINIMAX), changed(**MINIMAX), "pipeline stages of a MiniMax", ONE_STAGE),
+    (changed(even=False), {"attn_tp": 4}, "target with K and V", TPS),
+    (changed(heads=1), {"attn_tp": 4}, "target with 1 KV heads", TPS),
+    (changed(stages=2, entries=3), {}, "pipeline stages of different",
+     ("3 buffers on one of 2 stages", "8 on one of 1")),
+    (changed(stages=2, entries=4), {}, "pipeline stages of a target", ONE_STAGE),
+    ({"aux_item_lens": (1,)}, {"aux_item_lens": (3, 4)}, "bytes of the", ("[1]", "[3, 4]")),
+    ({"draft": None, "staging": None}, {}, "drafter with KV heads", ("none", "LlamaEagle3")),
+    ({"staging": replace(STAGING, data_plane="a")}, {}, "data plane", ("a", "nixl")),
+    ({"staging": None}, {}, "data plane", ("none", "nixl")),
+    (drafter(architecture="Qwen"), {}, "drafter architecture", ("Qwen", "LlamaEagle3")),
+    (drafter(algorithm="DFLASH"), {}, "speculative algorithm", ("DFLASH", "EAGLE3")),
+    (drafter(total_heads=4), {}, "KV heads of the drafter", ("4", "8")),
+    (drafter(head_bytes=(8,)), {}, "bytes per token and head", ("(8,)", "(256, 256)")),
+    (drafter(dtype="fp8"), {}, "dtype of the drafter", ("fp8", "bfloat16")),
+    ({"topk": 4}, {"topk": 2}, "--speculative-eagle-topk", ("4", "2")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("there", "here", "what", "sides"), NAMED)
+def test_a_difference_names_both_sides_values(
+    there: dict[str, Any], here: dict[str, Any], what: str, sides: tuple[str, str]
+) -> None:
+    """A difference names prefill's value, decode's, a consequence, and a remedy, in this order."""
+    found = differences(replace(ROW, **there), replace(ROW, **here))
+    one = next(one for one in found if one.what.startswith(what))
+    assert (one.prefill, one.decode) == sides
+    text = f"{one.what}: prefill has {sides[0]}, decode has {sides[1]}; {one.consequence}. "
+    assert str(one) == f"{text}{one.remedy}."
+    assert one.remedy.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))
+    assert not one.consequence.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))
+
+
+def test_each_difference_is_among_those_with_named_values() -> None:
+    source = inspect.getsource(compare)
+    made = len(re.findall(r"yield (?:_refused|Difference)\(", source))
+    made += len([*compare._like(ROW.target, ROW.target, 2, 2)]) - 1 + len(compare._COMPARED) - 1
+    assert len({what for *_, what, _ in NAMED}) == made
