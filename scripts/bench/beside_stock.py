@@ -90,19 +90,16 @@ def spent(_: Any) -> dict[str, float]:
     return {**counted, **times}
 
 
-rings.Member.spent = spent
-
-
 def turn(ring: Any, tokens: int, layout: str) -> dict[str, float]:
     """Run one request, and return its counts and times over all ranks."""
 
     def total() -> dict[str, float]:
-        found = [one for side in rings.SIDES for one in ring.ask(side, "spent")]
+        found = [one for side in rings.SIDES for one in ring.ask(side, spent)]
         return {name: sum(one[name] for one in found) for name in COUNTED[:-1]}
 
     ring.open(tokens, layout)
     before = total()
-    began, ended = ring.send("conclude")
+    began, ended = ring.send(rings.DecodeMember.conclude)
     time.sleep(SETTLE_S)
     after = total()
     ring.clear()

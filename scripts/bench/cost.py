@@ -51,15 +51,12 @@ def fill(member: Any) -> None:
     getattr(member.manager, f"{member.rank.side}_channel")._store.staging._memory.fill_(1)
 
 
-rings.DecodeMember.bare, rings.Member.fill = bare, fill
-
-
 def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list[Record]:
     """Measure one direction; return its records, one per layout."""
     found = list[Record]()
     with closing(rings.Ring("channel", *sizes, max(tokens))) as ring:
         for side in rings.SIDES:
-            ring.ask(side, "fill")
+            ring.ask(side, fill)
         for layout in rings.LAYOUTS:
             taken: dict[str, dict[int, list[float]]] = {"channel": {}, "bare": {}}
             for one in tokens:
@@ -68,7 +65,7 @@ def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list
                 ring.check(one, layout)
                 ways = {
                     "channel": partial(ring.transfer, one, layout),
-                    "bare": lambda: max(ring.ask("decode", "bare", size)),  # noqa: B023
+                    "bare": lambda size=size: max(ring.ask("decode", bare, size)),
                 }
                 for way, seconds in take_turns(ways, count, 2).items():
                     taken[way][size] = seconds

@@ -130,7 +130,8 @@ def _note(owner: Any, name: str, key: str) -> None:
     setattr(owner, name, noted)
 
 
-rings.Member.stamps = lambda _: stamps
+def latest(_: Any) -> dict[str, float]:
+    return stamps
 
 
 def parts(tokens: int, turns: int) -> list[Record]:
@@ -140,8 +141,8 @@ def parts(tokens: int, turns: int) -> list[Record]:
     with closing(rings.Ring("channel", 1, 1, tokens, special=special)) as ring:
         for number in range(turns + 1):
             ring.open(tokens, "random")
-            _, polled = ring.send("conclude")
-            at = {k: v for side in rings.SIDES for k, v in ring.ask(side, "stamps")[0].items()}
+            _, polled = ring.send(rings.DecodeMember.conclude)
+            at = {k: v for side in rings.SIDES for k, v in ring.ask(side, latest)[0].items()}
             ring.clear()
             if number:
                 for (before, _), (after, part) in itertools.pairwise(names):

@@ -51,7 +51,7 @@ def load_sglang() -> None:
 
 
 class Member:
-    """A rank and its request. Each public method is a command that the ring sends."""
+    """A rank and its request. The ring calls its public methods."""
 
     def __init__(self, rank: Any) -> None:
         self.rank, self.manager = rank, rank.manager
@@ -202,8 +202,8 @@ def start(case: Any, side: str, number: int, ports: list[int]) -> None:
     member = (PrefillMember if side == "prefill" else DecodeMember)(rank)
 
 
-def command(name: str, *args: Any) -> Any:
-    return getattr(member, name)(*args)
+def on_member(call: Callable[..., Any], *args: Any) -> Any:
+    return call(member, *args)
 
 
 # ---------------------------------------------------------------- all ranks
@@ -235,57 +235,58 @@ class Ring:
         for rank in itertools.chain(*self._ranks.values()):
             rank.submit(int)  # starts its process
 
-    def tell(self, side: str, name: str, *args: Any) -> None:
-        self._told[side] = [rank.submit(command, name, *args) for rank in self._ranks[side]]
+    def tell(self, side: str, call: Callable[..., Any], *args: Any) -> None:
+        """Call a function with each Member of a side, and these arguments, in its process."""
+        self._told[side] = [rank.submit(on_member, call, *args) for rank in self._ranks[side]]
 
     def hear(self, side: str) -> list[Any]:
         """Return the result of each rank of a side, by number."""
         return [result.result(2 * LIMIT_S) for result in self._told[side]]
 
-    def ask(self, side: str, name: str, *args: Any) -> list[Any]:
-        self.tell(side, name, *args)
+    def ask(self, side: str, call: Callable[..., Any], *args: Any) -> list[Any]:
+        self.tell(side, call, *args)
         return self.hear(side)
 
     def open(self, tokens: int, layout: str) -> None:
         """Open a request on both sides, without sending any of it."""
         request = (next(self._rooms), tokens, layout)
-        self.tell("decode", "open", *request)
-        self.ask("prefill", "begin", *request)
+        self.tell("decode", DecodeMember.open, *request)
+        self.ask("prefill", PrefillMember.begin, *request)
         self.hear("decode")
 
     def clear(self) -> dict[str, float]:
         """End the request; return its calls' CPU seconds on each side's first rank."""
-        self.ask("prefill", "conclude")
-        return {side: self.ask(side, "clear")[0] for side in reversed(SIDES)}
+        self.ask("prefill", PrefillMember.conclude)
+        return {side: self.ask(side, Member.clear)[0] for side in reversed(SIDES)}
 
     def request(self, tokens: int) -> dict[str, float]:
         """Run one request, and return the seconds of its calls."""
         self.open(tokens, "random")
-        self.ask("prefill", "send")
-        self.ask("decode", "conclude")
+        self.ask("prefill", PrefillMember.send)
+        self.ask("decode", DecodeMember.conclude)
         return self.clear()
 
-    def send(self, until: str) -> tuple[float, float]:
+    def send(self, until: Callable[..., float]) -> tuple[float, float]:
         """Send the request. Return when the first prefill rank called `send`, and when all decode
         ranks had done `until`."""
         self.tell("decode", until)
-        self.tell("prefill", "send")
+        self.tell("prefill", PrefillMember.send)
         return min(self.hear("prefill")), max(self.hear("decode"))
 
     def transfer(self, tokens: int, layout: str) -> float:
         """Run one request; return the seconds until the draft KV is in place on all decode
         ranks."""
         self.open(tokens, layout)
-        began, ended = self.send("finish")
+        began, ended = self.send(DecodeMember.finish)
         self.clear()
         return ended - began
 
     def check(self, tokens: int, layout: str) -> None:
         """Run one request, and compare every byte. Raises RuntimeError if one is wrong."""
-        self.ask("decode", "empty")
+        self.ask("decode", DecodeMember.empty)
         self.open(tokens, layout)
-        self.send("conclude")
-        wrong = sum(self.ask("decode", "wrong"))
+        self.send(DecodeMember.conclude)
+        wrong = sum(self.ask("decode", DecodeMember.wrong))
         self.clear()
         if wrong:
             raise RuntimeError(f"{wrong} wrong bytes")
