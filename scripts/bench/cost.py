@@ -36,10 +36,10 @@ PAGES, PASSES = 16, 300
 
 def bare(member: Any, size: int) -> float:
     """Read from the first prefill rank's staging buffer into the first decode rank's."""
-    if member.rank.rank:
+    if member.rank:
         return 0.0
     store, server = member.manager.decode_channel._store, member.manager.servers._servers
-    there = next(iter(server[member.rank.address(0)].rows.values())).staging
+    there = next(iter(server[member.address(0)].rows.values())).staging
     name = data_plane.decode(there.endpoint, "mooncake").session.decode()
     read, start = store.plane._engine.transfer_sync_read, time.perf_counter()
     assert read(name, store.staging.address, there.base, size) == 0
@@ -48,7 +48,7 @@ def bare(member: Any, size: int) -> float:
 
 def fill(member: Any) -> None:
     """Write to all of the staging buffer: an untouched page is read faster."""
-    getattr(member.manager, f"{member.rank.side}_channel")._store.staging._memory.fill_(1)
+    getattr(member.manager, f"{member.side}_channel")._store.staging._memory.fill_(1)
 
 
 def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list[Record]:

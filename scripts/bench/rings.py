@@ -50,13 +50,12 @@ def load_sglang() -> None:
 # ---------------------------------------------------------------- a rank
 
 
-class Member:
-    """A rank and its request. The ring calls its public methods."""
+class Member(rig.Rank):
+    """A rank and its request, of which the ring calls one step after another. `handle`: SGLang's
+    sender or receiver. `cpu`: seconds of this thread in the request's calls."""
 
-    def __init__(self, rank: Any) -> None:
-        self.rank, self.manager = rank, rank.manager
-        self.handle: Any = None
-        self.cpu = 0.0  # seconds of this thread in the request's calls
+    handle: Any = None
+    cpu = 0.0
 
     def metered(self, call: Callable[[], Any]) -> Any:
         start = time.thread_time()
@@ -68,13 +67,13 @@ class Member:
         """Get a sender's or receiver's class as SGLang's scheduler does for each request."""
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
-        get = get_kv_class if self.rank.plugin is not None else inspect.unwrap(get_kv_class)
-        return get(TransferBackend(self.rank.case.backend), KVClassType(kind))
+        get = get_kv_class if self.plugin is not None else inspect.unwrap(get_kv_class)
+        return get(TransferBackend(self.case.backend), KVClassType(kind))
 
     def pages(self, side: str, tokens: int, layout: str) -> np.ndarray[Any, Any]:
         """Choose a request's pages on a side, from those that the largest request needs."""
-        case = self.rank.case
-        count, most = (-(-n // case.page_size) for n in (tokens, case.requests[0].tokens))
+        asked = model.Request(tokens), self.case.requests[0]
+        count, most = (self.case.pages(request) for request in asked)
         if layout == "runs":
             return np.arange(count, dtype=np.int32)
         order = np.random.default_rng([tokens, side == "decode"]).permutation(most)
@@ -87,7 +86,7 @@ class Member:
             if self.manager.request_status.get(room) == FAILED:
                 raise ConnectionError("SGLang's own transfer has failed")
             if time.monotonic() > until:
-                raise TimeoutError(f"{self.rank.side} {self.rank.rank}: not within {LIMIT_S} s")
+                raise TimeoutError(f"{self.side} {self.rank}: not within {LIMIT_S} s")
             time.sleep(POLL_S)
 
     def target_came(self) -> bool:
@@ -110,9 +109,9 @@ class Member:
 
 
 class PrefillMember(Member):
-    def begin(self, room: int, tokens: int, layout: str) -> None:
+    def open_room(self, room: int, tokens: int, layout: str) -> None:
         """Make the sender, and wait until decode's metadata has arrived."""
-        self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room, True)
+        self.cpu, arguments = 0.0, (self.manager, self.address(0), room, True)
         self.handle = self.metered(lambda: self.asked_class("sender")(*arguments))
         self.chunk = self.pages("prefill", tokens, layout)
         self.wait_for(lambda: self.handle.poll() in (WAITING, SUCCESS))
@@ -136,15 +135,15 @@ class DecodeMember(Member):
         """Return the plugin's ReceiveHandle for the request, or None in stock."""
         return getattr(self.handle, "handle", None)
 
-    def open(self, room: int, tokens: int, layout: str) -> None:
-        self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room)
+    def open_room(self, room: int, tokens: int, layout: str) -> None:
+        self.cpu, arguments = 0.0, (self.manager, self.address(0), room)
 
         def made() -> Any:
             receiver = self.asked_class("receiver")(*arguments)
             receiver.init(0)
             return receiver
 
-        self.wait_for(lambda: self.rank.is_known(0))
+        self.wait_for(lambda: self.is_known(0))
         self.handle, pages = self.metered(made), self.pages("decode", tokens, layout)
         self.opened = (tokens, layout)
         self.metered(lambda: self.handle.send_metadata(pages, 1, decode_prefix_len=0))
@@ -162,7 +161,7 @@ class DecodeMember(Member):
         time at which the poll returned Success."""
         from sglang.srt.managers.schedule_batch import Req
 
-        if self.rank.case.backend == "mooncake":  # NIXL's notifications are read in the poll
+        if self.case.backend == "mooncake":  # NIXL's notifications are read in the poll
             self.wait_for(lambda: self.target_came() and self.draft_came())
         if self.draft is not None:
             self.draft.request = request = Req.__new__(Req)  # with the fields that the plugin reads
@@ -172,7 +171,7 @@ class DecodeMember(Member):
         return time.monotonic()
 
     def empty(self) -> None:
-        for entries in self.rank.pools.values():
+        for entries in self.pools.values():
             for entry in entries:
                 entry.fill(0)
 
@@ -180,14 +179,12 @@ class DecodeMember(Member):
         """Count the bytes of the request's pages that differ from prefill's."""
         if self.draft is not None and self.draft.reason:
             raise RuntimeError(f"a cold drafter: {self.draft.reason}")
-        case, rank, found = self.rank.case, self.rank, 0
         there, here = (self.pages(side, *self.opened) for side in SIDES)
-        for name in rank.pools:
-            cache = case.cache(name)
-            rows = model.cut(cache, model.whole(case, name, cache, 0), rank.tp, rank.attn_rank)
-            for row, entry in zip(rows, rank.pools[name], strict=True):
-                found += int((row[there] != entry[here]).sum())
-        return found
+        return sum(
+            int((row[there] != entry[here]).sum())
+            for name, pool in self.pools.items()
+            for row, entry in zip(self._rows(name, 0), pool, strict=True)
+        )
 
 
 member: Any = None  # in a rank's process
@@ -197,9 +194,9 @@ def start(case: Any, side: str, number: int, ports: list[int]) -> None:
     """Start a rank in its process."""
     global member
     forks.die_with_parent()
-    rank = rig.Rank(case, side, number, ports)
-    rank.start_manager()
-    member = (PrefillMember if side == "prefill" else DecodeMember)(rank)
+    kind = PrefillMember if side == "prefill" else DecodeMember
+    member = kind(case, side, number, ports)
+    member.start_manager()
 
 
 def on_member(call: Callable[..., Any], *args: Any) -> Any:
@@ -250,8 +247,8 @@ class Ring:
     def open(self, tokens: int, layout: str) -> None:
         """Open a request on both sides, without sending any of it."""
         request = (next(self._rooms), tokens, layout)
-        self.tell("decode", DecodeMember.open, *request)
-        self.ask("prefill", PrefillMember.begin, *request)
+        self.tell("decode", DecodeMember.open_room, *request)
+        self.ask("prefill", PrefillMember.open_room, *request)
         self.hear("decode")
 
     def clear(self) -> dict[str, float]:
