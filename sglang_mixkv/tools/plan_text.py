@@ -96,19 +96,15 @@ class _Node(NamedTuple):
     def key(self) -> str:
         return self.where.rpartition("/")[2]
 
-    @property
-    def is_compose(self) -> bool:
-        return any("services" in one for one in self.above)
-
     def steps(self) -> Iterator[_Node]:
-        """Yield the children. A string that is YAML itself has children, too."""
+        """Yield the children, with strings that are YAML themselves read."""
         value = self.value
-        if isinstance(value, str) and re.search(r"disaggregation|model", value):
-            value = next(iter(_documents(value)), None)
         above = (*self.above, value) if isinstance(value, dict) else self.above
         listed = enumerate(value if isinstance(value, list) else ())
         for key, child in value.items() if isinstance(value, dict) else listed:
             step = str(key).replace("~", "~0").replace("/", "~1")
+            inner = next(iter(_documents(child)), None) if isinstance(child, str) else None
+            child = inner if isinstance(inner, dict | list) else child
             yield _Node(child, f"{self.where}/{step}", above)
 
 
@@ -148,32 +144,31 @@ def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[
     """Read a node: a container, flags, words, or a string with a line or YAML. A node that no
     pointer names must itself be a launch."""
     value = node.value
-    inner = next(iter(_documents(value)), None) if isinstance(value, str) else value
     is_whole = is_named or node.where.count("/") == 1
-    if isinstance(value, str) and not isinstance(inner, dict | list):
+    if isinstance(value, str):
         if is_named or LAUNCHER.search(value):
             yield from (one for one in lines_of(value, {}, {}) if is_named or one.launcher)
-    elif isinstance(inner, dict) and any(isinstance(inner.get(k), str | list) for k in CONTAINER):
-        for line in _container(inner, node, maps):
+    elif isinstance(value, dict) and any(isinstance(value.get(k), str | list) for k in CONTAINER):
+        for line in _container(value, node, maps):
             if is_named or line.launcher or "--model-path" in " ".join(line.flags):
                 yield line
-    elif isinstance(inner, dict):
+    elif isinstance(value, dict):
         recipe = node.above[-2] if len(node.above) > 1 else {}  # srt-slurm's
         is_recipe = node.above[-1:] == (recipe.get("sglang_config", ""),)
         own = recipe.get(f"{node.key}_environment") or {}
-        config = {str(k).replace("_", "-"): v for k, v in inner.items() if v is not None}
+        config = {str(k).replace("_", "-"): v for k, v in value.items() if v is not None}
         line = Line({str(k): str(v) for k, v in own.items()}, [], config=config)
         if is_named or is_recipe or line.mode:
             yield line
-    elif isinstance(inner, list) and is_whole and all(isinstance(v, str | int) for v in inner):
-        yield from _container({"args": inner}, node, maps)
+    elif isinstance(value, list) and is_whole and all(isinstance(v, str | int) for v in value):
+        yield from _container({"args": value}, node, maps)
 
 
 def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Iterator[Line]:
     """Read a container: its words, its own variables, and the file of --config that a ConfigMap
     of the same file mounts."""
     notes, environ, outside = list[str](), dict[str, str](), dict[str, str]()
-    fill = _compose if node.is_compose else _kubernetes
+    fill = _compose if any("services" in one for one in node.above) else _kubernetes
     given = own.get("env") or own.get("environment") or {}
     listed = given if isinstance(given, list) else ()
     for one in given.items() if isinstance(given, dict) else listed:
