@@ -14,7 +14,9 @@ LAUNCHER = re.compile(
     r"(?:\S*/)?sglang serve|\S*\bsglang[./]launch_server(?:\.py)?|dynamo\.sglang(?:\.\w+)*"
 )
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
-_LINE = re.compile(rf"(?:{_QUOTED}|(?<![^\s;&|()])#[^\n]*|[^\n'\"\\])*", re.DOTALL)
+_LINE = re.compile(
+    rf"((?:{_QUOTED}|(?<![^\s;&|()])#[^\n]*|[^\n'\"\\])*)(?:\n|\Z|(?P<unclosed>.))", re.DOTALL
+)
 _COMPUTED = r"\$\{[^}]*\}|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
 _VARIABLE = r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$`]*))?\})"
 _TOKEN = re.compile(
@@ -137,15 +139,12 @@ def lines_of(
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield each line with its number; one that ends in a backslash or in quotes goes on."""
-    at, number = 0, 1
-    while at < len(text):
-        found = _LINE.match(text, at)
-        line = found[0] if found else ""
-        at += len(line) + 1
-        if text[at - 1 : at] not in ("", "\n"):
+    number = 1
+    for found in _LINE.finditer(text):
+        if found["unclosed"]:
             raise ValueError(f"line {number}: No closing quotation")
-        yield number, line
-        number += 1 + line.count("\n")
+        yield number, found[1]
+        number += 1 + found[1].count("\n")
 
 
 def _commands(line: str, look: Callable[[str, str | None], Word]) -> Iterator[list[Word]]:
