@@ -7,7 +7,6 @@ import argparse
 import json
 import logging
 import os
-import pkgutil
 import re
 import traceback
 import warnings
@@ -31,9 +30,7 @@ from sglang_mixkv.tools.plan_model import Model, model_of, stage_of
 from sglang_mixkv.tools.plan_shell import Line, unreadable, value_of
 from sglang_mixkv.tools.plan_text import Given, split
 
-OF_HOST = (
-    "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
-)  # fmt: skip
+OF_HOST = re.compile("(disaggregation|mooncake)_ib_device|ssl_(keyfile|certfile|ca_certs)")
 """Flags that name devices and files of the server's host, which SGLang looks for."""
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
@@ -203,8 +200,8 @@ def _ends(view: Any, stage: Target) -> Iterator[str]:
 
 def _of_host(args: argparse.Namespace) -> Iterator[str]:
     """Clear the flags that only the server's host knows, with a note."""
-    for name in OF_HOST:
-        if value := getattr(args, name, None):
+    for name, value in vars(args).items():
+        if value and OF_HOST.fullmatch(name):
             setattr(args, name, None)
             flag = f"--{name.replace('_', '-')}"
             yield f"{flag} {value} depends on the server's host, and was not checked"
@@ -249,16 +246,14 @@ def _not_started(made: Any) -> Iterator[str]:
     )
 
 
-SPECULATION = ("num_steps", "eagle_topk", "num_draft_tokens")
-
-
 def _words(error: Exception, made: Any) -> str:
     """Return an error's text. SGLang's errors about incomplete speculative flags have no text, so
     add the missing flags."""
     text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
-    missing = [name for name in SPECULATION if getattr(made, f"speculative_{name}", None) is None]
+    all_three = "num_steps", "eagle_topk", "num_draft_tokens"
+    missing = [name for name in all_three if getattr(made, f"speculative_{name}", None) is None]
     is_bare = isinstance(error, TypeError) or not str(error)
-    if is_bare and made.speculative_algorithm and 0 < len(missing) < len(SPECULATION):
+    if is_bare and made.speculative_algorithm and 0 < len(missing) < len(all_three):
         flags = [f"--speculative-{name.replace('_', '-')}" for name in missing]
         text += f" ({' and '.join(flags)} missing: give all three, or none)"
     return " ".join(text.split())
@@ -341,23 +336,19 @@ _DYNAMOS = re.compile(
     r"|events)|sglang-trace-level|exclude-tools-\S*|disable-piecewise-cuda-graph)"
 )
 """The flags of dynamo.sglang 1.6 and 1.7, which are used if Dynamo is not installed."""
-_OF_DYNAMO = (
-    "dynamo.common.configuration.groups.router_args:parse_worker_router_config",
-    "dynamo.common.configuration.groups.runtime_args:DynamoRuntimeArgGroup",
-    "dynamo.sglang.backend_args:DynamoSGLangArgGroup",
-)
 
 
 def _after_dynamo(words: list[str]) -> list[str]:
     """Return the words that Dynamo's parser, if installed, leaves to SGLang's parser."""
     try:
-        of_router, *groups = map(pkgutil.resolve_name, _OF_DYNAMO)
+        from dynamo.common.configuration.groups import router_args, runtime_args
+        from dynamo.sglang.backend_args import DynamoSGLangArgGroup
     except ImportError:
         return _without(words, _DYNAMOS)
     parser = _Parser(add_help=False)
-    for group in groups:
+    for group in (runtime_args.DynamoRuntimeArgGroup, DynamoSGLangArgGroup):
         group().add_arguments(parser)
-    rest: list[str] = of_router(parser.parse_known_args(words)[1])[1]
+    rest: list[str] = router_args.parse_worker_router_config(parser.parse_known_args(words)[1])[1]
     return _without(rest, "--disable-piecewise-cuda-graph")
 
 

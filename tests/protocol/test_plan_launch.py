@@ -182,15 +182,16 @@ def test_dynamos_worker_writes_a_row(tmp_path: Path) -> None:
 
 ASKED = """
 from argparse import ArgumentParser
-from pkgutil import resolve_name
 from dynamo.common.configuration.groups.router_args import add_worker_router_arguments
+from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup
+from dynamo.sglang.backend_args import DynamoSGLangArgGroup
 from sglang_mixkv.tools import plan_server as plan
 from sglang_mixkv.tools.plan_shell import Line
 
 own = ArgumentParser(add_help=False)
 add_worker_router_arguments(own)
-for name in plan._OF_DYNAMO[1:]:
-    resolve_name(name)().add_arguments(own)
+for group in (DynamoRuntimeArgGroup, DynamoSGLangArgGroup):
+    group().add_arguments(own)
 unlike = {f for f in own._option_string_actions if not plan._DYNAMOS.fullmatch(f)}
 both = {f for f in plan._parser()._option_string_actions if plan._DYNAMOS.fullmatch(f)}
 flags = "--tp 2 --router-mode kv --gateway-workers 2 --dyn-tool-call-parser kimi_k2 --no-such 1"

@@ -63,7 +63,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         {"msgspec", "numpy", "torch", "zmq"}, {"", "channel", "config", "draft", "errors", "tools"},
     ),
     "tools/plan_": (
-        {"huggingface_hub", "msgspec", "sglang", "torch", "yaml"},
+        {"dynamo", "huggingface_hub", "msgspec", "sglang", "torch", "yaml"},
         {"", "channel", "config", "decode.compare", "draft", "engine.releases", "errors",
          "refusals", "tools"},
     ),
