@@ -121,8 +121,7 @@ def read_stream(url: str, lines: Iterable[bytes]) -> Answer:
         raise RequestFailed(f"the request was aborted: {info.finish_reason}")
     rounds = info.spec_verify_ct or 0
     drafted = (info.spec_num_proposed_drafts or 0) // max(1, rounds)
-    histogram = info.spec_correct_drafts_histogram or ()
-    return Answer(tokens, rounds, histogram, drafted, info.dp_rank)
+    return Answer(tokens, rounds, info.spec_correct_drafts_histogram or (), drafted, info.dp_rank)
 
 
 def read_event(url: str, text: bytes, kind: Any = StreamEvent) -> Any:

@@ -166,10 +166,6 @@ class Pair(msgspec.Struct, frozen=True):
     accept_lengths: dict[str, float | None]
 
     @property
-    def where(self) -> str:
-        return f"{self.decode}, prefill {self.prefill}"
-
-    @property
     def warm_share(self) -> float | None:
         return self.rooms["warm"] / self.rooms.total() if self.rooms.total() else None
 
@@ -211,7 +207,7 @@ def status(now: MetricPages, unread: dict[str, str], first: MetricPages | None =
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
     found, rows = [_server(*one) for one in since.items()], [*_pairs(since)]
     wrong = [Wrong(one.name, *what) for one in found for what in _of_server(one, since[one.name])]
-    wrong += [Wrong(one.where, *what) for one in rows for what in _of_pair(one)]
+    wrong += (one for pair in rows for one in _of_pair(pair))
     return Status(found, rows, wrong, unread)
 
 
@@ -261,14 +257,15 @@ def _of_server(server: ServerSlots, page: Page) -> Iterator[tuple[str, str]]:
             yield f"{number} times {spec.message}", spec.remedy
 
 
-def _of_pair(pair: Pair) -> Iterator[tuple[str, str]]:
+def _of_pair(pair: Pair) -> Iterator[Wrong]:
     if pair.warm_share is None or 1 - pair.warm_share <= COLD_SHARE:
         return
     for reason, number in pair.rooms.most_common():
         if reason != "warm":
             spec = NOTES[ColdReason(reason)]
             what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
-            yield what + f": {spec.message}" * bool(spec.message), spec.remedy
+            what += f": {spec.message}" * bool(spec.message)
+            yield Wrong(f"{pair.decode}, prefill {pair.prefill}", what, spec.remedy)
 
 
 def main(argv: list[str]) -> int:
