@@ -185,9 +185,9 @@ def _answer(plan: PairReport) -> str:
     answer = f"You need the plugin: {need.reason}."
     if need.wrong_share is not None:
         answer += f" Without it {need.wrong_share:.0%} of a prompt's draft KV on decode is wrong."
-    is_on = plan.prefill.enabled or plan.decode.enabled
-    how = " Start both sides with --enable-mixkv (under Dynamo with SGLANG_ENABLE_MIXKV=1)."
-    return answer + how * (not is_on)
+    if not (plan.prefill.enabled or plan.decode.enabled):
+        answer += " Start both sides with --enable-mixkv (under Dynamo with SGLANG_ENABLE_MIXKV=1)."
+    return answer
 
 
 def _side(server: Server) -> str:

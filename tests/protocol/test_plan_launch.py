@@ -194,8 +194,8 @@ for group in (DynamoRuntimeArgGroup, DynamoSGLangArgGroup):
     group().add_arguments(own)
 unlike = {f for f in own._option_string_actions if not plan._DYNAMOS.fullmatch(f)}
 both = {f for f in plan._parser()._option_string_actions if plan._DYNAMOS.fullmatch(f)}
-flags = "--tp 2 --router-mode kv --gateway-workers 2 --dyn-tool-call-parser kimi_k2 --no-such 1"
-words = [*flags.split(), "--enable-mixkv"]
+flags = "--router-mode kv --gateway-workers 2 --dyn-tool-call-parser kimi_k2 --no-such 1"
+words = ["--disable-piecewise-cuda-graph", "--tp", "2", *flags.split(), "--enable-mixkv"]
 args, refused, ends = plan.parse(Line({}, words, "dynamo.sglang"))
 print(unlike, both, args.tp_size, len(refused), *ends)
 """

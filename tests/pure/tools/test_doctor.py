@@ -29,12 +29,7 @@ PARAMS = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
 @pytest.mark.parametrize(
     ("name", "value", "shown", "words"),
     [
-        (
-            "SGLANG_MIXKV_STAGING",
-            "64",
-            "64",
-            "the closest match is SGLANG_MIXKV_STAGING_MB",
-        ),
+        ("SGLANG_MIXKV_STAGING", "64", "64", "the closest match is SGLANG_MIXKV_STAGING_MB"),
         ("SGLANG_MIXKV_PATIENCE", "long", "long", "to be a number from 0.1 to 60; got 'long'"),
         ("SGLANG_RUST_SERVER", "1", "1", "SGLANG_RUST_SERVER=1 is not"),
         ("MC_FORCE_TCP", "1", "1", ""),

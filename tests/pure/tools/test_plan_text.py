@@ -259,10 +259,7 @@ def test_data_is_pointed_at(
     file.write_text(CONFIG)
     found = split(load(f"{file}{pointer}"), role)
     given = dict(zip(found.flags, found.flags[1:], strict=False))
-    assert (found.mode, {**found.config}.get("tp-size", given.get("--tp"))) == (
-        mode,
-        size,
-    )
+    assert (found.mode, {**found.config}.get("tp-size", given.get("--tp"))) == (mode, size)
 
 
 ROOT = Path(__file__).parents[3]
