@@ -84,11 +84,19 @@ def register() -> None:
 
 
 def around_resolve(original: Callable[[Any], None], server_args: Any) -> None:
-    """Resolve for a GPU on which SGLang starts with these arguments; if there is none, exit."""
+    """Resolve for this host's GPU or, without one, for one on which SGLang starts with these
+    arguments; if there is none, exit."""
+    import torch
+
     if hasattr(server_args, _SEEN) or getattr(server_args, "_resolution_finished", False):
         return original(server_args)
     try:
-        gpus = _gpus(server_args)
+        named, is_cpu = os.environ.get(PLAN_GPU_ENV), truth("SGLANG_USE_CPU_ENGINE", os.environ)
+        gpus = [named] if named else [*GPUS]
+        if torch.accelerator.is_available() or (is_cpu and not named):
+            gpus = [""]
+        else:
+            server_args.device = server_args.device or "cuda"
         unresolved = copy.deepcopy(server_args)
         setattr(unresolved, _SEEN, "a copy")
         made, gpu, stock = resolved(partial(copy.deepcopy, unresolved), gpus)
@@ -112,18 +120,6 @@ def around_check(original: Callable[[Any], None], server_args: Any) -> None:
     except Exception as error:
         stock.append(f"SGLang {sglang_version()} does not start it: {error}")
     _end(server_args, gpu, stock, config_of(server_args))
-
-
-def _gpus(server_args: Any) -> list[str]:
-    """Return the GPUs to try, or [""] on a host with a GPU and for a device other than CUDA."""
-    import torch
-
-    named, is_cpu = os.environ.get(PLAN_GPU_ENV), truth("SGLANG_USE_CPU_ENGINE", os.environ)
-    has_own = torch.accelerator.is_available() or (is_cpu and not named)
-    if server_args.device not in (None, "cuda") or has_own:
-        return [""]
-    server_args.device = "cuda"
-    return [named] if named else [*GPUS]
 
 
 def _end(made: Any, gpu: str, stock: list[str], config: Config) -> NoReturn:

@@ -31,7 +31,7 @@ from sglang_mixkv.tools.plan_shell import Line, unreadable, value_of
 from sglang_mixkv.tools.plan_text import Given, split
 
 OF_HOST = re.compile("(disaggregation|mooncake)_ib_device|ssl_(keyfile|certfile|ca_certs)")
-"""Flags that name devices and files of the server's host, which SGLang looks for."""
+"""Flags that name devices and files of the server's host, for which SGLang would look here."""
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 
@@ -101,7 +101,12 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
     refused = [f"{role}: {why}" for why in of_dynamo]
     config = resolve(args, line.environ)
     _check_models(args)
-    notes = [*line.notes, *_of_host(args)]
+    notes = [*line.notes]
+    for name, value in vars(args).items():
+        if value and OF_HOST.fullmatch(name):
+            setattr(args, name, None)
+            flag = f"--{name.replace('_', '-')}"
+            notes.append(f"{flag} {value} depends on the server's host, and was not checked")
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
         if config.enabled and line.launcher:  # flags alone may be incomplete
@@ -116,14 +121,13 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
 def resolved(make: Callable[[], Any], gpus: list[str]) -> tuple[Any, str, list[str]]:
     """Resolve and check new arguments for the first GPU on which SGLang starts them. Return them,
     the GPU, and why SGLang does not start them."""
-    made = make()
-    gpus = gpus if (made.device or "cuda") == "cuda" else [""]
-    for gpu in (*gpus, gpus[0]):  # if none works, report the errors of the first
+    for one in (*gpus, gpus[0]):  # if none works, report the errors of the first
         made = make()
+        gpu = one if made.device == "cuda" else ""
         setattr(made, ATTRIBUTE, Config())  # `refused` has what the plugin's hook would raise
         with as_on(gpu) if gpu else nullcontext():
             stock = [*_not_started(made)]
-        if not stock:
+        if not (stock and gpu):
             break
     return made, gpu, stock
 
@@ -196,15 +200,6 @@ def _ends(view: Any, stage: Target) -> Iterator[str]:
         why = "with --pp-size above 1 needs Mooncake"
     if why and envs.SGLANG_DISAGG_STAGING_BUFFER.get():
         yield f"SGLang exits at startup, since SGLANG_DISAGG_STAGING_BUFFER=1 {why}"
-
-
-def _of_host(args: argparse.Namespace) -> Iterator[str]:
-    """Clear the flags that only the server's host knows, with a note."""
-    for name, value in vars(args).items():
-        if value and OF_HOST.fullmatch(name):
-            setattr(args, name, None)
-            flag = f"--{name.replace('_', '-')}"
-            yield f"{flag} {value} depends on the server's host, and was not checked"
 
 
 def _check_models(args: argparse.Namespace) -> None:
