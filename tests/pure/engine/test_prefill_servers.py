@@ -180,6 +180,7 @@ def test_a_changed_address_of_a_name_is_used(
     answers: dict[str, Any] = {"a": "127.0.0.1"}
 
     def look_up(host: str, *args: Any, **hints: Any) -> Any:
+        assert hints == {"type": socket.SOCK_STREAM, "flags": socket.AI_ADDRCONFIG}
         if isinstance(answers[host], Exception):
             raise answers[host]
         return name_server._real(answers[host], *args, **hints)
@@ -208,6 +209,10 @@ def test_a_changed_address_of_a_name_is_used(
         assert len(by._answered) == prefill_http.REMEMBERED
         assert "0" not in by._answered
         assert "a" in by._answered
+        monkeypatch.setattr(prefill_http, "LOOKED_UP", 0)
+        assert await found("a") == ["127.0.0.2"]
+        with pytest.raises(BlockingIOError, match="0 names are being looked up"):
+            await found("c")
 
     monkeypatch.setattr(prefill_http, "REMEMBERED", 20)
     asyncio.run(check())
