@@ -248,6 +248,7 @@ def test_buffers_of_both_sides_must_match(target, there, here, tp, what):
         found = [one for one in differences(*sides) if "heads over NIXL" not in one.what]
         assert [one.what[: len(what)] for one in found] == [what] * bool(what)
         assert all(one.severity is Severity.REFUSED for one in found)
+        assert all(one.remedy.endswith(") and attention backends") for one in found)
 
 
 def test_a_stage_is_compared_with_the_same_stage():
@@ -436,3 +437,4 @@ def test_a_state_that_sglang_cannot_cut_by_heads_is_refused(states, target, engi
 def test_prefills_metadata_rows_may_be_shorter_but_not_longer(there, here, severity):
     found = differences(row(aux_item_lens=there), row(aux_item_lens=here))
     assert [one.severity for one in found] == ([severity] if severity else [])
+    assert all(one.remedy.endswith("on both sides or on neither") for one in found)
