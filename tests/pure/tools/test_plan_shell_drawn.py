@@ -32,9 +32,15 @@ def passed_by_bash(line: str) -> list[str]:
 @settings(max_examples=300, deadline=None)
 @given(LINES)
 @example(("a#b", " ", "$E", " ", "7$E", " ", "#c"))
+@example(("\\ #", " \\\n   ", "a"))
 @example(("$B", "\t", "'q  $A'$B\"q  $B\"", " \\\n   ", "${C:-d e}"))
 def test_flags_are_those_that_bash_passes(drawn: tuple[str, ...]) -> None:
     line = f"sglang serve --model-path {''.join(drawn)}"
-    (read,) = lines_of(SET + line, {}, {})
+    try:
+        (read,) = lines_of(SET + line, {}, {})
+    except ValueError as error:
+        if "is cut off from its command by a comment" not in str(error):
+            raise
+        return
     if not read.stop:
         assert read.flags == passed_by_bash(line)
