@@ -15,15 +15,15 @@ LAUNCHER = re.compile(
 )
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _LINE = re.compile(
-    rf"((?:\\\n|(?:{_QUOTED}|[^\s'\"\\;&|()#])#*|#[^\n]*|[;&|()]|[^\S\n])*)"
+    rf"((?:\\\n|(?:{_QUOTED}|[^ \t\n'\"\\;&|()#])#*|#[^\n]*|[;&|()]|[ \t])*)"
     r"(?:\n|\Z|(?P<unclosed>.))",
     re.DOTALL,
 )
 _COMPUTED = r"\$\{[^}]*\}|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
 _VARIABLE = r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$`]*))?\})"
 _TOKEN = re.compile(
-    rf"(?:\s|\\\n)+|#[^\n]*|\d+(?=[<>])|(?P<operator>[();<>|&]+)"
-    rf"|(?P<word>(?:{_QUOTED}|{_COMPUTED}|[^\s'\"\\();<>|&])+)|(?P<unclosed>.)",
+    rf"(?:[ \t\n]|\\\n)+|#[^\n]*|\d+(?=[<>])|(?P<operator>[();<>|&]+)"
+    rf"|(?P<word>(?:{_QUOTED}|{_COMPUTED}|[^ \t\n'\"\\();<>|&])+)|(?P<unclosed>.)",
     re.DOTALL,
 )
 _PART = re.compile(rf"{_VARIABLE}|{_QUOTED}|{_COMPUTED}|[$`]", re.DOTALL)
@@ -166,10 +166,10 @@ def _commands(line: str, look: Callable[[str, str | None], Word]) -> Iterator[li
     def part(found: re.Match[str]) -> str:
         text = found[0]
         if text[0] == "'":
-            return text[1:-1]
+            return "\1" + text[1:-1]
         if text[0] == '"':
-            return _IN_QUOTES.sub(value, text[1:-1])
-        return re.sub(r"\s+", "\0", value(found)) if found[1] or found[2] else value(found)
+            return "\1" + _IN_QUOTES.sub(value, text[1:-1])
+        return re.sub(r"[ \t\n]+", "\0", value(found)) if found[1] or found[2] else value(found)
 
     for token in _TOKEN.finditer(f"{line}\n;"):
         if token["unclosed"]:
@@ -183,7 +183,7 @@ def _commands(line: str, look: Callable[[str, str | None], Word]) -> Iterator[li
         elif word := token["word"]:
             whys.clear()
             texts = [] if is_file else _PART.sub(part, word).split("\0")
-            command += ((text, "".join(whys[:1])) for text in texts if text or word[0] in "'\"")
+            command += ((text.replace("\1", ""), "".join(whys[:1])) for text in texts if text)
             is_file = False
 
 

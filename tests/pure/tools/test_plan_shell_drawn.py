@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from sglang_mixkv.tools.plan_shell import lines_of
 
-SET = "A=one\nB='two three'\nE=\n"
+SET = "A=one\nB='two three'\nD=' x '\nE=\n"
 PARTS = (
     "a", "--f", "=", "/", ",", "%", ":", "#", "7", "''", '""', "'q  $A'", '"q  $B"', '"\\$A \\\\"',
     '"\\" a"', "\\ ", "\\'", '\\"', "\\$A", "\\\\", "$A", "${A}", "$B", "${B}", "${C:-d e}",
-    "${E:-z}",
+    "${E:-z}", "$D", "$E", "\u00a0",
 )  # fmt: skip
 WORDS = st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map("".join)
 BETWEEN = st.sampled_from((" ", "  ", "\t", " \\\n   ", " >/dev/null ", " 2>&1 "))
