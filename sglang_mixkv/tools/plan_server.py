@@ -312,12 +312,14 @@ def _section(words: list[str]) -> Mapping[Any, Any]:
 
 
 def _without(words: list[str], names: str | re.Pattern[str]) -> list[str]:
-    """Return the words without the flags that match `names`, and without their values."""
-    kept, is_kept = list[str](), True
+    """Return the words without the flags that match `names`, and without a value after each."""
+    kept, is_value = list[str](), False
     for word in words:
-        if word.startswith("--"):
-            is_kept = not re.fullmatch(names, word.partition("=")[0])
-        kept += [word] * is_kept
+        name, equals, _ = word.partition("=")
+        is_dropped = re.fullmatch(names, name) is not None
+        if not is_dropped and (word.startswith("--") or not is_value):
+            kept.append(word)
+        is_value = is_dropped and not equals
     return kept
 
 
@@ -344,7 +346,7 @@ def _after_dynamo(words: list[str]) -> list[str]:
     for group in (runtime_args.DynamoRuntimeArgGroup, DynamoSGLangArgGroup):
         group().add_arguments(parser)
     rest: list[str] = router_args.parse_worker_router_config(parser.parse_known_args(words)[1])[1]
-    return _without(rest, "--disable-piecewise-cuda-graph")
+    return [word for word in rest if word != "--disable-piecewise-cuda-graph"]
 
 
 @cache

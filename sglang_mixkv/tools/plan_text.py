@@ -103,8 +103,9 @@ class _Node(NamedTuple):
         listed = enumerate(value if isinstance(value, list) else ())
         for key, child in value.items() if isinstance(value, dict) else listed:
             step = str(key).replace("~", "~0").replace("/", "~1")
-            inner = next(iter(_documents(child)), None) if isinstance(child, str) else None
-            child = inner if isinstance(inner, dict | list) else child
+            if isinstance(child, str) and re.search("disaggregation|model", child):
+                inner = next(iter(_documents(child)), None)
+                child = inner if isinstance(inner, dict | list) else child
             yield _Node(child, f"{self.where}/{step}", above)
 
 

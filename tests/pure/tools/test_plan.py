@@ -400,6 +400,8 @@ def test_a_config_file_continuations_and_a_positional_model(tmp_path: Path) -> N
     line = f"dynamo.sglang --disagg-config {config} --disagg-config-key one --dyn-x y --page-size 8"
     found = read("decode", line)
     assert (found.attention_tp, found.page_size, found.stock) == (4, 8, ())
+    (stray,) = read("decode", line.replace("--dyn-x y", "--dyn-x y z")).stock
+    assert stray.endswith("knows a word that follows no flag")
     with pytest.raises(ValueError, match="three"):
         read("decode", line.replace("one", "three"))
 
