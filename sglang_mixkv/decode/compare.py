@@ -131,9 +131,9 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
     if guesses and source.entries * source.stages != wanted.entries * wanted.stages:
         on_prefill, on_decode = f"{source.entries} buffers", f"{wanted.entries}"
         sizes = f"{on_prefill} on one of {stages[0]}", f"{on_decode} on one of {stages[1]}"
-        remedy = "Use SGLANG_PP_LAYER_PARTITION to give prefill's stages the same number of layers"
         what = "pipeline stages of different lengths"
-        yield _refused(what, *sizes, "layers would overwrite each other", remedy)
+        remedy = "Use SGLANG_PP_LAYER_PARTITION to give all prefill stages the same number of "
+        yield _refused(what, *sizes, "layers would overwrite each other", f"{remedy}layers")
     elif nixl and not source.layer_ids and not unequal:  # build_transfer_entry_pairs
         what = "pipeline stages of a target with KV heads over NIXL"
         yield _refused(what, *stages, thread_ends, f"{mooncake}, or --pp-size 1")
