@@ -117,7 +117,7 @@ def measure(made: Any, tokens: int, layout: str, turns: int) -> dict[str, list[d
                     found[way].append(turn(made[way], tokens, layout))
                 else:
                     made[way].check(tokens, layout)
-            except ConnectionError:
+            except rings.TransferFailed:
                 del found[way]
                 made[way].close()  # SGLang may reject a peer after a failure
                 made[way].start()

@@ -50,6 +50,10 @@ def load_sglang() -> None:
 # ---------------------------------------------------------------- a rank
 
 
+class TransferFailed(RuntimeError):
+    """SGLang's own transfer has failed."""
+
+
 class Member(rig.Rank):
     """A rank and its request, of which the ring calls one step after another. `handle`: SGLang's
     sender or receiver. `cpu`: seconds of this thread in the request's calls."""
@@ -84,7 +88,7 @@ class Member(rig.Rank):
         while not what():
             room = getattr(self.handle, "bootstrap_room", None)
             if self.manager.request_status.get(room) == FAILED:
-                raise ConnectionError("SGLang's own transfer has failed")
+                raise TransferFailed(f"{self.side} {self.rank}")
             if time.monotonic() > until:
                 raise TimeoutError(f"{self.side} {self.rank}: not within {LIMIT_S} s")
             time.sleep(POLL_S)
