@@ -166,13 +166,14 @@ class Runner:
             while free and (one := next(rest, None)):
                 limit = 5 + 4 * self._seconds(part_of(one.file), free[-1])
                 process = self._start(part_of(one.file), copy := free.pop(), one)
-                running[process.sentinel] = process, one, copy, time.monotonic() + limit
+                running[os.pidfd_open(process.pid)] = process, one, copy, time.monotonic() + limit
             if not running:
                 return
             ready = self._wait(running, min(entry[3] for entry in running.values()))
             late = {fd for fd, entry in running.items() if time.monotonic() >= entry[3]}
             for fd in late.union(ready):
                 process, one, copy, _ = running.pop(fd)
+                os.close(fd)
                 failed = self.stop(process) != 0
                 shutil.copy2(ROOT / one.file, copy / one.file)
                 free.append(copy)
@@ -194,7 +195,9 @@ class Runner:
         self._wait((), 0)
         if tests not in known.found:
             begun, process = time.monotonic(), self._start(part, copy, None)
-            self._wait([process.sentinel], float("inf"))
+            ended = os.pidfd_open(process.pid)  # its sentinel also waits for what it started
+            self._wait([ended], float("inf"))
+            os.close(ended)
             if self.stop(process):
                 output = (copy / OUTPUT).read_text(errors="replace")[-3000:]
                 sys.exit(f"these tests fail without a mutant: {tests}\n{output}")
