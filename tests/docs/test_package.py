@@ -33,8 +33,8 @@ from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BESIDE_SGLANG = {"huggingface_hub", "mooncake", "nixl", "sglang", "torch", "triton"}
-"""Packages that are imported only if SGLang or a transfer backend is installed."""
+BESIDE_SGLANG = {"dynamo", "huggingface_hub", "mooncake", "nixl", "sglang", "torch", "triton"}
+"""Packages that are imported only if SGLang, a transfer backend or Dynamo is installed."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 FOLDERS = (
     "sglang_mixkv", "mixkv_cpu", "mixkv_demo", "docker", "docs", "examples", "findings", "scripts",
