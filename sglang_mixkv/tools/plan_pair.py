@@ -168,10 +168,10 @@ def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
         "attn_tp_size": prefill.attention_tp, "page_size": None, "kv_cache_dtype": None,
         "follow_bootstrap_room": True, "dp_size": 1,
     }  # fmt: skip
-    answer = Mock(status_code=200)
-    sglang = _check_of_sglang(Mock(**{"get.return_value": answer}))
+    answer = SimpleNamespace(status_code=200)
+    sglang = _check_of_sglang(SimpleNamespace(get=lambda *_, **__: answer))
     names = {field.name for field in fields(sglang["PrefillServerInfo"])} & published.keys()
-    answer.json.return_value = {name: published[name] for name in names}
+    answer.json = lambda: {name: published[name] for name in names}
     manager = type("Decode", (), {one: sglang[one] for one in _OF_MANAGER})()
     vars(manager).update(none | msgspec.structs.asdict(decode) | target.met | {
         "attn_tp_size": decode.attention_tp, "attn_cp_rank": 0, "pp_rank": 0,
@@ -181,7 +181,9 @@ def _asked_of_sglang(prefill: Server, decode: Server) -> Iterator[str]:
             page_size=0, engine_rank=0, state_types=[*map(sglang["StateType"], target.states)]),
     })  # fmt: skip
     try:
-        manager.try_ensure_parallel_info("prefill")
+        if not manager.try_ensure_parallel_info("prefill"):  # SGLang logs why, and asks again
+            text = f"the check that SGLang {decode.sglang} makes of a pair does not run in plan"
+            yield f"{text}: SGLang may refuse this pair. Report it with both lines."
     except (AssertionError, RuntimeError, ValueError) as error:
         yield f"SGLang refuses the pair when it meets: {error}"
 

@@ -305,6 +305,20 @@ def test_findings(prefill: dict[str, Any], decode: dict[str, Any], reason: str) 
     assert text.startswith("Neither stock SGLang nor") == (no_route or "refused" in decode)
 
 
+@pytest.mark.parametrize("asked", ["requests.post(", "requests.get(url).text and requests.get("])
+def test_a_check_of_sglang_that_cannot_run_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """SGLang catches the errors of its request to the prefill server, and would ask again."""
+    real, sides = plan_pair._source, pair(2, 2, 8)
+    assert [*plan_pair._asked_of_sglang(*sides)] == []
+    monkeypatch.setattr(
+        plan_pair, "_source", lambda file: real(file).replace("requests.get(", asked)
+    )
+    (finding,) = plan_pair._asked_of_sglang(*sides)
+    assert finding.startswith(f"the check that SGLang {sglang_version()} makes of a pair does not run")
+
+
 def test_sglang_is_asked_about_a_pair() -> None:
     """`plan` runs SGLang's own check of a pair. The check covers MiniMax's state since 0.5.23 and
     MXFP8's since 0.5.22. The plugin's own rule covers both states in all releases."""
