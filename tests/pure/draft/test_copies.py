@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,32 @@ def test_requests_share_batches_and_two_are_in_flight() -> None:
     assert not test.copies.polled
     test.start("a1", "b clear", "c1")
     assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])], "one kind per batch"
+
+
+class Raced(list[Any]):
+    """A list to which another thread adds an item right after its items were read."""
+
+    late: tuple[Any, ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        found, added = list(super().__iter__()), self.late
+        self.late = ()
+        self += added
+        return iter(found)
+
+
+def test_a_copy_that_ends_while_others_are_taken_is_not_lost() -> None:
+    test = Copies()
+    first, second, late = (
+        (test._copy(job), result, 0.1)
+        for job, result in (("a1", SlotCheck.OK), ("b1 stale", SlotCheck.STALE), ("c1", None))
+    )
+    test.copies._over = over = Raced([first, second])
+    over.late = (late,)
+    assert test.ended() == {"a1": SlotCheck.OK, "b1 stale": SlotCheck.STALE}
+    assert test.copies.done
+    assert test.ended() == {"c1": None}
+    assert not test.copies.done
 
 
 def test_moved_bytes_are_counted_except_for_clears() -> None:
