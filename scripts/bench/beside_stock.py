@@ -128,7 +128,6 @@ def rows(arguments: argparse.Namespace, backend: str, drafter: str, page: int) -
     sizes = TOKENS[:1] if arguments.quick else TOKENS
     turns = arguments.repeats or (1 if arguments.quick else 11)
     os.environ["SGLANG_MIXKV_DATA_PLANE"] = backend  # the default without RDMA is Mooncake
-    os.environ["SGLANG_MIXKV_STAGING_MB"] = "512"  # 4 MiB slots: the rig halves one side
     counting = rings.special.Special(
         before=dict.fromkeys([(side, 0) for side in rings.SIDES], count)
     )

@@ -87,7 +87,7 @@ class Rank(Memory):
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         enabled = enabled and (self.side, self.rank) not in case.special.stock_ranks
-        config = self._unlike(msgspec.structs.replace(resolve(None), enabled=enabled))
+        config = self.settings(msgspec.structs.replace(resolve(None), enabled=enabled))
         setattr(args, ATTRIBUTE, config)
         world_rank = self.stage * self.tp * self.dp_size + tp_rank
         publish(args, role="tokenizer", ranks=SpawnRanks(world_rank, gpu_id=GPU[self.side]))
@@ -99,7 +99,7 @@ class Rank(Memory):
         if case.backend == "mooncake":
             start_mooncake(self.host, args.disaggregation_ib_device)
 
-    def _unlike(self, config: Any) -> Any:
+    def settings(self, config: Any) -> Any:
         """Return settings that differ from the other side's. The seed determines which side has the
         larger values."""
         larger = (self.case.seed + (self.side == "prefill")) % 2
