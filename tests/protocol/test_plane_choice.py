@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_mixkv import config
 from sglang_mixkv.channel import mooncake, nixl, planes
+from sglang_mixkv.engine import gpu
 from sglang_mixkv.errors import MixKVError
 
 
@@ -75,3 +77,39 @@ def test_nixls_backend_and_parameters_are_sglangs_own(monkeypatch: pytest.Monkey
     assert json.loads(params) == config.resolve(None, {}).nixl_params
     found = planes.nixl_backend("mlx5_0", {"num_threads": "4"})
     assert found == ("UCX", {"device_list": "mlx5_0", "num_threads": "4"})
+
+
+DEVICES = json.dumps({"0": "mlx5_0", "1": "mlx5_2,mlx5_3"})
+
+
+@pytest.mark.parametrize("given", [None, "mlx5_0,mlx5_1", DEVICES])
+@pytest.mark.parametrize(
+    "environ", [{}, {"MOONCAKE_PROTOCOL": "efa"}, {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}]
+)
+def test_mooncake_starts_as_sglangs_own_engine_does(
+    environ: dict[str, str], given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both engines of a rank get the same transport and RDMA devices."""
+    from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as theirs
+
+    for name in ("MC_FORCE_TCP", "MOONCAKE_PROTOCOL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    started = list[tuple[Any, ...]]()
+
+    class Engine:
+        def initialize(self, *args: Any) -> int:
+            started.append(args)
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 7
+
+    monkeypatch.setattr("mooncake.engine.TransferEngine", Engine)
+    theirs.MooncakeTransferEngine("10.0.0.1", 1, given)
+    devices = gpu.rdma_devices(SimpleNamespace(ib_device=given, gpu_id=1))
+    planes.make("mooncake", "10.0.0.1", devices, {})
+    planes.make("mooncake", "10.0.0.1", "mlx5_9", {})  # as `doctor` does with any devices
+    assert started[0] == started[1]
+    assert started[2][3] == ("" if "MC_FORCE_TCP" in environ else "mlx5_9")

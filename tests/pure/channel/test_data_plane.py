@@ -6,6 +6,8 @@ tests/protocol/test_data_planes.py has the tests with backends.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import random
 import socket
@@ -14,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +189,52 @@ def test_a_peer_without_an_answer_is_probed_only_once() -> None:
     assert plane.read(plane.connect(plane.there, 0), TEN) == [("it", "")]
 
 
+def test_a_restarted_peer_is_not_blamed_for_the_former_ones_silence() -> None:
+    """A probe without an answer delays only that instance, although its successor has its ports."""
+    plane = Scripted()
+    plane.end = False
+    with pytest.raises(ConnectionError, match="could not be read"):
+        plane.connect(plane.there, 0)
+    plane.end = True
+    successor = Endpoint("scripted", b"", Memory(REMOTE, THERE), b"restarted")
+    plane.connect(msgspec.msgpack.encode(successor), 0)
+
+
+def test_no_two_planes_have_one_endpoint() -> None:
+    """Two planes with the same session, memory and device have different instances.
+
+    A rank that is restarted gets the ports and often the addresses of the former one.
+    """
+    one, other = (msgspec.msgpack.decode(Scripted().endpoint, type=Endpoint) for _ in range(2))
+    assert msgspec.structs.replace(one, instance=other.instance) == other
+    assert one.instance != other.instance
+
+
+def test_no_read_is_posted_on_a_dead_plane() -> None:
+    """After a restore, a read from a known peer fails, and no peer can be connected."""
+    plane = Scripted()
+    peer = plane.connect(plane.there)
+    plane.posted.clear()
+    plane.dead = True
+    ((tag, error),) = plane.read(peer, TEN)
+    assert (tag, bool(error), plane.posted, peer.reads) == ("it", True, [], 0)
+    with pytest.raises(ConnectionError):
+        plane.connect(plane.there, 0)
+    assert plane.posted == []
+
+
+@pytest.mark.parametrize("error", ["", "broken", None])
+def test_a_peer_is_connected_once_a_byte_was_read(error: str | None) -> None:
+    """A peer is connected after a read without an error, and not after one that fails or hangs."""
+    plane = Scripted()
+    plane._check = lambda read: error  # type: ignore[method-assign]
+    if error == "":
+        assert not plane.connect(plane.there, 0).gone
+        return
+    with pytest.raises(ConnectionError, match="could not be read"):
+        plane.connect(plane.there, 0)
+
+
 def no_memory() -> int:
     raise MemoryError("no batch")
 
@@ -268,6 +316,95 @@ def test_a_mooncake_peer_that_answers_slowly_times_out(
         with pytest.raises(ConnectionError):
             plane.connect(msgspec.msgpack.encode(one))
         assert time.monotonic() - began < 5
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[str], bytes]) -> Iterator[str]:
+    """Yield the address of a peer that answers one query, and then waits for its end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            with contextlib.suppress(OSError), listener.accept()[0] as peer:
+                peer.recv(100)
+                peer.sendall(answer(address))
+                peer.recv(100)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield address
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def framed(text: bytes) -> bytes:
+    return struct.pack("<QB", 1 + len(text), mooncake.METADATA) + text
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, None),
+        ({"rdma_server_name": ""}, None),
+        ({"rdma_server_name": "10.0.0.7:17"}, "10.0.0.7:17"),
+        ({"rdma_server_name": "[fd00::7]:17", "tcp_data_host": "10.0.0.8"}, "[fd00::7]:17"),
+    ],
+)
+def test_mooncake_gets_the_address_of_a_peers_nics(given: Any, name: str | None) -> None:
+    """The handed answer has the peer's address for RDMA, if it has one, as its name.
+
+    All else is unchanged: Mooncake finds the peer's memory there.
+    """
+    rest = {"tcp_data_port": 7, "buffers": [{"addr": 1, "length": 2}]} | given
+
+    def answer(address: str) -> bytes:
+        return framed(json.dumps({"name": address, **rest}).encode())
+
+    with answering(answer) as address:
+        found = mooncake._ask(address)
+    content = json.loads(found[9:])
+    assert framed(found[9:]) == found
+    rest.pop("rdma_server_name", None)
+    assert content == {**rest, "name": name or address}
+
+
+@pytest.mark.parametrize(("beyond", "is_read"), [(0, True), (1, False), (1 << 40, False)])
+def test_a_mooncake_answer_is_read_up_to_its_maximum_size(beyond: int, is_read: bool) -> None:
+    """A peer that announces a longer answer fails at once, before it can send the answer."""
+
+    def answer(address: str) -> bytes:
+        text = json.dumps({"name": address}).encode()
+        spaces = mooncake.LONGEST - 9 - len(text)
+        head = struct.pack("<QB", 1 + len(text) + spaces + beyond, mooncake.METADATA)
+        return head + text + b" " * (spaces + min(beyond, 1))
+
+    with answering(answer) as address:
+        began = time.monotonic()
+        if is_read:
+            assert json.loads(mooncake._ask(address)[9:]) == {"name": address}
+        else:
+            with pytest.raises(ValueError, match="answered"):
+                mooncake._ask(address)
+        assert time.monotonic() - began < mooncake.ANSWER_S
+
+
+def test_a_mooncake_name_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name that is handed to Mooncake has a host of its own, also after one was dropped.
+
+    The kernel reuses ports, and Mooncake keeps its answer about a name for ever.
+    """
+    plane, hosts = object.__new__(Mooncake), list[str]()
+    DataPlane.__init__(plane)
+    plane._names, plane._numbers = {}, itertools.count()
+    monkeypatch.setattr(mooncake, "_ask", lambda _: b"")
+    for number in range(6):
+        peer = RemoteMemory(Endpoint("mooncake", b"", Memory(0, 100), b"%d" % number))
+        plane._open(peer)
+        assert peer.name is not None
+        hosts.append(peer.name.rpartition(":")[0])
+        if number % 2:
+            plane._names.clear()  # reads from these names have failed to start
+    assert len({*hosts}) == len(hosts)
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -502,11 +639,15 @@ def test_reopening_keeps_a_name_with_reads_in_flight(reads: int) -> None:
 
 
 class Transfers(Agent):
-    """An agent that records descriptors. `asked`: (kind of memory, devices) of each list."""
+    """An agent that records descriptors, and reports these states.
 
-    def __init__(self) -> None:
+    `asked`: (kind of memory, devices) of each list. The first state is that of the post.
+    """
+
+    def __init__(self, *states: str) -> None:
         super().__init__()
         self.asked: list[tuple[str, set[int]]] = []
+        self._states = list(states)
 
     def register_memory(self, regions: list[tuple[int, int, int, str]], kind: str) -> None:
         self.asked.append((kind, {device for _, _, device, _ in regions}))
@@ -521,12 +662,21 @@ class Transfers(Agent):
         return "a handle"
 
     def transfer(self, _: str) -> str:
-        return "PROC"
+        return self._states.pop(0)
+
+    def check_xfer_state(self, _: str) -> str:
+        if (state := self._states.pop(0)) == "raises":
+            raise Disconnected(state)
+        return state
+
+
+class Disconnected(Exception):
+    """An error of NIXL's bindings, whose only base is Exception."""
 
 
 @pytest.mark.parametrize(("here", "there"), [(3, 1), (0, 2), (None, 1), (3, None), (None, None)])
 def test_nixl_descriptors_name_each_sides_gpu(here: int | None, there: int | None) -> None:
-    agent = Transfers()
+    agent = Transfers("PROC")
     plane, _ = nixl_with(agent)
     plane.register(Memory(LOCAL, SIZE, here))
     peer = RemoteMemory(Endpoint("nixl", b"a", Memory(REMOTE, THERE, there), b""))
@@ -534,6 +684,48 @@ def test_nixl_descriptors_name_each_sides_gpu(here: int | None, there: int | Non
     plane.start("it", peer, [TEN, TEN])
     own, other = (("DRAM", {0}) if gpu is None else ("VRAM", {gpu}) for gpu in (here, there))
     assert agent.asked == [own, own, other]
+
+
+@pytest.mark.parametrize(
+    ("states", "ends"),
+    [
+        (["DONE", "DONE"], ""),
+        (["PROC", "PROC", "PROC", "DONE"], ""),
+        (["ERR"], "rejected"),
+        (["PROC", "ERR"], "NIXL reports ERR"),
+        (["PROC", "PROC", "another"], "NIXL reports another"),
+        (["PROC", "raises"], "Disconnected"),
+    ],
+)
+def test_a_nixl_read_ends_as_its_agent_reports(states: list[str], ends: str) -> None:
+    """A read ends at once if its post fails, and otherwise with the first state but PROC."""
+    agent = Transfers(*states)
+    plane, opened = nixl_with(agent)
+    plane.register(Memory(0, SIZE))
+    peer = opened(b"a")
+    plane.start("it", peer, [(0, 0, 10)])
+    for _ in states[2:]:
+        assert (plane.ended(), peer.reads) == ([], 1)
+    ((tag, error),) = plane.ended()
+    assert (tag, peer.reads, agent._states) == ("it", 0, [])
+    assert ends in error if ends else error == ""
+
+
+def test_a_nixl_agent_is_made_for_several_threads_and_sleeps_when_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other threads connect while the channel's thread reads, and polling would occupy a core.
+
+    In NIXL's own agent, the progress thread never sleeps.
+    """
+    api, made = pytest.importorskip("nixl._api"), list[Any]()
+    real = api.nixlBind.nixlAgent
+    monkeypatch.setattr(api.nixlBind, "nixlAgent", lambda *args: made.append(args) or real(*args))
+    agent = nixl._new_agent()
+    name, config = made[-1]
+    assert (name, config.useProgThread, config.pthrDelay) == (agent.name, True, 1000)
+    strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    assert config.syncMode == strict.value
 
 
 def agent_of_process_seven() -> str:

@@ -125,6 +125,33 @@ def test_a_file_that_is_readable_ends_the_sleep(
     os.close(queue.fileno())
 
 
+@pytest.mark.parametrize("timeout_ms", [0.9, 10_000])
+def test_a_message_that_a_query_finds_ends_the_poll_at_once(
+    timeout_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The poller does not sleep if a socket has a message that the kernel does not report.
+
+    The test makes a sleep impossible, since its result would be the same.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        router, poller = context.socket(zmq.ROUTER), Poller()
+        dealer.connect(f"tcp://{HOST}:{router.bind_to_random_port(f'tcp://{HOST}')}")
+        dealer.send(b"here")
+        router.send_multipart([router.recv_multipart()[0], b"there"])
+        assert dealer.poll(10_000)  # resets the socket's file
+        poller.register(dealer)
+        monkeypatch.setattr(sockets, "_SLEEPS", None)
+        assert poller.poll(timeout_ms) == [dealer]
+        router.close()
+
+
+def test_no_file_of_the_channel_is_inherited(queue: EventQueue[int]) -> None:
+    """A child process gets neither the queue's nor the poller's file, which would stay open."""
+    poller = Poller()
+    for file in (queue.fileno(), poller._epoll_fd):
+        assert not os.get_inheritable(file)
+
+
 def test_the_next_poll_finds_the_remaining_files() -> None:
     queues, poller = [EventQueue[int]() for _ in range(2 * sockets._MOST + 1)], Poller()
     for one in queues:

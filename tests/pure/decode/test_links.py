@@ -11,18 +11,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from rig.channel.threads import SEGMENT, Channel, wait_for
 from rig.process.answers import silent
 from rig.process.resources import resources
 
 from sglang_mixkv.channel import sockets
-from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
+from sglang_mixkv.channel.messages import Ack, Announced, Fail, Message, encode
 from sglang_mixkv.channel.sockets import BATCH, Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode import links
 from sglang_mixkv.decode.links import Link, Links
+from sglang_mixkv.draft.rows import DraftRows
 
 PEER, HOST, SOON_MS, MANY = b"%08d" % 0, "127.0.0.1", 10_000, 100
 PATIENT = Times(100)  # so long that nothing times out
@@ -407,3 +409,49 @@ def test_nothing_is_read_without_staging_on_either_side(ranks: Ranks, dialed: Di
         (link if one is these else one._links[PEER]).row.staging = staging  # type: ignore[misc]
         assert not one.read(act.StartRead(1, peer, (), 4))
     assert not list(without.ended())
+
+
+def test_each_segment_of_a_read_has_its_own_slots_and_size(dialed: Dialed) -> None:
+    """A read takes each segment from its slot there to its slot here, and no byte more.
+
+    Slots, their sizes and the memory's address differ between the sides. The reader needs some of
+    its heads from this rank, and a segment may have fewer tokens than fit.
+    """
+    these, plane, dial, _ = dialed
+    started: list[Any] = []
+    plane.start = lambda _, peer, extents: started.append((peer, extents))  # type: ignore[attr-defined]
+    entries = [torch.zeros((8, 4, width), dtype=torch.uint8) for width in (16, 24)]
+    rows, store = DraftRows(entries, range(4)), these._store
+    store.rows.packed_bytes = rows.packed_bytes  # type: ignore[union-attr]
+    store.staging = SimpleNamespace(address=10_000, slot_bytes=1024)  # type: ignore[union-attr]
+    link = dial()
+    link.row.staging.base, link.row.staging.slot_bytes = 50_000, 4096  # type: ignore[union-attr]
+    these.add(link)
+    source = SimpleNamespace(source=SimpleNamespace(heads=range(1, 3)))
+    segments: Any = [
+        SimpleNamespace(announced=Announced(there, 1, count), slot=here, transfer=source)
+        for there, here, count in ((5, 2, 7), (0, 3, 1))
+    ]
+    assert these.read(act.StartRead(link.peer, segments, 0.0, 1.0))
+    assert started == [
+        (link.memory, [
+            (10_000 + 2 * 1024, 50_000 + 5 * 4096, rows.packed_bytes(7, 2)),
+            (10_000 + 3 * 1024, 50_000, rows.packed_bytes(1, 2)),
+        ]),
+    ]  # fmt: skip
+
+
+def test_a_message_of_several_frames_ends_only_its_own_link() -> None:
+    """No message after it is read, and those of another rank are."""
+    ranks = Ranks(2)
+    good, bad = ranks._names
+    ranks._socket.send_multipart([ranks._names[bad], b"one", b"two"])
+    for peer in (bad, bad, good):
+        ranks.send(peer, Fail(1, 2, "lost"))
+    found = list[Any]()
+    assert wait_for(lambda: found.extend(ranks.look(10)) or len(found) == 2)
+    assert {peer: str(message) for peer, message in found} == {
+        bad: "a message of several frames", good: str(Fail(1, 2, "lost")),
+    }  # fmt: skip
+    assert (bad in ranks.links, good in ranks.links, ranks.look(10)) == (False, True, [])
+    ranks.close()
