@@ -137,6 +137,30 @@ def test_a_later_chunk_overtakes_one_that_waits() -> None:
     assert take(queue, 1) == [(2, 0)]
 
 
+def test_each_of_sglangs_workers_gets_only_its_own_chunks() -> None:
+    """SGLang gives each room to one of several workers, each with its own queue."""
+    manager = EarlySends()
+    manager.transfer_queues = [object() for _ in range(3)]
+    queues = manager.transfer_queues
+    for room in (2, 0, 1, 2):
+        queues[room].put(SimpleNamespace(room=room, number=len(queues)))
+    assert [take(queues[room], count) for room, count in enumerate((1, 1, 2))] == [
+        [(0, 3)], [(1, 3)], [(2, 3), (2, 3)],
+    ]  # fmt: skip
+
+
+def test_an_idle_worker_sleeps_until_a_chunk_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker without chunks does not poll, since each poll takes the GIL."""
+    looked, real = list[int](), early_sends.ChunkQueue._written
+    monkeypatch.setattr(
+        early_sends.ChunkQueue, "_written", lambda one: looked.append(1) or real(one)
+    )
+    queue = queue_of()
+    threading.Timer(0.3, queue.put, [SimpleNamespace(room=2, number=0)]).start()
+    assert take(queue, 1) == [(2, 0)]
+    assert len(looked) == 2
+
+
 def test_a_chunk_whose_event_cannot_be_queried_is_never_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

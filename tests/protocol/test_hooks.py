@@ -5,6 +5,7 @@ test_startup.py and test_launchers.py test the hooks in launchers and ranks.
 from __future__ import annotations
 
 import argparse
+import builtins
 from collections.abc import Callable
 from importlib import metadata
 from types import SimpleNamespace
@@ -267,6 +268,22 @@ def test_missing_hooks_stop_the_server_before_rules_do(installed: Any) -> None:
     assert codes(given()) == ""
 
 
+@pytest.mark.parametrize("given_too", [True, False])
+@pytest.mark.parametrize("resolved", [True, False])
+def test_a_rule_is_checked_against_the_resolved_arguments(
+    resolved: bool, given_too: bool, installed: Any
+) -> None:
+    """A rule applies if the resolved arguments break it. The remedy differs if the operator's did
+    not: SGLang may set a flag itself, or drop one."""
+    args = given()
+    rule = Rule("--a-flag", lambda one: given_too if one is args else resolved, "drop it")
+    installed(NEWEST, rule=rule)
+    said = codes(args)
+    assert said.startswith("[MIXKV-START-03]") == bool(said) == resolved
+    if resolved:
+        assert ("drop it" in said, "SGLang sets it itself" in said) == (given_too, not given_too)
+
+
 def test_a_check_includes_the_environment(installed: Any, monkeypatch: Any) -> None:
     installed(NEWEST)
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
@@ -292,6 +309,20 @@ def test_a_package_that_is_not_installed_has_no_version() -> None:
     assert releases.version_of("numpy") == metadata.version("numpy")
 
 
+@pytest.mark.parametrize(
+    "path", ["sglang:gone", "sglang.gone:one", "sglang.gone.one:two", "sglang.version:gone.one", ""]
+)
+def test_a_seam_that_is_gone_is_reported_whatever_is_missing(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing package, module, class or function is reported, and does not raise."""
+    for table, other in (("SEAMS", "ATTRIBUTES"), ("ATTRIBUTES", "SEAMS")):
+        monkeypatch.setattr(releases, other, {})
+        monkeypatch.setattr(releases, table, {path: ("one",)})
+        (line,) = releases.lacking(NEWEST)
+        assert line.startswith(f"{path}: expected it with")
+
+
 class Seam:
     declared: int
 
@@ -301,6 +332,9 @@ class Seam:
 
 
 class Under(Seam): ...
+
+
+max = builtins.max
 
 
 def takes(one: int, *, other: int = 0) -> None: ...
@@ -315,6 +349,7 @@ def takes(one: int, *, other: int = 0) -> None: ...
         ("takes", ("one", "two", "three"), ("two", "three")),
         ("gone", ("one",), ("one",)),
         ("NEWEST", ("one",), ("one",)),  # not a function
+        ("max", ("one",), ("one",)),  # a function without a signature
     ],
 )
 def test_a_changed_seam_is_reported_with_the_missing_names(

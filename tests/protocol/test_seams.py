@@ -107,6 +107,35 @@ def test_every_listed_seam_is_used_and_there_are_few() -> None:
     assert len(SEAMS) <= 50
 
 
+@pytest.mark.parametrize("kind", manager.MIXINS)
+def test_every_parameter_that_a_mixin_names_is_listed(kind: str) -> None:
+    """A mixin's methods name parameters in their signature, or read them with `kwargs.get`."""
+    ours, owner = manager.MIXINS[kind], f":CommonKV{kind.title().replace('_', '')}."
+    listed = {path.rpartition(".")[2]: names for path, names in SEAMS.items() if owner in path}
+    listed.pop("__init__", None)  # its parameters are passed on by place
+    methods = {name: method for name, method in vars(ours).items() if name in listed}
+    for name, method in methods.items():
+        (_, *own) = inspect.signature(method).parameters.values()
+        named = {one.name for one in own if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+        assert named <= {*listed[name]}, name
+    read = {
+        ast.literal_eval(node.args[0])
+        for node in ast.walk(ast.parse(Path(inspect.getfile(ours)).read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "kwargs.get"
+    }
+    assert read <= {name for names in listed.values() for name in names}
+    assert bool(read) == (kind in ("sender", "receiver"))
+
+
+@pytest.mark.parametrize("target", [one for one in HOOKS if not HOOKS[one].startswith("plugin.")])
+def test_a_hook_calls_the_function_for_its_method(target: str) -> None:
+    """The docstring of a hook's function names all of SGLang's methods that it wraps."""
+    module, _, name = HOOKS[target].rpartition(".")
+    function = pkgutil.resolve_name(f"sglang_mixkv.{module}:{name}")
+    words = set(re.findall(r"\w+", inspect.getdoc(function) or ""))
+    assert ("Wrap" in words, target.rpartition(".")[2] in words) == (True, True)
+
+
 @cache
 def rules_ask_for() -> set[str]:
     """Return the argument names that the rules read. A rule treats a missing argument as off, so
