@@ -143,6 +143,8 @@ def test_the_fail_messages_of_both_sides() -> None:
     other.wait(1.1)
     fails = [message for _, message in other.sends if isinstance(message, Fail)]
     assert fails == [Fail(5, 77, "deadline", "its KV is late")]
+    other.close(77)
+    assert fails == [message for _, message in other.sends if isinstance(message, Fail)]
     other.open(78, number=6)
     other.close(78, reason="aborted")
     assert other.sends[-1] == (PREFILL, Fail(6, 78, "closed", "aborted"))

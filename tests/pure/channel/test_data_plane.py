@@ -368,6 +368,27 @@ def test_mooncake_gets_the_address_of_a_peers_nics(given: Any, name: str | None)
     assert content == {**rest, "name": name or address}
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rdma_server_name": "localhost:17"},
+        {"rdma_server_name": "10.0.0.7"},
+        {"tcp_data_host": "localhost"},
+        {"name": "localhost:17"},
+        {"name": "127.0.0.1:17"},
+        {"name": ""},
+    ],
+)
+def test_an_answer_of_mooncake_has_only_ip_addresses(given: dict[str, str]) -> None:
+    """Mooncake would look a host's name up, even one that it can resolve, and that may block."""
+
+    def answer(address: str) -> bytes:
+        return framed(json.dumps({"name": address} | given).encode())
+
+    with answering(answer) as address, pytest.raises(ValueError, match=r"."):
+        mooncake._ask(address)
+
+
 @pytest.mark.parametrize(("beyond", "is_read"), [(0, True), (1, False), (1 << 40, False)])
 def test_a_mooncake_answer_is_read_up_to_its_maximum_size(beyond: int, is_read: bool) -> None:
     """A peer that announces a longer answer fails at once, before it can send the answer."""

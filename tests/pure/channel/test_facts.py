@@ -397,6 +397,19 @@ def test_a_target_with_as_many_heads_as_ranks_is_served(heads, tp, backend, is_s
     assert (differences(*sides) == []) == is_served
 
 
+@pytest.mark.parametrize("there", ["0.5.21", "0.5.21.post1", "0.5.22"])
+@pytest.mark.parametrize("here", ["0.5.21", "0.5.22", "0.5.23"])
+def test_the_senders_release_decides_on_swa_state(there, here):
+    """Only prefill's release cuts sliding-window state by heads, whichever release decode has."""
+    target = replace(GQA, states=("swa",))
+    sides = (
+        row(engine=engine, backend="mooncake", target=target, attn_tp=tp)
+        for engine, tp in ((there, 2), (here, 4))
+    )
+    found = [one.what for one in differences(*sides) if "release" not in one.what]
+    assert found == ["target with swa state at unequal TP"] * there.startswith("0.5.21")
+
+
 @pytest.mark.parametrize(
     ("states", "target", "engine", "what"),
     [

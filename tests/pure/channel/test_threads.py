@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,8 @@ from rig.channel.threads import (
     wait_for,
 )
 
-from sglang_mixkv.channel.messages import draw_instance
+from sglang_mixkv.channel.actions import Send
+from sglang_mixkv.channel.messages import Fail, draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.decode.worker import ENDING
@@ -295,6 +297,26 @@ def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
         assert wait_for(lambda: sent.pages_released and idle.pages_released)
         for one in (idle, sent):
             prefill.channel.end(one)
+
+
+def test_each_later_failure_of_a_connection_is_handled(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection whose sends fail is given up once for sends that fail together, and once again
+    later: a full queue may have room in the meantime."""
+    worker, lost = channel.prefill.channel, list[bytes]()
+    monkeypatch.setattr(worker._machine, "connection_lost", lost.append)
+    messages = [Send(name, Fail(1, 2, "lost")) for name in (b"nobody", b"another", b"nobody")]
+
+    def fail() -> None:
+        for one in messages:
+            worker._do(one)
+
+    for count in (1, 2, 3):
+        worker._call(fail)
+        assert wait_for(lambda: len(lost) == 2 * count)  # noqa: B023
+        assert Counter(lost) == {b"nobody": count, b"another": count}
+        assert wait_for(lambda: not worker._lost)
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 64, -(1 << 63), 1 << 200])

@@ -33,6 +33,7 @@ from sglang_mixkv.engine.bootstrap import (  # noqa: E402
 from sglang_mixkv.engine.bootstrap import SIZES as BOOTSTRAP_SIZES  # noqa: E402
 from sglang_mixkv.engine.prefill_http import (  # noqa: E402
     Names,
+    check_sizes,
     fetch,
     ranks_of,
     read_rows,
@@ -222,6 +223,20 @@ def test_ranks_are_looked_up_up_to_the_maximum(monkeypatch: pytest.MonkeyPatch) 
     for counts, known in (((1, 2, 3, 1), 6), ((1, 7, 1, 1), 0)):
         with serving(a_server_of(*counts)) as address:
             assert len(asyncio.run(ranks_of(address, Names()))) == known
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranks"),
+    [([1, 1, 1, 1], 1), ([2, 3, 4, 5], 120), ([2, 4, 8, 16], 1024), ([5, 5, 41, 1], None),
+     ([-1, -2, 3, 4], None), *(([2] * at + [0] + [2] * (3 - at), None) for at in range(4))],
+)  # fmt: skip
+def test_a_server_has_one_to_1024_ranks(counts: list[int], ranks: int | None) -> None:
+    """A size of 0, whichever it is, and sizes with too large a product are refused."""
+    if ranks is not None:
+        assert check_sizes(counts) == ranks
+        return
+    with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
+        check_sizes(counts)
 
 
 # ---------------------------------------------------------------- the bootstrap server

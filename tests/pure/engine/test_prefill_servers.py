@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import socket
 import threading
 import time
@@ -498,7 +499,7 @@ def test_two_ranks_with_one_address_are_refused(site: Site, prefill: Prefill) ->
         assert site.servers.refuse(address, None) is None
 
 
-@pytest.mark.parametrize("by", ["ranks", "files"])
+@pytest.mark.parametrize("by", ["ranks", "ranks with unlimited files", "files"])
 def test_the_number_of_ranks_of_all_servers_is_limited(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
@@ -508,10 +509,11 @@ def test_the_number_of_ranks_of_all_servers_is_limited(
     forgotten server makes room for others.
     """
     assert prefill_servers.MAX_LINKS == 8192
-    if by == "ranks":
+    if "ranks" in by:
         monkeypatch.setattr(prefill_servers, "MAX_LINKS", 2)
-    else:
-        monkeypatch.setattr(prefill_servers.resource, "getrlimit", lambda _: (12, 12))
+    if "files" in by:
+        limit = resource.RLIM_INFINITY if "unlimited" in by else 12
+        monkeypatch.setattr(prefill_servers.resource, "getrlimit", lambda _: (limit, limit))
     monkeypatch.setattr(prefill_servers, "AGAIN_S", 0.0)
     one, two = Prefill(Times()), Prefill(Times())
     both = [row_of(one), row_of(two, rank_port=PORT + 1)]
@@ -612,6 +614,23 @@ def test_a_server_with_an_unreachable_rank_leaves_nothing(
         assert wait_for(lambda: not site.held()["sockets"] + site.held()["of the data plane"])
 
 
+def test_a_silent_server_is_kept_while_requests_ask_for_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silent server is forgotten KNOWN_S after its last request, not after its first."""
+    monkeypatch.setattr(prefill_http, "ASK_S", 0.1)
+    monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
+    monkeypatch.setattr(prefill_servers, "KNOWN_S", 1.0)
+    with silent() as address:
+        site.servers.ensure(address)
+        server, asked = site.servers._servers[address], site.servers._servers[address].asked
+        while time.monotonic() < asked + 2:
+            site.servers.ensure(address)
+            time.sleep(0.02)
+        assert (site.servers._servers[address], server.gone) == (server, False)
+        assert wait_for(lambda: server.gone)
+
+
 def test_servers_without_requests_are_forgotten(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -672,6 +691,33 @@ def test_a_server_that_becomes_ready_is_connected_once(
         assert site.held()["servers"] == site.held()["sockets"] == 1
 
 
+def test_a_server_that_becomes_ready_is_not_removed_with_its_refusal(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that becomes ready while a request finds it refused stays connected."""
+    monkeypatch.setattr(prefill_servers, "AGAIN_S", 0.0)
+    answers = [NO_ROUTE]
+    with serving(lambda _: answers[-1]) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        answers.append((200, answer_of(row_of(prefill))))
+        del site.table[address]
+        held, lock, real = threading.Event(), site.servers._lock, site.manager.resolve
+
+        def is_ready() -> bool:
+            held.set()
+            return address in site.table
+
+        site.manager.resolve = lambda one: held.wait(10) and real(one)
+        assert not site.servers.ensure(address)
+        site.servers._lock = Late(lock, is_ready)
+        assert "PAIR-01" in str(site.servers.refuse(address, None))
+        site.servers._lock = lock
+        assert site.servers.ensure(address)
+        assert site.servers.refuse(address, None) is None
+        assert site.request(address, prefill) == "warm"
+        assert site.held()["servers"] == 1
+
+
 @pytest.mark.parametrize("late", ["other rows", "a refusal"])
 def test_a_former_servers_late_answer_has_no_effect(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, late: str
@@ -728,6 +774,45 @@ def test_a_lost_bootstrap_server_is_served_until_removed(site: Site, prefill: Pr
     with publishing(row_of(prefill), port=int(address.rpartition(":")[2])):
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
+
+
+def test_a_removed_server_is_connected_again_without_delay(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request for a server that SGLang has removed does not wait for the task to notice.
+
+    The former connection is dropped.
+    """
+    monkeypatch.setattr(prefill_servers, "CHECK_S", 60.0)
+    with publishing(row_of(prefill)) as address:
+        assert site.is_ready(address)
+        former = site.servers._servers[address]
+        site.table.pop(address)
+        assert not site.servers.ensure(address)
+        assert (former.gone, site.servers._servers[address].ready) == (True, False)
+        assert site.is_ready(address)
+        assert site.request(address, prefill) == "warm"
+        assert site.held()["sockets"] == 1
+
+
+@pytest.mark.parametrize(
+    ("raises", "text"),
+    [
+        (MixKVError("MIXKV-PAIR-04", "too many ranks"), "[MIXKV-PAIR-04] too many ranks"),
+        (ValueError("page_size"), "[MIXKV-PAIR-03] SGLang refuses it: page_size"),
+    ],
+)
+def test_a_server_that_sglang_cannot_resolve_is_refused_with_its_reason(
+    site: Site, prefill: Prefill, raises: Exception, text: str
+) -> None:
+    def resolve(_: str) -> None:
+        raise raises
+
+    site.manager.resolve = resolve
+    with publishing(row_of(prefill)) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert str(site.servers.refuse(address, None)).endswith(f" is refused: {text}")
+    assert not site.held()["sockets"]
 
 
 def test_a_server_requested_again_is_checked_by_one_task(site: Site, prefill: Prefill) -> None:
