@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rig.channel.driven import BEGAN, PREFILL, READER, SLOTS, TOKENS, Decode, Prefill
 from rig.channel.invariants import outstanding
 
@@ -148,6 +149,46 @@ def test_the_fail_messages_of_both_sides() -> None:
     other.open(78, number=6)
     other.close(78, reason="aborted")
     assert other.sends[-1] == (PREFILL, Fail(6, 78, "closed", "aborted"))
+
+
+def test_an_open_is_a_sign_of_its_reader_not_of_its_connection() -> None:
+    """A reader that has just sent an OPEN gets one of the last slots; an unknown owner does not."""
+    rank = Prefill()
+    rank.do(rank.machine.tick)
+    for number in range(SLOTS - 6):
+        rank.slots.publish(rank.slots.allocate(number), number + 1, rank.machine._clock)
+    rank.now += 1
+    rank.do(rank.machine.received, b"its connection", rank.message(7))
+    assert rank.slots.available_for(b"unknown", SLOTS) == 0
+    rank.begin("use", 7, TOKENS)
+    assert rank.sent == {7: TOKENS}
+
+
+def test_the_largest_number_of_readers_that_an_open_claims_counts() -> None:
+    """A rank's pages stay until as many readers have opened as any of them has claimed."""
+    rank = Prefill()
+    for generation, (reader, claimed) in enumerate(
+        ((b"a" * 8, 3), (b"b" * 8, 1), (b"c" * 8, 2)), 1
+    ):
+        assert rank.pages_released == {}
+        rank.open(7, reader, generation, readers=claimed)
+        if generation == 1:
+            rank.begin("use", 7, TOKENS)
+    assert rank.sent == dict.fromkeys((1, 2, 3), TOKENS)
+    assert [*rank.pages_released] == ["use"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "is_held"),
+    [((4, 8), True), ((4, 5), True), ((7, 8), True), ((3, 5), False), ((7, 9), False),
+     ((3, 9), False), ((8, 9), False), ((3, 4), False), ((0, 4), False), ((6, 6), True)],
+)  # fmt: skip
+def test_a_prefill_rank_serves_only_its_own_heads(heads: tuple[int, int], is_held: bool) -> None:
+    """A rank of a larger TP size does not begin at head 0. An empty range asks for nothing."""
+    rank = Prefill()
+    rank.machine._heads = range(4, 8)
+    rank.do(rank.machine.received, READER, replace(rank.message(7), heads=heads))
+    assert rank.fails == ({} if is_held else {7: "heads"})
 
 
 @pytest.mark.parametrize("outcome", [SlotCheck.OK, SlotCheck.STALE, RuntimeError("copy")])

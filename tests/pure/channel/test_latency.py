@@ -7,6 +7,7 @@ last part tests how the threads poll CUDA events.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import threading
 import time
@@ -26,6 +27,7 @@ from sglang_mixkv.channel.sockets import EventQueue
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as decode_actions
 from sglang_mixkv.decode import links
+from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft import copier
 from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
@@ -557,6 +559,34 @@ def test_an_idle_rank_sleeps_and_does_not_poll(side: str) -> None:
         with mock.patch.object(poller, "wait", wraps=poller.wait) as wait:
             assert wait_for(lambda: wait.call_count > 3)
         assert not any(call.args[1] for call in wait.call_args_list[1:])
+
+
+def test_a_long_read_is_polled_often_only_when_it_has_begun(channel: Channel) -> None:
+    """The start of a read counts as something that happened, and its running does not."""
+    worker, plane = channel.decode.channel, channel.decode.plane
+    plane.held = True
+    sent, room = channel.prefill.send(1, SEGMENT), channel.open(1, SEGMENT)
+    assert wait_for(lambda: plane.busy)
+    time.sleep(3 * sockets.EAGER)
+    (read,), came = worker._machine._segments._reads, worker._poller.came
+    assert came >= read.began
+    time.sleep(3 * sockets.EAGER)
+    assert worker._poller.came == came
+    plane.held = False
+    assert decided(channel, room) == ("warm", "")
+    channel.end(sent, room)
+
+
+def test_a_batch_on_a_device_is_awaited_for_as_long_as_a_sleep_takes() -> None:
+    """The thread queries a batch for ASKED seconds after its launch, and then sleeps."""
+    worker: Any = object.__new__(DecodeWorker)
+    copies, clock = mock.Mock(polled=True, launched=7.0), itertools.count()
+    done = mock.PropertyMock(return_value=False)
+    type(copies).done = done
+    worker._machine = mock.Mock(**{"actions.return_value": []})
+    worker._copies, worker._clock = copies, lambda: 7.0 + next(clock) * loop.ASKED / 10
+    worker._act()
+    assert 10 <= done.call_count <= 12
 
 
 def test_moved_bytes_are_counted_but_not_zeroed_ones() -> None:
