@@ -5,8 +5,8 @@ r"""The prefill servers of a decode rank, and their states.
 
 SGLang calls `try_ensure_parallel_info` once a second until it returns True. The call never blocks:
 the first request to a server is delayed by one second, and a hung server does not delay the
-scheduler. A refused server gets a placeholder in SGLang's table, so that its requests reach
-`receiver.init` and fail there immediately, with the reason.
+scheduler. A refused server's requests fail in `receiver.init`, with the reason. Only until then is
+a placeholder in SGLang's table, since SGLang's heartbeats query each server in it, and may hang.
 
 Every address in a request is queried, so a server may be hung or hostile. Each server has its own
 task in one event loop; a hung one occupies a connection, and a thread if its name cannot be
@@ -21,8 +21,9 @@ import resource
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
 from sglang_mixkv.background import Background
@@ -69,12 +70,12 @@ class _PrefillServer:
         self.plans: dict[tuple[int, ...], tuple[Sequence[Any], Plan]] = {}
 
 
-class _Refusal(NamedTuple):
+class _Refusal(msgspec.Struct):
     """Requests fail with `error`; `ranks` get ABORTs. No query of the server before `until`."""
 
     error: MixKVError
     ranks: Ranks
-    until: float
+    until: float = float("inf")  # until the first request fails
 
 
 class PrefillServers:
@@ -124,6 +125,7 @@ class PrefillServers:
         with self._lock:
             if self._table.get(address) is STAND_IN:  # unless the server has become ready
                 del self._table[address]
+        refusal.until = min(refusal.until, time.monotonic() + AGAIN_S)
         self._manager.local.reporter.refused(refusal.error)
         if refusal.ranks:
             self._aborts.add(refusal.ranks, receiver)
@@ -223,13 +225,12 @@ class PrefillServers:
     async def _refuse(self, server: _PrefillServer, error: MixKVError) -> None:
         address = server.address
         async with self._places:
-            ranks = await ranks_of(address, self._names)
-        refusal = _Refusal(error, ranks, time.monotonic() + AGAIN_S)
+            refusal = _Refusal(error, await ranks_of(address, self._names))
         with self._lock:
             if server.gone:
                 return
             self._drop(address)
-            self._refusals[address], self._table[address] = refusal, STAND_IN
+            self._refusals[address] = refusal
         await asyncio.sleep(KNOWN_S)
         with self._lock:
             if self._refusals.get(address) is refusal:

@@ -367,6 +367,20 @@ def test_a_refused_server_is_contacted_again_later(
         assert "Page size mismatch" in str(site.servers.refuse(address, None))
 
 
+def test_a_refused_server_without_requests_gets_no_heartbeats(site: Site) -> None:
+    """SGLang's heartbeats query each server in its table in turn, and one of them may hang: a
+    refused server is there only from a request's `try_ensure_parallel_info` to its `init`."""
+    with serving(lambda _: NO_ROUTE) as address:
+        assert not site.servers.ensure(address)
+        assert wait_for(lambda: address in site.servers._refusals)
+        assert address not in site.table, "of a request that a client may have aborted"
+        for _ in range(2):
+            assert site.servers.ensure(address)
+            assert site.table[address] is prefill_servers.STAND_IN
+            assert site.servers.refuse(address, None)
+            assert address not in site.table
+
+
 # ---------------------------------------------------------------- false rows
 
 
