@@ -77,7 +77,7 @@ def make_plan(
 
 
 def _row_of(info: Any, rows: Rows) -> Row:
-    rank = info["rank_ip"], int(info["rank_port"])
+    rank = info["rank_ip"], info["rank_port"]
     if rank not in rows:
         expected = "sglang-mixkv in every process of the prefill server"
         got = f"none in the rank at {rank[0]}:{rank[1]}"

@@ -49,7 +49,7 @@ def plan(own: Row, *rows: Row, cold: bool = False) -> Plan:
     return make_plan(infos, table, own, why)
 
 
-def info(port: int) -> dict[str, Any]:
+def info(port: Any) -> dict[str, Any]:
     return {"rank_ip": "10.0.0.1", "rank_port": port}
 
 
@@ -170,6 +170,9 @@ def test_the_refusal_of_another_drafter_names_the_flag():
         plan(row(), row("p", facts=FP8))
 
 
-def test_a_contacted_rank_without_a_row_is_refused():
-    with pytest.raises(MixKVError, match=r"(?s)MIXKV-PAIR-01.*10\.0\.0\.1:77"):
-        make_plan([info(0), info(77)], {("10.0.0.1", 0): row("p")}, row())
+@pytest.mark.parametrize("port", [77, "0x77", "7.7", "", "nowhere"])
+def test_a_contacted_rank_without_a_row_is_refused(port: Any):
+    """The rank's port comes from the server's `GET /route`. ZMQ reads its leading digits, so SGLang
+    connects to a hostile server's `0x77` or `7.7`; the scheduler must survive that."""
+    with pytest.raises(MixKVError, match=rf"(?s)MIXKV-PAIR-01.*10\.0\.0\.1:{port}"):
+        make_plan([info(0), info(port)], {("10.0.0.1", 0): row("p")}, row())

@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def infos_of(rows: list[Row]) -> list[dict[str, Any]]:
-    return [{"rank_ip": HOST, "rank_port": str(9000 + n)} for n, _ in enumerate(rows)]
+    return [{"rank_ip": HOST, "rank_port": 9000 + n} for n, _ in enumerate(rows)]
 
 
 def plan(own: Row, rows: list[Row], cold: str = "") -> Plan:
