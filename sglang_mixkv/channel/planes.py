@@ -51,5 +51,5 @@ def nixl_backend(devices: str, params: Mapping[str, str]) -> tuple[str, dict[str
     """Return NIXL's backend and parameters as NixlKVManager does (disaggregation/nixl/conn.py)."""
     backend, params = os.environ.get(NIXL_ENV, "UCX"), dict(params)
     if devices and backend == "UCX" and not os.environ.get("UCX_NET_DEVICES"):
-        params.setdefault("device_list", ", ".join(map(str.strip, devices.split(","))))
+        params["device_list"] = ", ".join(map(str.strip, devices.split(",")))
     return backend, params

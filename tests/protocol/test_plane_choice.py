@@ -22,10 +22,11 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(nixl, "Nixl", lambda *_: "nixl")
     monkeypatch.setattr(mooncake, "Mooncake", lambda *_: "mooncake")
 
-    def take(backend: str, devices: tuple[str, ...] = (), asked: str = "") -> object:
-        for device in devices:
+    def take(backend: str, devices: tuple[str, ...] | None = (), asked: str = "") -> object:
+        for device in devices or ():
             (tmp_path / device).mkdir()
-        monkeypatch.setattr(planes, "RDMA_DEVICES", str(tmp_path))
+        folder = tmp_path if devices is not None else tmp_path / "none"
+        monkeypatch.setattr(planes, "RDMA_DEVICES", str(folder))
         return planes.make(planes.choose(backend, asked).name, "127.0.0.1", "", {})
 
     return take
@@ -37,6 +38,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ("mooncake", (), "", "mooncake"),
         # Over UCX's TCP, a reader that dies can crash its peer.
         ("nixl", (), "", "mooncake"),
+        ("nixl", None, "", "mooncake"),
         ("nixl", ("mlx5_0",), "", "nixl"),
         ("nixl", (), "nixl", "nixl"),
         ("nixl", ("mlx5_0",), "mooncake", "mooncake"),
@@ -75,8 +77,13 @@ def test_nixls_backend_and_parameters_are_sglangs_own(monkeypatch: pytest.Monkey
     assert planes.nixl_backend("", {}) == (stock, {})
     params = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS.get()
     assert json.loads(params) == config.resolve(None, {}).nixl_params
-    found = planes.nixl_backend("mlx5_0", {"num_threads": "4"})
+    of_operator = {"num_threads": "4"}
+    found = planes.nixl_backend("mlx5_0", of_operator)
     assert found == ("UCX", {"device_list": "mlx5_0", "num_threads": "4"})
+    assert of_operator == {"num_threads": "4"}, "a second plane gets the same parameters"
+    # Both may name the devices, if they agree. NIXL's parser needs the spaces that SGLang adds.
+    found = planes.nixl_backend("mlx5_2,mlx5_3", {"device_list": "mlx5_2,mlx5_3"})
+    assert found == ("UCX", {"device_list": "mlx5_2, mlx5_3"})
 
 
 DEVICES = json.dumps({"0": "mlx5_0", "1": "mlx5_2,mlx5_3"})
