@@ -537,16 +537,19 @@ def test_hooks_pass_sglangs_arguments_and_results_through() -> None:
     assert pool_hooks.around_resume(lambda *_: ["request"], queue) == ["request"]
     assert local.reporter.mock_calls == [call.retracted("request")], "counted even without a pool"
 
-    order = list[str]()
-    handle = SimpleNamespace()
-    one = SimpleNamespace(req="request", kv_receiver=SimpleNamespace(handle=handle))
+    order, handles = list[Any](), [SimpleNamespace(), None, SimpleNamespace()]
+    many = [
+        SimpleNamespace(req=number, kv_receiver=SimpleNamespace(handle=handle))
+        for number, handle in enumerate(handles)
+    ]
+    many.append(SimpleNamespace(req="SGLang's", kv_receiver=SimpleNamespace()))
 
     def extends(of: Any, requests: Any) -> None:
-        assert (of, requests) == (queue, [one])
-        order.append(vars(handle).get("request"))
+        assert (of, requests) == (queue, many)
+        order.extend(vars(handle).get("request") for handle in handles[::2])
 
-    assert pool_hooks.around_extend(extends, queue, [one]) is None
-    assert (order, handle.request) == ([None], "request")
+    assert pool_hooks.around_extend(extends, queue, many) is None
+    assert (order, [handle.request for handle in handles[::2]]) == ([None, None], [0, 2])
 
 
 # ---------------------------------------------------------------- a forward's event

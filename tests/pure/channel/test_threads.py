@@ -299,6 +299,20 @@ def test_a_failed_send_ends_every_transfer_of_its_connection() -> None:
             prefill.channel.end(one)
 
 
+def test_a_message_of_several_frames_ends_the_requests_of_its_peer(channel: Channel) -> None:
+    """Also those whose last segment was announced go cold at once, and the peer gets no strike."""
+    worker, plane = channel.prefill.channel, channel.decode.plane
+    plane.held = True
+    sent, handle = channel.prefill.send(1, SEGMENT), channel.open(1, SEGMENT)
+    assert wait_for(lambda: plane.busy)
+    (connection,) = worker._machine._open
+    worker._call(lambda: worker._socket.send_multipart([connection, b"one", b"two"]))
+    assert channel.state(handle) == ("cold", "lost")
+    assert strikes(channel.decode.channel._machine) == {}
+    plane.held = False
+    channel.end(sent, handle)
+
+
 def test_each_later_failure_of_a_connection_is_handled(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
