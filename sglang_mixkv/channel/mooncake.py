@@ -57,8 +57,7 @@ def forces_tcp(environ: Mapping[str, str] = os.environ) -> bool:
 
 class Mooncake(DataPlane):
     """`host`: this rank's address. `devices`: its GPU's RDMA devices, comma-separated; "" lets
-    Mooncake choose. MC_FORCE_TCP and MOONCAKE_PROTOCOL select the transport, as they do for
-    SGLang's engine."""
+    Mooncake choose. MC_FORCE_TCP and MOONCAKE_PROTOCOL select the transport, as in SGLang."""
 
     name = "mooncake"
 

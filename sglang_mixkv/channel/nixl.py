@@ -108,8 +108,7 @@ def _place(memory: Memory) -> tuple[str, int]:
 
 def _new_agent() -> Any:
     """Make an agent with a unique name: SGLang gives `random` the same seed on all ranks.
-    nixl_agent.__init__ always sets the progress thread's delay to 0, so the inner agent is
-    replaced."""
+    nixl_agent.__init__ always sets the progress thread's delay to 0: replace the inner agent."""
     api, name = importlib.import_module("nixl._api"), f"mixkv-{os.urandom(16).hex()}"
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
     config = api.nixlBind.nixlAgentConfig()

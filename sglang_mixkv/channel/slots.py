@@ -148,8 +148,7 @@ class SlotPool:
 class RoundRobin(Generic[T]):
     """A queue of items that need slots, round-robin over owners, and over each owner's items. An
     item gets up to `run` slots in a row, which then share a message. Items are compared by `==`,
-    and an item that is added twice is queued once. `owners`: the items of each owner that has
-    any."""
+    and an item that is added twice is queued once. `owners`: those with items, and their items."""
 
     def __init__(self, run: int = 1) -> None:
         self._run = run

@@ -70,9 +70,8 @@ class Poller:
     """Polls many sockets, and queries only those where something happened.
 
     The kernel reports a socket through its `zmq.FD`, which is readable from a change of the socket
-    until the next call on it. Such a call may hide messages that arrived before it, so a socket is
-    also queried if it is new, may have more messages, or was added to `used` since the last poll,
-    as before each send."""
+    until the next call on it. Such a call may hide earlier messages, so a socket is also queried if
+    it is new, may have more messages, or was added to `used` since the last poll (each send)."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -97,9 +96,8 @@ class Poller:
 
     def received(self, socket: Socket) -> Iterator[zmq.Frame]:
         """Yield the first frame of each message of a ready socket, up to BATCH of them. The caller
-        receives the other frames. Most messages come alone, so the socket is queried after the
-        first. A query takes a third as long as a `recv` without a message, but twice as long as one
-        with a message."""
+        receives the other frames. Most messages come alone, so query the socket after the first. A
+        query takes a third as long as a `recv` without a message, twice as long as one with it."""
         for count in range(BATCH):
             try:
                 yield socket.recv(NOBLOCK, copy=False)
@@ -125,8 +123,7 @@ class Poller:
 
     def poll(self, timeout_ms: float) -> list[Any]:
         """Return what is ready: sockets with messages, and file descriptors. It may return early
-        with nothing. It releases the GIL only to sleep: in ppoll if for less than epoll_wait's
-        millisecond."""
+        with nothing. It releases the GIL only to sleep: in ppoll if for less than a millisecond."""
         asked, ready = self.used, list[Any]()
         self.used = set()
         for socket in asked:

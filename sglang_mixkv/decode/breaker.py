@@ -31,8 +31,7 @@ class Breaker:
         self._states: dict[bytes, _PeerState] = {}
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
-        """Return whether a request that needs all these peers must start cold. If not, it may
-        become a probe."""
+        """Return whether a request that needs all these peers starts cold; else it may probe."""
         states = [s for peer in peers if (s := self._states.get(peer)) is not None and s.is_open]
         if any(now < state.until for state in states):
             return True
@@ -51,8 +50,7 @@ class Breaker:
         self._states.pop(peer, None)
 
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
-        """Count a request whose KV from this peer did not arrive. Return whether that opens the
-        breaker."""
+        """Count a request without its KV from this peer; return whether that opens the breaker."""
         state = self._states.setdefault(peer, _PeerState())
         was_open = state.is_open
         if was_open and generation not in state.probes:

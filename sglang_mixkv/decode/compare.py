@@ -154,8 +154,7 @@ def _like(source: Target, wanted: Target, *tps: int) -> Iterator[tuple[str, set[
 
 
 def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
-    """Compare metadata rows, which SGLang sends with prefill's length (`send_aux`, both
-    backends)."""
+    """Compare metadata rows: SGLang sends prefill's length (`send_aux`, both backends)."""
     here, there = decode.aux_item_lens, prefill.aux_item_lens
     if here == there:
         return

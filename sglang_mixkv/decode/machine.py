@@ -60,8 +60,7 @@ class Machine:
     # -- SGLang's side
 
     def open(self, opened: Opened) -> None:
-        """Open a request whose metadata SGLang has sent. One Verdict follows, unless `close` is
-        called first."""
+        """Open a request whose metadata SGLang has sent. One Verdict follows, unless closed."""
         wanted = [source.peer for source in opened.sources if source.heads]
         cold = opened.cold or (ColdReason.RESTORED if wanted and self._restored else "")
         if self._recent.is_ambiguous(opened.bootstrap_room, self._clock) and wanted:

@@ -23,8 +23,7 @@ Rows = Mapping[tuple[str, int], Row]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A request's plan. `sources`: the ranks of the drafter's stage. `cold`: why nothing is
-    fetched."""
+    """A request's plan. `sources`: ranks of the drafter's stage. `cold`: why nothing is read."""
 
     sources: tuple[Source, ...]
     version: int = PROTOCOL[1]

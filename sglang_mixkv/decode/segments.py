@@ -33,8 +33,7 @@ class Segments:
         self._turns.add(segment.peer, segment)
 
     def remove(self, segment: Segment) -> None:
-        """Forget a segment that is in place, or never will be. Free its slot; acknowledge it if it
-        was not read."""
+        """Forget a segment, in place or given up. Free its slot; acknowledge it if not read."""
         del segment.request.segments[segment]
         if segment.slot < 0:
             self._turns.remove(segment.peer, segment)
@@ -87,8 +86,7 @@ class Segments:
             self._slots.sign(read.peer, now, served=True)
 
     def overdue(self, now: float) -> list[act.StartRead]:
-        """Return the overdue reads that have not failed yet. Their peers get no slot until these
-        reads end."""
+        """Return overdue reads that have not failed yet. Until they end, the peers get no slot."""
         found = [one for one in self._reads if one.until <= now and not one.failed]
         self._slots.barred.update(read.peer for read in found)
         return found

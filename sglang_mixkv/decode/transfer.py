@@ -76,8 +76,7 @@ class Opened(msgspec.Struct, frozen=True):
 class Segment(msgspec.Struct, eq=False, gc=False):
     """An announced segment. `number`, `first`: its place in the transfer, and its first token.
     `since`: when it was announced. `slot`: the slot of this rank from the start of the read on, -1
-    before. The garbage collector need not track segments, since each is removed from its request's
-    `segments`."""
+    before. No garbage collector tracks segments: each is removed from its request's `segments`."""
 
     request: Request
     transfer: SourceTransfer

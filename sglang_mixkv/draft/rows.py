@@ -158,8 +158,7 @@ class DraftRows:
 
 class Staging:
     """`count` equal slots in one zeroed block of memory, registered once. A slot's length is a
-    multiple of HEADER. `pool`: the torch.cuda.MemPool of the drafter's KV, if any, which must
-    contain the slots too."""
+    multiple of HEADER. `pool`: the drafter's torch.cuda.MemPool, if any, for the slots too."""
 
     def __init__(self, count: int, slot_bytes: int, device: torch.device, pool: Any = None) -> None:
         self.count, self.slot_bytes, self.device = count, slot_bytes, device

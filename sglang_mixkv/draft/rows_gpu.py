@@ -110,8 +110,7 @@ class _BatchBuffers:
 class GpuRows:
     """One rank's draft pool, in pages of `page_size` tokens, and its `staging`, for one thread. The
     constructor blocks. `job` raises ValueError for a bad job before it joins a batch, so no other
-    job fails. `start` raises CudaError if a batch could not be started; none of it is running
-    then."""
+    job fails. `start` raises CudaError if a batch could not be started; then none of it runs."""
 
     def __init__(self, rows: DraftRows, page_size: int, staging: Any, driver: Driver) -> None:
         widths = sorted(set(rows.head_bytes))
@@ -168,9 +167,8 @@ class GpuRows:
         self, pages: memoryview, first: int, tokens: int, heads: range | None = None, slot: int = 0,
         stamp: int = 0,
     ) -> GpuJob:  # fmt: skip
-        """Make a job. `pages`: from the method `pages`. `heads`: global numbers. To clear, pass
-        neither heads nor a slot: all heads are cleared. Raises ValueError if anything is out of
-        range."""
+        """Make a job. `pages`: from the method `pages`. `heads`: global numbers. To clear all
+        heads, pass neither heads nor a slot. Raises ValueError if anything is out of range."""
         own, staging, page = self._heads, self._staging, self._page
         wanted = own if heads is None else heads
         head, width = wanted.start - own.start, len(wanted)

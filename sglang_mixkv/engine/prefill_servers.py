@@ -80,8 +80,7 @@ class _Refusal(msgspec.Struct):
 
 class PrefillServers:
     """The prefill servers of a decode rank. `manager`: its `decode_channel` must exist. `own`: this
-    rank's row. If SGLang's heartbeats remove a server from its table, the server is queried and
-    connected again."""
+    rank's row. A server that SGLang's heartbeats removed is queried and connected again."""
 
     def __init__(self, manager: DraftManager, own: Row) -> None:
         self._manager, self._own = manager, own

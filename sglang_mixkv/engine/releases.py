@@ -130,8 +130,7 @@ def problems(*, functions: bool = True) -> list[str]:
 
 
 def stop(code: str, headline: str, details: list[str], remedy: str) -> None:
-    """End the process with one message. Raises SystemExit (exit status 1), since SGLang swallows
-    other exceptions."""
+    """End the process with one message, by SystemExit (1), since SGLang swallows the others."""
     lines = "\n".join(f"  - {detail}" for detail in details)
     raise SystemExit(
         f"[{code}] sglang-mixkv (pid {os.getpid()}): --enable-mixkv is set, but {headline}; the "

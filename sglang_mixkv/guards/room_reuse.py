@@ -126,8 +126,7 @@ def _is_number(room: Any) -> bool:
 
 
 def _is_address(host: Any, port: Any, is_decode: bool) -> bool:
-    """Return whether the address is usable. Prefill needs no host; without a port, the server's own
-    is used."""
+    """Return whether the address is usable. Prefill needs no host, and may use its own port."""
     is_host = type(host) is str and 0 < len(host) < 256 and host.isprintable()
     is_port = type(port) is int and 0 < port < 1 << 16
     return (is_host or (host is None and not is_decode)) and (is_port or port is None)

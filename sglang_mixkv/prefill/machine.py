@@ -79,8 +79,7 @@ class Machine:
     # -- SGLang's side
 
     def begin(self, handle: Hashable, number: int) -> None:
-        """Begin a room, for which SGLang has made a sender. PagesReleased follows, unless `end` is
-        called first."""
+        """Begin a room, for which SGLang has made a sender. PagesReleased follows, unless ended."""
         stale = self._current.get(number)
         if stale is not None:
             self._fail(stale.transfers.values(), "aborted", "another request has its room number")
@@ -99,8 +98,7 @@ class Machine:
             self._packing.add(request.transfers.values())
 
     def target_sent(self, handle: Hashable) -> None:
-        """Record that SGLang's own transfer has succeeded. From now on, packing is given up if it
-        makes no progress."""
+        """Record that SGLang's transfer succeeded. Packing without progress is then given up."""
         request = self._requests.get(handle)
         if request is not None and request.sent is None:
             request.sent = self._clock
@@ -231,8 +229,7 @@ class Machine:
     # -- packing
 
     def copied(self, segments: Sequence[Segment], outcome: Outcome = SlotCheck.OK) -> None:
-        """Record that these segments' copies have ended with this outcome. If it is OK, their bytes
-        are in the slots."""
+        """Record that these segments' copies have ended. If OK, their bytes are in the slots."""
         if failed := self._packing.end(segments, outcome):
             self._fail(failed, "pack", repr(outcome)[:300])
 

@@ -185,8 +185,7 @@ class Packing:
         return list(failed)
 
     def announce(self, now: float) -> list[tuple[ReaderTransfer, Ready, list[Pages]]]:
-        """Return the READYs to send, each with the pages of the chunks that it completes.
-        Publish their slots."""
+        """Publish slots. Return their READYs, with the pages of chunks that each completes."""
         found = []
         for transfer in self.announcing:
             while not transfer.ended and (made := transfer.ready(self._list)):

@@ -88,8 +88,7 @@ class PrefillWorker(Worker[Machine]):
 
     def release(self, handle: SendHandle) -> bool:
         """Return whether Success may be reported, after SGLang's own transfer: nothing reads the
-        pages any more. After a request was given up, packing may still be queued; the closed gate
-        stops it."""
+        pages any more. The closed gate stops what a request that was given up left queued."""
         if handle.sent is None:
             handle.sent = self._clock()
             if not handle.pages_released:
@@ -121,8 +120,7 @@ class PrefillWorker(Worker[Machine]):
         return bool(self._held)
 
     def _poll(self, ready: list[Any]) -> Iterator[Call]:
-        """If a message has a second frame, return: later calls skip its other frames, PARTS at a
-        time."""
+        """If a message has a second frame, return: later calls skip the others, PARTS at a time."""
         for chunk, error in self._held.release() if self._held else ():
             chunk[-1].error = error  # fails its packing, and so its transfers
             yield self._machine.add_chunk, chunk

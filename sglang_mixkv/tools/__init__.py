@@ -52,8 +52,7 @@ def point(text: str, first: str = "") -> list[str]:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Format rows as columns two spaces apart, with numbers right-aligned. The first row is the
-    header."""
+    """Format rows, the header first, as columns two spaces apart, with numbers right-aligned."""
     columns = []
     for head, *cells in zip(*rows, strict=True):
         width = max(map(len, (head, *cells)))

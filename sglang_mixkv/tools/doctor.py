@@ -221,8 +221,7 @@ def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.e
 
 
 def report(found: Iterable[Finding]) -> int:
-    """Print each finding as it comes, with problems marked, then the verdict. Return the number of
-    problems."""
+    """Print each finding as it comes, then the verdict. Return the number of marked problems."""
     section, wrong = "", 0
     for one in found:
         title, section = "" if one.section == section else one.section, one.section

@@ -223,8 +223,7 @@ def result(wire: Wire, listen: int | None = None, peer: tuple[str, int] | None =
 
 def apart(seconds: int, *calls: Sequence[Any]) -> Any:
     """Run each function with its arguments in a process of its own, since an import or a transport
-    may crash it. Return the last function's result. Raises ReadFailed if one fails or takes too
-    long."""
+    may crash it. Return the last one's result. Raises ReadFailed if one fails or takes too long."""
     with (
         NamedTemporaryFile() as log,
         ProcessPoolExecutor(

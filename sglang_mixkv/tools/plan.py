@@ -114,8 +114,7 @@ def descriptors(
 class Transfer(msgspec.Struct, frozen=True):
     """The reads of the plugin, its memory, and how ranks share that memory in the worst case, in
     which every decode rank reads from every prefill server. Two ranks share `slots`, which hold
-    `tokens`. Staging of `enough_mb` makes this at least 1. `chunk`: descriptors for CHUNK
-    tokens."""
+    `tokens`. Staging of `enough_mb` makes this at least 1. `chunk`: ranges for CHUNK tokens."""
 
     heads: int
     bytes_per_token: int

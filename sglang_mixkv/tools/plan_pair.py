@@ -133,8 +133,7 @@ _PATCHED = _CONN, "disaggregation/mooncake/conn.py", "mem_cache/hicache_storage.
 
 @cache
 def _source(file: str) -> str:
-    """Read a file of SGLang's srt/; "" without SGLang. Importing it would take as long as the whole
-    plan."""
+    """Read a file of SGLang's srt/; "" without SGLang. An import would take as long as a plan."""
     found = find_spec("sglang")
     if found is None or found.origin is None:
         return ""

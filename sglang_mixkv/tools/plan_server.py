@@ -185,8 +185,7 @@ def server_of(
 
 
 def _ends(view: Any, stage: Target) -> Iterator[str]:
-    """Yield each reason for SGLang to exit while it makes its two queues (disaggregation/prefill.py
-    and decode.py)."""
+    """Yield each reason for SGLang to exit while it makes its queues (prefill.py, decode.py)."""
     from sglang.srt.environ import envs
 
     is_prefill, why = view.disaggregation_mode == "prefill", ""
@@ -242,8 +241,7 @@ def _not_started(made: Any) -> Iterator[str]:
 
 
 def _words(error: Exception, made: Any) -> str:
-    """Return an error's text. SGLang's errors about incomplete speculative flags have no text, so
-    add the missing flags."""
+    """Return an error's text. SGLang has none for missing speculative flags, so add them."""
     text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
     all_three = "num_steps", "eagle_topk", "num_draft_tokens"
     missing = [name for name in all_three if getattr(made, f"speculative_{name}", None) is None]
