@@ -14,34 +14,41 @@ LAUNCHER = re.compile(
     r"(?:\S*/)?sglang serve|\S*\bsglang[./]launch_server(?:\.py)?|dynamo\.sglang(?:\.\w+)*"
 )
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
+_NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
+_PARENS = rf"(?:[$<>]|(?<==))\((?:{_QUOTED}|\s#[^\n]*|[^()'\"\\]|{_NESTED})*+\)"
 _LINE = re.compile(
-    rf"((?:\\\n|(?:{_QUOTED}|[^ \t\n'\"\\;&|()#])(?:\\\n|#)*|#[^\n]*|[;&|()]|[ \t])*)"
+    rf"((?:\\\n|(?:{_QUOTED}|{_PARENS}|[^ \t\n'\"\\;&|()#])(?:\\\n|#)*|#[^\n]*|[;&|()]|[ \t])*)"
     r"(?:\n|\Z|(?P<unclosed>.))",
     re.DOTALL,
 )
-_COMPUTED = r"\$\{[^}]*\}|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
-_VARIABLE = r"\$(?:(\w++)(?!(?:\\\n)+\w)|\{(\w+)(?::?-([^{}$`]*))?\})"
+_COMPUTED = rf"\$\{{[^}}]*\}}|{_PARENS}|`[^`]*`|\{{[^{{}}\s'\"$`]*(?:,|\.\.)[^{{}}\s'\"$`]*\}}"
+_VARIABLE = r"\$(?:(\w++)(?!(?:\\\n)+\w)|\{(\w+)(?:\[[@*]\])?(:?-[^{}$`]*)?\})"
 _TOKEN = re.compile(
-    rf"(?:[ \t\n]|\\\n)+|#[^\n]*|\d+(?=[<>])|(?P<operator>[();<>|&]+)"
-    rf"|(?P<word>(?:{_QUOTED}|{_COMPUTED}|[^ \t\n'\"\\();<>|&])+)|(?P<unclosed>.)",
+    rf"(?:[ \t\n]|\\\n)+|#[^\n]*|\d+(?=[<>])|(?P<word>(?:{_QUOTED}|{_COMPUTED}|"
+    r"[^ \t\n'\"\\();<>|&])+)|(?P<operator>[();<>|&]+)|(?P<unclosed>.)",
     re.DOTALL,
 )
-_PART = re.compile(rf"{_VARIABLE}|{_QUOTED}|{_COMPUTED}|[$`]", re.DOTALL)
+_PART = re.compile(rf"\A(?:\w+=)?~|{_VARIABLE}|{_QUOTED}|{_COMPUTED}|[$`]", re.DOTALL)
 _IN_QUOTES = re.compile(rf"{_VARIABLE}|\\[$`\"\\\n]|[$`]")
 _SET = re.compile(r"(?:--env=|-e|\$\{)?([A-Za-z_]\w*)(?:\[\S*\])?[+:]?=(.*)", re.DOTALL)
-_ANYTHING = re.compile(r"(?:source|\.|eval|set -a|set -o allexport|\[\w+\])(?= |$)|.*(<<)")
+_ANYTHING = re.compile(
+    r"(source|\.|eval|set -(?:a|o allexport)|\[\w.*?\])(?= |$)|(export)(?: \S+)* [$`]|.*(<<)"
+)
+_OPENS = re.compile(r"(?:.*[^$])?(\(\()|\s*(\(|function\b|[\w.:-]+\s*\(\))", re.DOTALL)
 _BRANCHES = {"if", "for", "while", "until", "case", "select", "function", "{", "unset", "read",
              "mapfile", "readarray", "getopts", "let", "printf"}  # fmt: skip
-_KEYWORDS = {"then", "else", "elif", "do", "!", "time"}
+_KEYWORDS = {"then", "else", "elif", "do", "!", "time", "{", "if", "while", "until", "command"}
+_NO_LAUNCH = {"echo", "export", "declare", "local", "readonly", "typeset", "alias"}
 _NEEDED = re.compile(r"(?:SGLANG|MC|MOONCAKE)_(?!\w*(?:HOST|IP|PORT|DIR|PATH|LOG|URL|TIMEOUT))")
-_DROPPED = r"--(?:(?:[\w-]+-)?(?:key|token|password|secret)s?|nnodes|node-rank|base-gpu-id|"
-_DROPPED += r"gpu-id-step|(?:[\w-]+-)?port)"  # dropped if unknown: secrets and numbers
+_DROPPED = r"--(?:(?!spec)(?:[\w-]+-)?(?:key|token|password|secret)s?|nnodes|node-rank|"
+_DROPPED += r"base-gpu-id|gpu-id-step|(?:[\w-]+-)?port)"  # dropped if unknown: secrets and numbers
 HOST = re.compile(
     rf"{_DROPPED}|--(?:host|dist-init-addr|served-model-name|log-level[\w-]*|ssl-[\w-]+|"
     r"(?:disaggregation|mooncake)-ib-device|[\w-]+-(?:url|dir|log))"
 )
 """Flags that plan does not need. plan adds a note if only the host knows their values."""
-_ELSEWHERE = {"docker", "podman", "nerdctl", "kubectl", "ssh"}
+_ELSEWHERE = {"docker", "podman", "nerdctl", "kubectl", "oc", "ssh", "pdsh", "clush", "ray"}
+_DROPS = re.compile(r"\benv -\S*|--export[= ](?!.*ALL)|\b(?:sudo(?! -E)|su|runuser|tmux|screen) ")
 Word = tuple[str, str]
 """A word, and why it is unknown; "" if it is known."""
 
@@ -93,38 +100,43 @@ def lines_of(
     `branch`: why all variables that are set or have a default are unknown. Raises ValueError for
     text that a shell would not accept."""
     known, exported, whys, notes = dict(environ), {*environ}, dict(unknown), dict[str, None]()
-    stop, last = "", -1
+    stop, last, is_late = "", -1, False
 
     def look(name: str, default: str | None) -> Word:
         value = known.get(name)
         why = whys.get(name, branch if value is not None or default is not None else "")
-        if not value and default is not None and not why:
+        if default is not None and not why and (value is None or (not value and default[0] == ":")):
             notes[f"{name} is taken as its default"] = None
-            value = default
+            value = default.partition("-")[2]
+        if why and LAUNCHER.search(value or ""):
+            raise ValueError(f"plan runs no shell, and {name} {why}")
         unset = "is an argument of the script" if name.isdigit() else "is not set in it"
         return value or "", why or unset * (value is None)
 
     for number, line in _lines(text.replace("\r\n", "\n")):
-        commands = [*_commands(line, look)]
+        is_alone = len([*_commands(line, look)]) == 1
+        if opens := _OPENS.match(line):
+            branch = branch or f"may be changed in line {number} ({opens[1] or opens[2]})"
         if last == number and line.lstrip().startswith("--"):
             why = "is cut off from its command by a comment or a missing backslash"
             raise ValueError(f"{line.split()[0].split('=')[0]} {why}: a shell does not pass it on")
-        for words in commands:
-            texts = [word for word, _ in words]
-            first = next((text for text in texts if text not in _KEYWORDS), texts[0])
-            if _is_launch(texts):
-                last = number + line.count("\n") + 1
+        for words in _commands(line, look):
+            texts, sets = [word for word, _ in words], [_SET.match(word) for word, _ in words]
+            at = next((n for n, text in enumerate(texts) if text not in _KEYWORDS), 0)
+            first, begins = texts[at], [text for text in texts[: at + 1] if text in _BRANCHES]
+            if _is_launch(texts) and first not in _NO_LAUNCH and not all(sets[at:]):
+                last, is_late = number + line.count("\n") + 1, is_late or bool(branch)
                 own = {name: value for name, value in known.items() if name in exported}
                 at_risk = whys | dict.fromkeys(own.keys() - environ, branch) if branch else whys
                 for one in line_of(words, own, at_risk, number, stop, branch):
                     yield one._replace(notes=(*notes, *one.notes))
-            elif found := _ANYTHING.match(" ".join(texts[texts.index(first) :])):
-                stop = stop or f"line {number} ({found[1] or found[0]}) can set anything"
-            else:
-                if first in _BRANCHES:
-                    branch = branch or f"may be changed in line {number} ({first})"
-                is_export, sets = first == "export", [_SET.match(text) for text in texts]
-                is_plain = len(commands) == 1 and line[:1] not in " \t" and all(sets[is_export:])
+            elif found := _ANYTHING.match(" ".join(texts[at:])):
+                stop = stop or f"line {number} ({found[found.lastindex or 0]}) can set anything"
+            elif first != "echo" and (first != "printf" or "-v" in texts):
+                if begins:
+                    branch = branch or f"may be changed in line {number} ({begins[0]})"
+                is_export = first == "export"
+                is_plain = is_alone and line[:1] not in " \t" and all(sets[is_export:])
                 for given, (word, why) in zip(sets, words, strict=True):
                     name = given[1] if given else word * is_export
                     if name in known:
@@ -133,8 +145,10 @@ def lines_of(
                         why = f"is computed in line {number}, or set under a condition"
                     elif _NEEDED.match(name) and not is_export:
                         why = f"is not exported in line {number}"
+                    if name and is_late and _NEEDED.match(name):
+                        raise ValueError(f"{name} is set after a launch in a function or branch")
                     if name:
-                        known[name] = given[2] if given else ""
+                        known[name] = known.get(name, "") + (given[2] if given else "")
                         exported |= {name} if is_export or why else set()
                         whys |= {name: why} if why else {}
 
@@ -150,8 +164,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _commands(line: str, look: Callable[[str, str | None], Word]) -> Iterator[list[Word]]:
-    """Yield the commands of a line, with the variables that are known, and without redirections and
-    their files."""
+    """Yield the commands of a line, with known variables in place, and without redirections."""
     command, is_file, whys = list[Word](), False, list[str]()
 
     def value(found: re.Match[str]) -> str:
@@ -177,6 +190,8 @@ def _commands(line: str, look: Callable[[str, str | None], Word]) -> Iterator[li
         if operator := token["operator"]:
             is_file = bool({*"<>"} & {*operator})
             command += [(operator, "")] * ("<<" in operator)
+            if operator[0] == "(" and _is_launch([word for word, _ in command] or [""]):
+                raise ValueError("a shell accepts no ( after a launch line")
             if command and not is_file:
                 yield command
                 command = []
@@ -202,34 +217,38 @@ def line_of(
     begin = next((n for n, word in enumerate(texts, 1) if LAUNCHER.fullmatch(word)
                   or LAUNCHER.fullmatch(" ".join(texts[max(0, n - 2) : n]))), 0)  # fmt: skip
     launcher = texts[begin - 1] if begin else ""
-    bare = (re.sub(_COMPUTED, "", word) for word in texts)
-    scripts = (n for n, word in enumerate(bare) if " " in word and LAUNCHER.search(word))
-    inner = -1 if launcher else next(scripts, -1)
+    bare = (re.sub(_COMPUTED, "", word) for word in texts if not launcher)
+    scripts = [n for n, word in enumerate(bare) if " " in word and LAUNCHER.search(word)]
     if not launcher:
         flags = (n for n, word in enumerate(texts) if word.startswith("--"))
-        begin = max(inner, 0) or next(flags, len(texts))
+        begin = next(iter([*scripts, *flags]), len(texts))
     is_elsewhere = bool(_ELSEWHERE & {*texts[:begin]})
     own, changed = ({}, {}) if is_elsewhere else (dict(environ), dict(unknown))
     notes = list[str]()
     for before, (text, why) in zip(["", *texts], words[:begin], strict=False):
-        for one in text.removeprefix("--export=").split(",") if "--export=" in text else [text]:
+        is_list = "--export" in (before, text.partition("=")[0])
+        for one in text.removeprefix("--export=").split(",") if is_list else [text]:
             if found := _SET.fullmatch(one):
                 own[found[1]] = found[2]
                 changed.pop(found[1], None)
                 changed |= {found[1]: why} if why else {}
         if (before in ("-e", "--env") and text.isidentifier()) or text.startswith("--env-file"):
             notes.append(f"{text} comes from outside, and was not read")
-        elif before == "env" and text in ("-i", "-u"):
-            stop = stop or f"env {text} drops variables"
+        elif why and not found and re.search(r"(?i)\$.*(?:env|arg|opt|[@*(])|`", text):
+            notes.append("a word before the launcher is unknown, and what it sets was not read")
+        if (drops := _DROPS.search(f"{before} {text}")) and any(map(_NEEDED.match, own)):
+            stop = stop or f"{drops[0].strip(' =/')} drops variables"
     for name, why in changed.items():
         if _NEEDED.match(name) and name in own:
             stop = stop or f"{name} {why}"
-        elif inner < 0:
+        elif not scripts:
             own.pop(name, None)
-    if inner >= 0:
-        for line in lines_of(texts[inner], own, changed, branch):
+    for script in scripts:
+        for line in lines_of(texts[script], own, changed, branch):
             yield line._replace(notes=(*notes, *line.notes), stop=stop or line.stop)
-    elif words[begin:] and (launcher or begin == 0 or _is_launch(texts)):
+    if not launcher and begin:
+        notes.append("the flags follow no launcher, and are taken as all of the server's")
+    if not scripts and words[begin:] and (launcher or begin == 0 or _is_launch(texts)):
         rest = words[begin:]
         kept, more, why = _kept(rest, number)
         model = ["--model-path"] * (launcher == "serve" and rest[0][0][:1] != "-")

@@ -19,6 +19,9 @@ from sglang_mixkv.tools.plan_shell import LAUNCHER, Line, line_of, lines_of, unr
 
 LIMIT = 4 << 20
 CONTAINER = ("entrypoint", "command", "args")
+_BESIDE = re.compile(
+    r"(?i)\w*env_?(?:from|file)\w*|\w+_?env(?:s|ironment)?|\w+(args|flags)|extends"
+)
 ASK = (
     "Have the launch write its arguments: SGLANG_MIXKV_PLAN={role}.json {command} "
     "exits before it loads a model, and plan --{role} {role}.json reads what it wrote"
@@ -63,9 +66,13 @@ def split(given: Given | str, role: str) -> Line:
         raise
     except ValueError as error:  # from shlex and plan_shell.py
         raise unreadable(f"{error}. {ask}") from None
-    own = [one for one in found if one[1].mode == role]
-    own = own or [one for one in found if one[1].mode not in ("prefill", "decode")] or found
-    fitting = [one for one in own if one[1].launcher] or own
+    except (AttributeError, LookupError, TypeError):
+        raise unreadable(f"its lists and mappings are not those of a manifest. {ask}") from None
+    named = [one for one in found if one[1].mode == role]
+    others = [one for one in found if one[1].mode not in ("prefill", "decode")]
+    fitting = [one for one in named or others or found if one[1].launcher]
+    # Flags without a launcher may be those of a function or an array that another line starts.
+    fitting = fitting or [*named, *(one for one in others if one[1].launcher)] or others or found
     # Nodes of one server, and equal servers, have lines with the same key: use the first.
     lines = [*{line.key: line for _, line in fitting[::-1]}.values()]
     if not lines and "{{" in given.text:
@@ -136,9 +143,11 @@ def _documents(text: str) -> list[Any]:
     import yaml
 
     try:
-        return [*yaml.safe_load_all(text)]
+        found = [*yaml.safe_load_all(text)]
     except (yaml.YAMLError, ValueError, RecursionError):
         return []
+    # A command with ": " in it is a mapping, too.
+    return [one for one in found if not (isinstance(one, dict) and LAUNCHER.search(str([*one])))]
 
 
 def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[Line]:
@@ -148,7 +157,7 @@ def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[
     is_whole = is_named or node.where.count("/") == 1
     if isinstance(value, str):
         if is_named or LAUNCHER.search(value):
-            yield from (one for one in lines_of(value, {}, {}) if is_named or one.launcher)
+            yield from (one for one in _container({}, node, maps) if is_named or one.launcher)
     elif isinstance(value, dict) and any(isinstance(value.get(k), str | list) for k in CONTAINER):
         for line in _container(value, node, maps):
             if is_named or line.launcher or "--model-path" in " ".join(line.flags):
@@ -159,20 +168,21 @@ def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[
         own = recipe.get(f"{node.key}_environment") or {}
         config = {str(k).replace("_", "-"): v for k, v in value.items() if v is not None}
         line = Line({str(k): str(v) for k, v in own.items()}, [], config=config)
-        if is_named or is_recipe or line.mode:
+        if is_named or is_recipe or line.mode or (is_whole and "model-path" in config):
             yield line
     elif isinstance(value, list) and is_whole and all(isinstance(v, str | int) for v in value):
         yield from _container({"args": value}, node, maps)
 
 
 def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Iterator[Line]:
-    """Read a container: its words, its own variables, and the file of --config that a ConfigMap
-    of the same file mounts."""
+    """Read a container or a script: its words, the variables of its own and of the mappings above
+    it, and the file of --config that a ConfigMap of the same file mounts."""
     notes, environ, outside = list[str](), dict[str, str](), dict[str, str]()
-    fill = _compose if any("services" in one for one in node.above) else _kubernetes
-    given = own.get("env") or own.get("environment") or {}
-    listed = given if isinstance(given, list) else ()
-    for one in given.items() if isinstance(given, dict) else listed:
+    fill = _compose if any("services" in one for one in node.above[:1]) else _kubernetes
+    levels = [*node.above, own]
+    given = (one.get(key) for one in levels for key in ("envs", "env", "environment"))
+    listed = (a.items() if isinstance(a, dict) else a for a in given if isinstance(a, dict | list))
+    for one in (pair for pairs in listed for pair in pairs):
         if isinstance(one, dict):  # Kubernetes has pairs, compose NAME=VALUE or a mapping
             one = one.get("name"), one.get("value", None if "valueFrom" in one else "")
         name, value = (*one.split("=", 1), None)[:2] if isinstance(one, str) else one
@@ -183,12 +193,14 @@ def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Ite
             outside |= {str(name): why} if why else {}
     if outside:
         notes.append(f"{', '.join(outside)}: set outside the file, and not read")
-    files = (key for key in ("envFrom", "env_file") if own.get(key))
-    notes += (f"{key}: its variables were not read" for key in files)
+    beside = (_BESIDE.fullmatch(str(key)) for one in levels for key in one if one[key])
+    notes += (f"{one[0]}: its {one[1] or 'variables'} were not read" for one in beside if one)
     parts = (one for one in map(own.get, CONTAINER) if isinstance(one, str | list))
     parts = (shlex.split(one) if isinstance(one, str) else one for one in parts)
     words = [fill(str(word), environ, outside) for part in parts for word in part]
-    for line in line_of(words, environ, outside):
+    is_script = isinstance(node.value, str)
+    read = lines_of(node.value, environ, outside) if is_script else line_of(words, environ, outside)
+    for line in read:
         path = value_of(line.flags, "--config") or value_of(line.flags, "--disagg-config")
         file = next(iter(_documents(_mounted(path, own, node, maps))), None) or {}
         file = file.get(value_of(line.flags, "--disagg-config-key"), file)

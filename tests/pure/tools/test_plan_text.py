@@ -125,6 +125,18 @@ READ = {  # text: variables, flags, and a part of each note, in order
     f"# {RUN} --tp 4\n{RUN} --tp 8": ({}, "--model-path m --tp 8"),
     f"PID=$({RUN} --tp 4)\n{RUN} --a ';' --tp 8": ({}, "--model-path m --a ; --tp 8"),
     f"start() {{\n {RUN} --tp 8\n}}\nstart": ({}, "--model-path m --tp 8"),
+    f"S='{RUN} --tp 8'\n$S --dp 2": ({}, "--model-path m --tp 8 --dp 2"),
+    f"TP=8\necho \"TP=$TP, {RUN} --tp 4\"\nprintf a\n{RUN} --tp $TP": ({}, "--model-path m --tp 8"),
+    f"E=\n{RUN} ${{E-8}} --tp ${{E:-2}} > >(tee -a log) 2>&1":
+        ({}, "--model-path m --tp 2", "E is taken as its default"),
+    f"#!/bin/bash\n{RUN} --x '{{\"a\": 1}}'\n": ({}, '--model-path m --x {"a": 1}'),
+    f"srun --export ALL,{ON}=1 {RUN}": ({ON: "1"}, "--model-path m"),
+    f"env -u {ON} {RUN}": ({}, "--model-path m"),
+    f"tmux new '{RUN} --disaggregation-mode decode' \\; split '{RUN} {PREFILL}'":
+        ({}, f"--model-path m {PREFILL}"),
+    f"docker run $OPTS image {RUN}": ({}, "--model-path m", "a word before the launcher is unk"),
+    f"./serve.sh --model-path m {PREFILL}":
+        ({}, f"--model-path m {PREFILL}", "the flags follow no launcher"),
     f"for i in 0 1; do\n{RUN} --port 3000$i &\ndone":
         ({}, "--model-path m", "--port: i is not set in it"),
     f"docker rm -f a || true\n{RUN}": ({}, "--model-path m"),
@@ -137,6 +149,13 @@ READ = {  # text: variables, flags, and a part of each note, in order
     "- --model-path\n- m\n- --tp\n- 8\n": ({}, "--model-path m --tp 8"),
     f"data:\n  run.sh: |\n    export A=1\n    {RUN} \\\n      --tp 8\n":
         (A, "--model-path m --tp 8"),
+    f"spec: {{envs: [{{name: A, value: '1'}}], services: {{a: {{envs: [{{name: {ON}, value: m}}], "
+    f"pod: {{command: [sh, -c, 'dynamo.sglang --model-path ${ON} --tp $(A)']}}}}}}}}":
+        ({"A": "1", ON: "m"}, "--model-path m --tp 1"),
+    f"envs: {{A: 1}}\nrun: |\n  set -e\n  {RUN} --tp 8\n": (A, "--model-path m --tp 8"),
+    "a: {command: [sglang, serve, m], extraArgs: [--dp, 2], extraEnv: {A: 1}}": (
+        {}, "--model-path m", "extraArgs: its Args were not read", "extraEnv: its variables were"),
+    "model-path: m\ntp-size: 8\n": ({}, ""),  # the file of --config itself
     "services: {a: {image: x, env_file: [a.env], command: python3 -m sglang.launch_server "
     "--model-path m}}": ({}, "--model-path m", "env_file: its variables were not read"),
     "services: {a: {command: sh -c 'sglang serve m --tp $$TP', environment: {TP: 8}}}":
@@ -180,7 +199,31 @@ STOPPED = {  # text that only a shell can resolve: a part of the error
     f'A=8\nread A\n{RUN} --x "\\\\$A"': "line 3: A may be changed in line 2 (read)",
     f"TOKEN=sk cat <<EOF\na\nEOF\n{RUN}": "line 1 (<<) can set anything",
     f"ARGS=$(flags)\n{RUN} $ARGS": "ARGS is computed in line 1",
-    f"ARGS=(--tp 2)\n{RUN} ${{ARGS[@]}}": "line 2: only a shell computes it",
+    f"ARGS=(--tp 2)\n{RUN} ${{ARGS[@]}}": "line 2: ARGS is computed in line 1",
+    f"ARGS=(\n  {PREFILL}  # don't\n)\nARGS+=(--dp 2)\n{RUN} \"${{ARGS[@]}}\"":
+        "line 5: ARGS is set again in line 4",
+    f"CMD=({RUN})\nCMD+=(--dp 2)\nexec \"${{CMD[@]}}\"": "CMD is set again in line 2",
+    f"CMD='{RUN}'\nCMD+=' --dp 2'\nexec $CMD": "CMD is set again in line 2",
+    f"if true; then\n  CMD='{RUN}'\nfi\n$CMD --dp 2": "CMD is computed in line 2",
+    f"TP=4\n((TP*=2))\n{RUN} --tp $TP": "TP may be changed in line 2 (((",
+    f"(\nTP=4\n)\n{RUN} --tp ${{TP:-8}}": "TP may be changed in line 1 (()",
+    f"run() {{ {RUN} --tp ${{TP:-8}}; }}\nTP=4\nrun": "TP may be changed in line 1 (run())",
+    f"for TP in 4 8; do {RUN} --tp ${{TP:-2}}; done": "TP may be changed in line 1 (for)",
+    f"TP=8\n[ -n \"$X\" ] && TP=4; {RUN} --tp $TP": "TP is set again in line 2",
+    f"run() {{\n  {RUN}\n}}\nexport {ON}=1\nrun": f"{ON} is set after a launch in a function",
+    f"export $(grep -v '^#' .env | xargs)\n{RUN}": "line 1 (export) can set anything",
+    f"while read -r l; do export \"$l\"; done < .env\n{RUN}": "line 1 (export) can set anything",
+    f"load() {{ . ./mixkv.env; }}\nload\n{RUN}": "line 1 (.) can set anything",
+    f"if source a.env; then true; fi\n{RUN}": "line 1 (source) can set anything",
+    f"[program:prefill]\ncommand={RUN}\nenvironment={ON}=1": "([program:prefill]) can set",
+    f"command={RUN} --host %(ENV_HOST)s --tp 8": "a shell accepts no ( after a launch line",
+    f"export {ON}=1\nsudo {RUN}": "sudo drops variables",
+    f"export {ON}=1\nsrun --export=A=1 {RUN}": "--export drops variables",
+    f"export {ON}=1\n/usr/bin/env - A=1 {RUN}": "env - drops variables",
+    f"export {ON}=1\ntmux send-keys -t a '{RUN}' C-m": "tmux drops variables",
+    f"{RUN} --speculative-num-draft-tokens $N": "line 1: N is not set in it",
+    "sglang serve ~/m": "line 1: only a shell computes it",
+    f"{RUN} --x {{a,b}}": "line 1: only a shell computes it",
     f'F="--tp 8"\nF+=" {ON}"\n{RUN} $F': "F is set again in line 2",
     f'F="--tp 8"\n[ "$ON" = 1 ] && F+=" {ON}"\n{RUN} $F': "F is set again in line 2",
     f'if [ "$R" = prefill ]; then TP=8; else TP=1; fi\n{RUN} --tp $TP': "line 1",
@@ -288,6 +331,13 @@ def test_a_role_of_a_recipe_has_its_variables(tmp_path: Path) -> None:
         assert (found.environ, found.config) == ({"A": "1"}, {"model-path": "m"})
 
 
+def test_flags_of_a_function_are_not_a_whole_line() -> None:
+    """If a script passes flags to a function that adds others, `plan` takes neither part alone."""
+    script = f'run() {{\n  {RUN} --dp 2 "$@"\n}}\nrun --model-path m {PREFILL}\n'
+    with pytest.raises(ValueError, match=r"got 2; choose one:\n  line 4\n  line 2\n"):
+        split(script, "prefill")
+
+
 def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
     """If several nodes have a launch line, the error lists a flag for each and shows no values."""
     file = tmp_path / "a b.yaml"
@@ -314,6 +364,8 @@ def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
         ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "none"),
         ("args: [--model-path, m, --tp, {{ .Values.tp }}]", "render it first"),
         ("a: &a [*a]", "expected a launch line"),
+        ("command: [sglang, serve]\nenv: [5]", "lists and mappings are not those of a manifest"),
+        ("kind: ConfigMap\nmetadata: a", "lists and mappings are not those of a manifest"),
         (f"a: {'[' * 2000}", "START-04"),
         (Given("a: {b: 1}", "f", "/0/c"), "f has no node /0/c"),
         (Given("a: [1]", "f", "/0/a/7"), "has no node /0/a/7"),

@@ -566,7 +566,7 @@ RECIPES = {
             f"OTEL_SERVICE_NAME=w CUDA_VISIBLE_DEVICES=1 python3 -m dynamo.sglang --model-path "
             f"Qwen/QwQ-32B --disaggregation-mode {role} --enable-metrics \"${{TRACE_ARGS[@]}}\" &\n"
             for role in ("prefill", "decode")),
-        "", "", None, "line 3: only a shell computes it.*SGLANG_MIXKV_PLAN=prefill.json", {}),
+        "", "", None, "line 3: TRACE_ARGS is computed in line 1.*SGLANG_MIXKV_PLAN=pre", {}),
     "an image's script, which assembles its arguments": (
         'if [ "$PD_ROLE" == prefill ]; then\n  ENGINE_ARGS="--disaggregation-mode prefill '
         '$ENGINE_ARGS"\nfi\neval "python3 -m sglang.launch_server $ENGINE_ARGS"', "", "", None,
