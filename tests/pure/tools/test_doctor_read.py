@@ -11,6 +11,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -20,6 +21,7 @@ import zmq
 from rig.channel.threads import Reads, wait_for
 
 from sglang_mixkv.channel.data_plane import Read
+from sglang_mixkv.channel.handshake import StagingFacts
 from sglang_mixkv.config import Config
 from sglang_mixkv.tools import doctor_read
 from sglang_mixkv.tools.doctor_read import READ, Ask, Offer, ReadFailed, Result, Wire
@@ -104,6 +106,41 @@ def test_a_listener_survives_invalid_messages_and_reads(
     assert reports.empty()
     found = doctor_read.read(HOST, port, SMALL)
     assert (found.bytes, found.wrong, reports.get(timeout=20).wrong) == (READ * SIZE, [], [])
+
+
+@pytest.mark.parametrize("staging_mb", [4, 16])
+def test_buffers_of_two_sizes_are_read_up_to_the_smaller_slot(
+    port: int, reports: queue.Queue[Result], staging_mb: int
+) -> None:
+    """The sides' buffers may differ, as those of two servers. The listener's has 8 MiB."""
+    found = doctor_read.read(HOST, port, Wire(config=Config(staging_mb=staging_mb)))
+    smaller = (min(staging_mb, 8) << 20) // 64 + 4096
+    assert (found.bytes, found.wrong, reports.get(timeout=20).wrong) == (READ * smaller, [], [])
+
+
+def test_each_side_uses_its_own_address_of_the_route(
+    port: int, reports: queue.Queue[Result]
+) -> None:
+    """The listener's address is the one that the reader was given. `Copies` accepts only HOST."""
+    with pytest.raises(ReadFailed, match=r"on the other side: no address 127\.0\.0\.2 here"):
+        doctor_read.read("127.0.0.2", port, SMALL)
+    assert reports.empty()
+
+
+def test_the_faster_of_two_reads_counts(
+    port: int, reports: queue.Queue[Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first read also connects, but another program may disturb the second."""
+    for first, second in ((5.0, 2.0), (2.0, 5.0)):
+        times = iter((0.0, first, 100.0, 100.0 + second))
+        clock = SimpleNamespace(monotonic=times.__next__, sleep=time.sleep)
+        monkeypatch.setattr(doctor_read, "time", clock)
+        side = doctor_read.LocalEnd(SMALL, HOST)
+        offer = ask(port, Ask("mooncake", HOST))
+        assert isinstance(offer, StagingFacts)
+        found = doctor_read._read_slots(side, side.plane.connect(offer.endpoint), offer)
+        assert (found.seconds, found.wrong) == (2.0, [])
+    assert reports.empty()
 
 
 @pytest.mark.parametrize("bad", [0, READ])

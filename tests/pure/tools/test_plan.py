@@ -273,8 +273,9 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"attn_cp_size": 2}, {"dcp_size": 2}, "SGLang refuses .*requires prefill attention CP=1"),
         ({"stage": Target(0, 61, layer_ids=False, even=True, dcp=8)}, {},
          r"PAIR-03\] --dcp-size: prefill has 8 at attention TP 2, decode has 1 at attention TP 1"),
+        ({"speculative_eagle_topk": 4}, {"speculative_eagle_topk": 2}, "--speculative-eagle-topk"),
         ({"dp_size": 2}, {}, "of 2 replicas .* SGLang fails .* Start each as its own"),
-        ({"tcp": True, "target": GQA}, {"tcp": True, "target": GQA}, "Mooncake's TCP.*Use RDMA"),
+        ({"tcp": True, "target": GQA}, {"target": GQA}, "Mooncake's TCP.*Use RDMA"),
         ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: only on decode. Set it on both\.$"),
         ({"enabled": False, "attention_tp": 1}, {}, "Set it on both, or on neither"),
         ({"enabled": False}, {"enabled": False}, "on neither side, and the pair needs it"),
@@ -352,6 +353,10 @@ def test_what_is_no_finding() -> None:
         assert make_plan(*pair(*sizes, 8)).findings == ()
     cold = {"config": Config(on_draft_mismatch="cold")}
     assert plan_with({"draft": eagle3(4)}, cold).findings == ()
+    assert plan_with({"target": GQA}, {"tcp": True, "target": GQA}).findings == ()
+    for one, other in ((None, 4), (4, None), (0, 4), (4, 4)):
+        topks = ({"speculative_eagle_topk": topk} for topk in (one, other))
+        assert plan_with(*topks).findings == ()
     off, on = {"enabled": False, "refused": ("no",)}, {"enabled": True, "refused": ("no",)}
     assert plan_with(off, off, tp=2).findings == ()
     assert plan_with(on, on, tp=2).findings == plan_with(off, off).findings == ("no",)
