@@ -14,6 +14,7 @@ from sglang_mixkv.channel.handshake import MAX_ROW_BYTES
 from sglang_mixkv.channel.messages import PROTOCOL
 
 KEY, PATH = "mixkv_row", "/mixkv"
+MAX_RANKS = 1024  # of a prefill server; decode refuses one with more rows
 SIZES = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")  # None before the first PUT
 _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_rank")
 
@@ -31,7 +32,7 @@ class DraftBootstrapServer:
 
     async def _handle_route_put(self, request: web.Request) -> web.Response:
         response: web.Response = await super()._handle_route_put(request)  # type: ignore[misc]
-        if response.status == 200:
+        if response.status == 200 and len(self.mixkv_rows) <= MAX_RANKS:
             row = await request.json()
             rank = tuple(int(row[name] or 0) for name in _RANK)
             self.mixkv_rows[rank] = f"{row['rank_ip']}:{row['rank_port']}", _kept(row.get(KEY))

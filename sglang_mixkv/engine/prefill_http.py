@@ -24,14 +24,13 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from sglang_mixkv.background import in_thread
 from sglang_mixkv.channel.handshake import read_row
 from sglang_mixkv.decode.plan import Rows
-from sglang_mixkv.engine.bootstrap import PATH, SIZES
+from sglang_mixkv.engine.bootstrap import MAX_RANKS, PATH, SIZES
 from sglang_mixkv.errors import MixKVError, refuse
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 ASK_S = 5.0
 MAX_BODY = 4 << 20  # 256 rows of 16 KiB, about ten times their real size
-MAX_RANKS = 1024  # of a prefill server
 LOOKED_UP = 1024  # concurrent look-ups of names
 FRESH_S = 0.3  # for a look-up, before the name's last result is used, if there is one
 REMEMBERED = 4096  # names with a last result

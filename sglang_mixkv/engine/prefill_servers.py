@@ -117,8 +117,7 @@ class PrefillServers:
 
     def refuse(self, address: str, receiver: Any) -> str | None:
         """Return why requests to this server fail; None if they do not. If they do, count this one,
-        send SGLang's ABORT for its `receiver` to prefill, and remove the placeholder, so that the
-        next request can query the server again."""
+        send SGLang's ABORT for its `receiver` to prefill, and remove the placeholder."""
         if (refusal := self._refusals.get(address)) is None:
             return None  # the usual case, without the lock
         with self._lock:

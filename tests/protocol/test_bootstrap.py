@@ -16,7 +16,7 @@ from rig.ring.rank import wait_for_port
 
 from mixkv_demo.ports import free_port
 from sglang_mixkv.channel.handshake import MAX_ROW_BYTES, Row, StagingFacts
-from sglang_mixkv.engine import prefill_http
+from sglang_mixkv.engine import bootstrap, prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.engine.prefill_http import Names
 from sglang_mixkv.errors import MixKVError
@@ -116,6 +116,26 @@ def test_a_row_longer_than_the_limit_is_rejected(server: Server, beyond: int, st
     for rank, own in ((0, plain), (1, msgspec.to_builtins(row(1)))):
         requests.put(url, json=registration(rank, None) | {KEY: own}, timeout=5)
     assert requests.get(f"http://{server.address}{PATH}", timeout=5).status_code == status
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_rows_of_invented_ranks_are_limited(
+    server: Server, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """A stranger's PUTs for ranks that do not exist cannot fill the memory, and up to the limit a
+    restarted rank replaces its row."""
+    assert bootstrap.MAX_RANKS == prefill_http.MAX_RANKS == 1024
+    monkeypatch.setattr(bootstrap, "MAX_RANKS", most)
+    for number in range(most):
+        server.put(number % 2, row(number), attn_dp_size=3, attn_dp_rank=number // 2)
+    again = row(0, instance=b"another_")
+    server.put(0, again, attn_dp_size=3, attn_dp_rank=0)
+    kept = server.server.mixkv_rows
+    assert len(kept) == most
+    assert ("127.0.0.1:9000", msgspec.json.encode(again)) in kept.values()
+    for number in range(most, 3 * most):
+        server.put(number % 2, row(number), attn_dp_size=3, attn_dp_rank=number // 2)
+    assert len(kept) == most + 1
 
 
 def test_the_error_names_the_rank_without_the_plugin(server: Server) -> None:
