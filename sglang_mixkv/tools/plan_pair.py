@@ -234,6 +234,9 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
             sides = getattr(prefill, name), getattr(decode, name)
             why = "metadata rows differ" if "checksum" in name else "SGLang refuses the pair"
             yield from _differ(f"--{name.replace('_', '-')}", *sides, why)
+        if prefill.kv_cache_dtype == decode.kv_cache_dtype:  # all that SGLang compares
+            types = prefill.target.facts.dtype, decode.target.facts.dtype
+            yield from _differ("dtype of the target's KV", *types, "its numbers would be misread")
     yield from _models(prefill, decode)
 
 

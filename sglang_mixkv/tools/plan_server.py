@@ -37,11 +37,10 @@ GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}  # compute capabilities
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """FLAGS have the values that SGLang resolved. `enabled`: the server has opted in. `gpu`: the
-    GPU assumed. `mode`: the line's --disaggregation-mode; `role`: the role that plan was asked
-    about. `sglang`: SGLang's release; `resolved`: whether SGLang resolved all flags.
-    `attention_tp`: 0 if TP does not divide. `stage`: the target's layers in the first pipeline
-    stage. `tcp`: Mooncake is set to TCP. `store`: the settings of Mooncake's store; None
-    without it. `stock`, `refused`: why SGLang or the plugin refuses the server."""
+    GPU assumed. `mode`: the line's --disaggregation-mode; `role`: the role that plan was asked for.
+    `sglang`: SGLang's release. `resolved`: whether SGLang resolved all flags. `attention_tp`: 0 if
+    TP does not divide. `stage`: the target's first pipeline stage. `tcp`: Mooncake is set to TCP.
+    `store`: its store's settings, if used. `stock`, `refused`: why SGLang or the plugin refuses."""
 
     attn_cp_size: int = 1
     enable_kv_cache_sharding: bool | None = False
@@ -99,7 +98,9 @@ def _read(role: str, line: Line, gpus: list[str]) -> Server:
 
     args, of_dynamo, ends = parse(line)
     refused = [f"{role}: {why}" for why in of_dynamo]
-    config = resolve(args, line.environ)
+    config, plugins = resolve(args, line.environ), line.environ.get("SGLANG_PLUGINS", "")
+    if config.enabled and plugins and "mixkv" not in re.split(r"[\s,]+", plugins):
+        refused.append(f"{role}: SGLANG_PLUGINS leaves out mixkv: add it, or unset the variable")
     _check_models(args)
     notes = [*line.notes]
     for name, value in vars(args).items():
@@ -361,8 +362,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def alone(environ: Mapping[str, str]) -> Iterator[None]:
-    """Set the line's variables in place of this shell's variables for SGLang and Mooncake, and keep
-    SGLang from logging and downloading."""
+    """Give SGLang and Mooncake the line's variables, not this shell's, and no logs or downloads."""
     level = logging.root.manager.disable
     line_only = "SGLANG_", "MC_", "MOONCAKE_"
     of_shell = {name: v for name, v in os.environ.items() if not name.startswith(line_only)}
@@ -377,8 +377,7 @@ def alone(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def as_on(gpu: str) -> Iterator[None]:
-    """Answer SGLang's queries about the GPU as this GPU would, while SGLang resolves a line. The
-    answers decide attention backends and KV types."""
+    """Answer SGLang's queries as this GPU would: they decide attention backends and KV types."""
     import torch
     from sglang.srt.runtime_context import _PLATFORM_PROBES, override_platform
     from sglang.srt.utils import common

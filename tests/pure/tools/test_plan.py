@@ -294,6 +294,8 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"stock": ("prefill: no",), "page_size": 64}, {"refused": ("decode: neither",)},
          "prefill: no\ndecode: neither\n.*page-size"),
         ({"stock": ("prefill: no",), "page_size": 64, "resolved": False}, {}, "^prefill: no$"),
+        ({}, {"target": replace(MLA, facts=replace(MLA.facts, dtype="float16"))},
+         r"PAIR-03\] dtype of the target's KV: prefill has bfloat16, decode has float16; its num"),
     ],
 )  # fmt: skip
 def test_findings(prefill: dict[str, Any], decode: dict[str, Any], reason: str) -> None:
@@ -383,6 +385,15 @@ def flags(more: str = "", draft: Path = DRAFTER) -> str:
 
 
 ROLE = "--disaggregation-mode"
+
+
+@pytest.mark.parametrize("on", ["SGLANG_ENABLE_MIXKV=1 x {}", "x {} --enable-mixkv", "x {}"])
+def test_a_plugin_that_sglang_leaves_out_is_a_finding(on: str) -> None:
+    """SGLang loads only the plugins in SGLANG_PLUGINS, if it is set."""
+    line = on.format(flags().replace("--enable-mixkv", ""))
+    for names, is_out in (("other,mixkvs", on != "x {}"), ("other, mixkv", False)):
+        found = read("decode", f"SGLANG_PLUGINS='{names}' {line}").refused
+        assert ("decode: SGLANG_PLUGINS leaves out mixkv" in " ".join(found)) == is_out
 
 
 def test_a_line_is_what_sglang_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

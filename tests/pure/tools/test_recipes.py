@@ -366,7 +366,8 @@ RECIPES = {
                    for role in ("prefill", "decode")]}),
     "dtypes that differ (vllm#21177)": (
         f"{LLAMA} {HEAD3} eagle3 --tp 2", "--dtype float16", "--dtype bfloat16", False,
-        "both sides have", {"found": ["dtype of the drafter's KV: prefill has float16"]}),
+        "both sides have", {"found": ["dtype of the target's KV: prefill has float16",
+                                      "dtype of the drafter's KV: prefill has float16"]}),
     "Qwen3-Next, a hybrid target": (
         f"{SERVER} --model-path Qwen/Qwen3-Next {MTP} --tp 2", "", "--dp 2 --enable-dp-attention",
         False, "by heads exactly", {"noted": "Mooncake's TCP"}),
