@@ -2,8 +2,7 @@
 it loads a model. `plan` reads rows as well as lines.
 
 HTTP, gRPC and Dynamo starts resolve their arguments (`resolve_once`), may add to them, and check
-them (`check_server_args`). Both steps are hooked, but only if the variable is set. Without a GPU,
-arguments are resolved as for `plan --gpu`.
+them (`check_server_args`). Both steps are hooked, but only if the variable is set.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def rows_in(text: str) -> list[dict[str, Any]]:
 
 
 def read_row(given: Given, role: str) -> Server | None:
-    """Read the row in a text; None if it has none. Raises MixKVError for a row that is damaged, not
-    plan's or of another version, and for several different rows."""
+    """Read a text's row, if it has one. Raises MixKVError for an unusable row or different rows."""
     if given.pointer or not re.search(MARK, given.text):
         return None
     again = f"write it again with sglang-mixkv {__version__}"
@@ -84,8 +82,7 @@ def register() -> None:
 
 
 def around_resolve(original: Callable[[Any], None], server_args: Any) -> None:
-    """Resolve for this host's GPU or, without one, for one on which SGLang starts with these
-    arguments; if there is none, exit."""
+    """Resolve for this host's GPU or, without one, for one on which SGLang starts; else exit."""
     import torch
 
     if hasattr(server_args, _SEEN) or getattr(server_args, "_resolution_finished", False):
@@ -132,8 +129,7 @@ def _end(made: Any, gpu: str, stock: list[str], config: Config) -> NoReturn:
 
 
 def _write(made: Any, server: Server | None = None, error: str = "") -> NoReturn:
-    """Write the row on the first node, and end this process: status 0, or 1 if FILE cannot be
-    written. A normal exit would wait for threads of a launcher (Dynamo's runtime)."""
+    """Write the row on the first node, and exit, with 1 if that fails, but wait for no thread."""
     status, path = 0, os.environ[PLAN_ENV]
     if not getattr(made, "node_rank", 0):
         text = msgspec.json.encode(LaunchRow(SCHEMA, __version__, sglang_version(), server, error))

@@ -58,9 +58,8 @@ def unreadable(text: str) -> MixKVError:
 
 
 class Line(NamedTuple):
-    """A server's flags. `launcher`: the command before them; "" if unknown. `stop`: why only a
-    shell can read the line; "" if plan can. `config`: flags that a recipe lists as a mapping, or
-    those in --config's file, if a ConfigMap contains it."""
+    """A server's flags. `launcher`: the command before them. `stop`: why only a shell can read the
+    line. Both are "" otherwise. `config`: the mapping of a recipe, or of --config's ConfigMap."""
 
     environ: Mapping[str, str]
     flags: list[str]
@@ -98,7 +97,7 @@ def lines_of(
 ) -> Iterator[Line]:
     """Yield the launch lines of a script. `unknown`: why the values of these variables are unknown;
     `branch`: why all variables that are set or have a default are unknown. Raises ValueError for
-    text that a shell would not accept."""
+    text that no shell accepts, or in which a line that was read is not a server's whole line."""
     known, exported, whys, notes = dict(environ), {*environ}, dict(unknown), dict[str, None]()
     stop, last, is_late = "", -1, False
 

@@ -54,8 +54,7 @@ def load(given: str, stdin: str = "") -> Given:
 
 
 def split(given: Given | str, role: str) -> Line:
-    """Return the only launch line for this role. Raises MixKVError if there is none, more than one,
-    or one that only a shell can read."""
+    """Return the role's only launch line. Raises MixKVError unless there is one that plan reads."""
     given = Given(given) if isinstance(given, str) else given
     is_script = not re.search(r"^-?$|\.(?:ya?ml|json)$", given.file)
     command = f"bash {shlex.quote(given.file)}" if is_script else "COMMAND"
@@ -75,7 +74,7 @@ def split(given: Given | str, role: str) -> Line:
     fitting = fitting or [*named, *(one for one in others if one[1].launcher)] or others or found
     # Nodes of one server, and equal servers, have lines with the same key: use the first.
     lines = [*{line.key: line for _, line in fitting[::-1]}.values()]
-    if not lines and "{{" in given.text:
+    if "{{" in given.text and not any(one.launcher or "\n" not in given.text for one in lines):
         raise unreadable(f"it has a template's {{{{ }}}}: render it first. {ask}")
     if not lines:
         whose = f" in {given.file}" if given.file else ", and no such file is here"
@@ -151,8 +150,7 @@ def _documents(text: str) -> list[Any]:
 
 
 def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[Line]:
-    """Read a node: a container, flags, words, or a string with a line or YAML. A node that no
-    pointer names must itself be a launch."""
+    """Read a node: a container, flags, words or a string. Unless named, it must be a launch."""
     value = node.value
     is_whole = is_named or node.where.count("/") == 1
     if isinstance(value, str):
@@ -174,17 +172,22 @@ def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[
         yield from _container({"args": value}, node, maps)
 
 
-def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Iterator[Line]:
+def _container(own: dict[Any, Any], node: _Node, maps: Mapping[Any, Any]) -> Iterator[Line]:
     """Read a container or a script: its words, the variables of its own and of the mappings above
     it, and the file of --config that a ConfigMap of the same file mounts."""
     notes, environ, outside = list[str](), dict[str, str](), dict[str, str]()
     fill = _compose if any("services" in one for one in node.above[:1]) else _kubernetes
     levels = [*node.above, own]
-    given = (one.get(key) for one in levels for key in ("envs", "env", "environment"))
+    sources = own.get("envFrom") or ()
+    names = [one.get("prefix") or (one.get("configMapRef") or {}).get("name") for one in sources]
+    given = [one.get(key) for one in levels for key in ("envs", "env", "environment")]
+    given[:0] = map(maps.get, names)
     listed = (a.items() if isinstance(a, dict) else a for a in given if isinstance(a, dict | list))
     for one in (pair for pairs in listed for pair in pairs):
         if isinstance(one, dict):  # Kubernetes has pairs, compose NAME=VALUE or a mapping
-            one = one.get("name"), one.get("value", None if "valueFrom" in one else "")
+            ref = (one.get("valueFrom") or {}).get("configMapKeyRef") or {}
+            there = maps.get(ref.get("name"), {}).get(ref.get("key")) if "valueFrom" in one else ""
+            one = one.get("name"), one.get("value", there)
         name, value = (*one.split("=", 1), None)[:2] if isinstance(one, str) else one
         if value is None:
             outside[str(name)] = "comes from outside the file"
@@ -193,7 +196,8 @@ def _container(own: dict[Any, Any], node: _Node, maps: Mapping[str, Any]) -> Ite
             outside |= {str(name): why} if why else {}
     if outside:
         notes.append(f"{', '.join(outside)}: set outside the file, and not read")
-    beside = (_BESIDE.fullmatch(str(key)) for one in levels for key in one if one[key])
+    keys = [str(key) for one in levels for key in one if one[key]]
+    beside = (_BESIDE.fullmatch(k) for k in keys if k != "envFrom" or not maps.keys() >= {*names})
     notes += (f"{one[0]}: its {one[1] or 'variables'} were not read" for one in beside if one)
     parts = (one for one in map(own.get, CONTAINER) if isinstance(one, str | list))
     parts = (shlex.split(one) if isinstance(one, str) else one for one in parts)

@@ -155,6 +155,9 @@ READ = {  # text: variables, flags, and a part of each note, in order
     f"envs: {{A: 1}}\nrun: |\n  set -e\n  {RUN} --tp 8\n": (A, "--model-path m --tp 8"),
     "a: {command: [sglang, serve, m], extraArgs: [--dp, 2], extraEnv: {A: 1}}": (
         {}, "--model-path m", "extraArgs: its Args were not read", "extraEnv: its variables were"),
+    f"kind: ConfigMap\nmetadata: {{name: c}}\ndata: {{{ON}: '1'}}\n---\nkind: Pod\ncontainers: "
+    "[{envFrom: [{configMapRef: {name: c}}], env: [{name: A, valueFrom: {configMapKeyRef: {name: "
+    f"c, key: {ON}}}}}}}], command: [sglang, serve, m]}}]": ({ON: "1", "A": "1"}, "--model-path m"),
     "model-path: m\ntp-size: 8\n": ({}, ""),  # the file of --config itself
     "services: {a: {image: x, env_file: [a.env], command: python3 -m sglang.launch_server "
     "--model-path m}}": ({}, "--model-path m", "env_file: its variables were not read"),
@@ -363,6 +366,7 @@ def test_nodes_that_would_do_are_listed_ready_to_paste(tmp_path: Path) -> None:
         (f"{RUN}\n  --tp 8", "--tp is cut off .* SGLANG_MIXKV_PLAN=prefill.json COMMAND exits"),
         ("kind: Pod\nspec: {containers: [{args: {a: b}, env: 5, command: [a, --b]}]}", "none"),
         ("args: [--model-path, m, --tp, {{ .Values.tp }}]", "render it first"),
+        ("args:\n  - --tp\n  - {{ .Values.tp | quote }}\n  - --model-path", "render it first"),
         ("a: &a [*a]", "expected a launch line"),
         ("command: [sglang, serve]\nenv: [5]", "lists and mappings are not those of a manifest"),
         ("kind: ConfigMap\nmetadata: a", "lists and mappings are not those of a manifest"),
