@@ -26,7 +26,7 @@ EAGER = 0.008  # seconds
 EAGER_MS, IDLE_MS = 0.2, 1
 # Integers, since an operation on pyzmq's enums takes as long as querying a socket.
 IN, EVENTS, NOBLOCK = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
-BATCH = 64  # messages received from one socket per poll
+BATCH = 64  # messages received per poll, or one from each ready socket if there are more
 KEEPALIVE = 2  # seconds without a message, after which the kernel probes the peer
 _SLEEPS, _KEEPS = ctypes.CDLL(None), ctypes.PyDLL(None)
 _COUNT = ctypes.c_uint64(1)  # what an event adds to an eventfd
@@ -94,11 +94,11 @@ class Poller:
         del self._sockets[socket.fileno()]
         self.used.discard(socket)
 
-    def received(self, socket: Socket) -> Iterator[zmq.Frame]:
-        """Yield the first frame of each message of a ready socket, up to BATCH of them. The caller
+    def received(self, socket: Socket, most: int = BATCH) -> Iterator[zmq.Frame]:
+        """Yield the first frame of each message of a ready socket, up to `most` of them. The caller
         receives the other frames. Most messages come alone, so query the socket after the first. A
         query takes a third as long as a `recv` without a message, twice as long as one with it."""
-        for count in range(BATCH):
+        for count in range(most):
             try:
                 yield socket.recv(NOBLOCK, copy=False)
             except zmq.Again:  # none is left, or the connection has broken since

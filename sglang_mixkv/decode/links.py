@@ -15,7 +15,7 @@ import zmq
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.handshake import Row
 from sglang_mixkv.channel.messages import Message
-from sglang_mixkv.channel.sockets import NOBLOCK, Poller, Socket, new_context, new_socket
+from sglang_mixkv.channel.sockets import BATCH, NOBLOCK, Poller, Socket, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import actions as act
 from sglang_mixkv.decode.transfer import Peer, peer_of
@@ -103,7 +103,7 @@ class Links:
         message. Drop the link of a peer that sends a second frame, which no prefill rank does."""
         for dealer in ready:
             if (link := self._of_dealer.get(dealer)) is not None:
-                for frame in self._poller.received(dealer):
+                for frame in self._poller.received(dealer, max(1, BATCH // len(ready))):
                     try:
                         if frame.more:
                             self.drop(link.peer)

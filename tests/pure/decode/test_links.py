@@ -6,6 +6,7 @@ import gc
 import select
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,28 @@ def test_messages_beyond_one_batch_need_no_new_signal(ranks: Ranks) -> None:
         assert 0 < len(some) <= BATCH
         found += some
     assert found == sent
+
+
+@pytest.mark.parametrize("count", [2, 7, MANY])
+def test_peers_that_send_without_a_pause_share_a_batch(count: int) -> None:
+    """Many ranks of a hostile server, which all send without a pause, delay no other rank's message
+    for long: a look takes one batch from all of them together, or one message from each."""
+    ranks = Ranks(count)
+    try:
+        sent = {peer: [Fail(room, 2, "lost") for room in range(BATCH)] for peer in ranks._names}
+        for peer, messages in sent.items():
+            for message in messages:
+                ranks.send(peer, message)
+        time.sleep(0.3)  # until they have arrived
+        found: dict[bytes, list[Any]] = {peer: [] for peer in sent}
+        while found != sent:
+            some = ranks.look()
+            each = Counter(peer for peer, _ in some)
+            assert 0 < max(each.values()) <= max(1, BATCH // len(each))
+            for peer, message in some:
+                found[peer].append(message)
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize(("count", "queries"), [(1, 2), (2, 2), (BATCH - 1, 2), (BATCH, 3)])
