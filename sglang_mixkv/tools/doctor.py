@@ -100,7 +100,7 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     missing = "" if found else "SGLang will not load the plugin: reinstall sglang-mixkv"
     yield Finding("plugin", "entry point", ", ".join(found) or "not found", missing)
     allowed = {name.strip() for name in environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
-    if allowed and ENTRY not in allowed:
+    if environ.get("SGLANG_PLUGINS") and ENTRY not in allowed:
         remedy = f"SGLANG_PLUGINS leaves out {ENTRY}: add it, or unset the variable"
         yield Finding("plugin", "SGLANG_PLUGINS", ",".join(sorted(allowed)), remedy)
 
@@ -114,7 +114,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
             config.variable(name, environ[name])
             problem = "".join(refusals.broken((), None, {name: environ[name]}))
         except MixKVError as error:
-            problem = f"{error}. Until then, the server does not start"
+            problem = f"{str(error).rstrip('.')}. Until then, the server does not start"
         value = "(set, not shown)" if _SECRET.search(name) else environ[name]
         yield Finding("environment", name, hidden(value), problem)
 

@@ -46,6 +46,7 @@ def test_a_variable_is_shown_with_its_problem(
     (found,) = doctor.environment({name: value, "HOME": "/home/somebody"})
     assert (found.name, found.value) == (name, shown)
     assert "hush" not in found.problem
+    assert ".." not in found.problem
     assert (words in found.problem, bool(found.problem)) == (True, bool(words))
 
 
@@ -56,8 +57,9 @@ def test_missing_packages_are_reported(
 
     If SGLang is missing, nothing else is checked.
     """
-    (problem,) = problems(doctor.entry_point({"SGLANG_PLUGINS": "one, two"}))
-    assert "leaves out mixkv" in problem
+    for names in ("one, two", ",", " "):
+        (problem,) = problems(doctor.entry_point({"SGLANG_PLUGINS": names}))
+        assert "leaves out mixkv" in problem
     assert problems(doctor.entry_point({"SGLANG_PLUGINS": "one, mixkv"})) == []
     for version, words in (
         ("0.5.20", "expected SGLang 0.5.21 or 0.5.22 or 0.5.23: pip install sglang==0.5.23"),
