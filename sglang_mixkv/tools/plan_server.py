@@ -219,8 +219,7 @@ def _check_models(args: argparse.Namespace) -> None:
 
 
 def _not_started(made: Any) -> Iterator[str]:
-    """Yield the text of each error that SGLang raises or, if the error has no text, the source line
-    that raises it. After a step that raises, the next steps of the resolution run, too."""
+    """Yield each error's text, or its source line. Steps after one that raises run, too."""
     from sglang.srt.arg_groups import pipeline
 
     raised, run = list[Exception](), pipeline.run_hook

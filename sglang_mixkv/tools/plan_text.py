@@ -175,7 +175,9 @@ def _lines(node: _Node, maps: Mapping[str, Any], *, is_named: bool) -> Iterator[
 def _container(own: dict[Any, Any], node: _Node, maps: Mapping[Any, Any]) -> Iterator[Line]:
     """Read a container or a script: its words, the variables of its own and of the mappings above
     it, and the file of --config that a ConfigMap of the same file mounts."""
-    notes, environ, outside = list[str](), dict[str, str](), dict[str, str]()
+    is_map = any(one.get("kind") == "ConfigMap" for one in node.above)
+    notes = ["the variables of the container that runs it were not read"] * is_map
+    environ, outside = dict[str, str](), dict[str, str]()
     fill = _compose if any("services" in one for one in node.above[:1]) else _kubernetes
     levels = [*node.above, own]
     sources = own.get("envFrom") or ()

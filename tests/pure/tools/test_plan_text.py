@@ -158,6 +158,9 @@ READ = {  # text: variables, flags, and a part of each note, in order
     f"kind: ConfigMap\nmetadata: {{name: c}}\ndata: {{{ON}: '1'}}\n---\nkind: Pod\ncontainers: "
     "[{envFrom: [{configMapRef: {name: c}}], env: [{name: A, valueFrom: {configMapKeyRef: {name: "
     f"c, key: {ON}}}}}}}], command: [sglang, serve, m]}}]": ({ON: "1", "A": "1"}, "--model-path m"),
+    f"kind: ConfigMap\ndata:\n  run.sh: |\n    set -e\n    exec {RUN}\n---\nkind: Pod\ncontainers: "
+    f"[{{command: [bash, /s/run.sh], env: [{{name: {ON}, value: '1'}}]}}]":
+        ({}, "--model-path m", "the variables of the container that runs it were not read"),
     "model-path: m\ntp-size: 8\n": ({}, ""),  # the file of --config itself
     "services: {a: {image: x, env_file: [a.env], command: python3 -m sglang.launch_server "
     "--model-path m}}": ({}, "--model-path m", "env_file: its variables were not read"),
