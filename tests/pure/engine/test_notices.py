@@ -114,6 +114,20 @@ def test_an_abort_before_metadata_spares_the_next_request(
     assert (infos, prefixes) == (before[:2] if is_left else ({}, {}))
 
 
+def test_an_abort_whose_metadata_never_arrive_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an abort ends after SGLang's timeout, when decode no longer waits. None is sent."""
+    monkeypatch.setattr(aborts, "POLL_S", 0.01)
+    monkeypatch.setattr(aborts, "LATE_S", 0.1)
+    sender = Sender()
+    sender.kv_mgr.transfer_infos, sender.kv_mgr.req_to_decode_prefix_len = {}, {}
+    began, running = time.monotonic(), sender.kv_mgr.aborted._background.running
+    sender.abort()
+    assert len(running) == 1
+    assert wait_for(lambda: not running)
+    assert time.monotonic() - began >= 0.1
+    assert sender.sent.empty()
+
+
 def test_an_abort_ends_when_its_room_number_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aborts, "POLL_S", 0.01)
     sender = Sender()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import resource
@@ -628,6 +629,28 @@ def test_a_server_with_an_unreachable_rank_leaves_nothing(
         assert wait_for(lambda: not site.held()["sockets"] + site.held()["of the data plane"])
 
 
+def test_a_silent_server_is_queried_ever_more_rarely_and_logged_by_reason(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pause between two queries doubles up to CHECK_S, and a repeated reason is logged once."""
+    monkeypatch.setattr(prefill_servers, "SOON_S", 0.01)
+    monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
+    asked, reasons = list[float](), ["one", "one", "one", "other", "other", "one"]
+
+    async def fetch(*_: Any) -> Any:
+        asked.append(time.monotonic())
+        raise ConnectionError(reasons[min(len(asked), len(reasons)) - 1])
+
+    monkeypatch.setattr(prefill_servers, "fetch", fetch)
+    site.servers.ensure(NOBODY)
+    assert wait_for(lambda: len(asked) > len(reasons))
+    gaps = [after - before for before, after in itertools.pairwise(asked)]
+    least = 0.01, 0.02, 0.04, 0.05, 0.05
+    assert all(gap > 0.95 * pause for gap, pause in zip(gaps, least, strict=False)), gaps
+    lines = [line for line in caplog.messages if "no facts of" in line]
+    assert [line.rpartition(" ")[2] for line in lines] == ["one", "other", "one"]
+
+
 def test_a_silent_server_is_kept_while_requests_ask_for_it(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -714,7 +737,7 @@ def test_a_server_that_becomes_ready_is_not_removed_with_its_refusal(
     with serving(lambda _: answers[-1]) as address:
         assert wait_for(lambda: site.servers.ensure(address))
         answers.append((200, answer_of(row_of(prefill))))
-        del site.table[address]
+        assert "PAIR-01" in str(site.servers.refuse(address, None))  # so it is queried again
         held, lock, real = threading.Event(), site.servers._lock, site.manager.resolve
 
         def is_ready() -> bool:
