@@ -318,6 +318,32 @@ def test_a_mooncake_peer_that_answers_slowly_times_out(
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(("host", "session"), [("10.0.0.1", b"10.0.0.1:17"), ("::1", b"[::1]:17")])
+def test_mooncake_registers_the_slots_and_names_its_port(
+    host: str, session: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is registered by address and size. Over TCP, Mooncake reads also without that."""
+    registered = list[tuple[int, int]]()
+
+    class Engine:
+        def initialize(self, *_: str) -> int:
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 17
+
+        def register_memory(self, address: int, size: int) -> int:
+            registered.append((address, size))
+            return 0
+
+    pytest.importorskip("mooncake.engine")
+    monkeypatch.setattr("mooncake.engine.TransferEngine", Engine)
+    plane = Mooncake(host, "mlx5_0")
+    plane.register(Memory(LOCAL, SIZE, 3))
+    assert registered == [(LOCAL, SIZE)]
+    assert msgspec.msgpack.decode(plane.endpoint, type=Endpoint).session == session
+
+
 @contextlib.contextmanager
 def answering(answer: Callable[[str], bytes]) -> Iterator[str]:
     """Yield the address of a peer that answers one query, and then waits for its end."""

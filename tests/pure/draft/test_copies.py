@@ -9,13 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_mixkv.draft import copier
 from sglang_mixkv.draft import gate as gate_module
 from sglang_mixkv.draft.copier import Copy, GpuCopier, HeldBack
 from sglang_mixkv.draft.gate import Gate
 from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 
@@ -338,3 +341,33 @@ def test_held_copies_keep_their_requests_order() -> None:
     assert pages["a"].are_written()
     assert pages["a"].are_written()
     assert (early.asked, late.asked) == (2, 4), "an event that has ended is queried again"
+
+
+@pytest.mark.parametrize("kind", ["pack", "unpack", "clear"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "is_small"),
+    [(5, range(4), True), (6, range(4), False), (20, range(1, 2), True), (21, range(1, 2), False),
+     (10, range(2, 4), True), (11, range(2), False)],
+)  # fmt: skip
+def test_host_copies_of_up_to_at_once_bytes_need_no_thread(
+    tokens: int, heads: range, is_small: bool, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of all heads that are copied decide. A larger copy would delay the channel."""
+    entries = [torch.zeros((32, 4, width), dtype=torch.uint8) for width in (8, 24)]
+    rows, threads, woken = DraftRows(entries, range(4)), list[int](), threading.Event()
+    staging: Any = SimpleNamespace(slot=lambda _: None)
+    monkeypatch.setattr(copier, "AT_ONCE", 5 * 4 * rows.bytes_per_head)
+
+    def copied(*_: Any) -> SlotCheck:
+        threads.append(threading.get_ident())
+        return SlotCheck.OK
+
+    monkeypatch.setattr(rows, kind, copied)
+    store: Any = SimpleNamespace(rows=rows, staging=staging)
+    host = copier.HostCopier(store, lambda *_: None, "copies", woken.set)
+    pages = Pages([0], 32)
+    host.start([Copy(kind, "job", Gate(), pages, 0, tokens, heads)])
+    assert is_small or woken.wait(10)
+    assert [one == threading.get_ident() for one in threads] == [is_small]
+    assert list(host.ended()) == [(["job"], SlotCheck.OK)]
+    host.stop()
