@@ -34,11 +34,11 @@ _SET = re.compile(r"(?:--env=|-e|\$\{)?([A-Za-z_]\w*)(?:\[\S*\])?[+:]?=(.*)", re
 _ANYTHING = re.compile(
     r"(source|\.|eval|set -(?:a|o allexport)|\[\w.*?\])(?= |$)|(export)(?: \S+)* [$`]|.*(<<)"
 )
-_OPENS = re.compile(r"(?:.*[^$])?(\(\()|\s*(\(|function\b|[\w.:-]+\s*\(\))", re.DOTALL)
+_OPENS = re.compile(r"(?:.*[^$])?(\(\()|\s*(\((?!.*\))|function\b|[\w.:-]+\s*\(\))", re.DOTALL)
 _BRANCHES = {"if", "for", "while", "until", "case", "select", "function", "{", "unset", "read",
              "mapfile", "readarray", "getopts", "let", "printf"}  # fmt: skip
 _KEYWORDS = {"then", "else", "elif", "do", "!", "time", "{", "if", "while", "until", "command"}
-_NO_LAUNCH = {"echo", "export", "declare", "local", "readonly", "typeset", "alias"}
+_NO_LAUNCH = {"echo", "export", "declare", "local", "readonly", "typeset", "alias", "pkill"}
 _NEEDED = re.compile(r"(?:SGLANG|MC|MOONCAKE)_(?!\w*(?:HOST|IP|PORT|DIR|PATH|LOG|URL|TIMEOUT))")
 _DROPPED = r"--(?:(?!spec)(?:[\w-]+-)?(?:key|token|password|secret)s?|nnodes|node-rank|"
 _DROPPED += r"base-gpu-id|gpu-id-step|(?:[\w-]+-)?port)"  # dropped if unknown: secrets and numbers
@@ -135,7 +135,7 @@ def lines_of(
                 if begins:
                     branch = branch or f"may be changed in line {number} ({begins[0]})"
                 is_export = first == "export"
-                is_plain = is_alone and line[:1] not in " \t" and all(sets[is_export:])
+                is_plain = is_alone and line[:1] not in " \t(" and all(sets[is_export:])
                 for given, (word, why) in zip(sets, words, strict=True):
                     name = given[1] if given else word * is_export
                     if name in known:

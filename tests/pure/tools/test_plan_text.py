@@ -125,6 +125,8 @@ READ = {  # text: variables, flags, and a part of each note, in order
     f"# {RUN} --tp 4\n{RUN} --tp 8": ({}, "--model-path m --tp 8"),
     f"PID=$({RUN} --tp 4)\n{RUN} --a ';' --tp 8": ({}, "--model-path m --a ; --tp 8"),
     f"start() {{\n {RUN} --tp 8\n}}\nstart": ({}, "--model-path m --tp 8"),
+    f"TP=8\n(cd /opt && make)\npkill -f '{RUN} --tp 4'\n{RUN} --tp $TP":
+        ({}, "--model-path m --tp 8"),
     f"S='{RUN} --tp 8'\n$S --dp 2": ({}, "--model-path m --tp 8 --dp 2"),
     f"TP=8\necho \"TP=$TP, {RUN} --tp 4\"\nprintf a\n{RUN} --tp $TP": ({}, "--model-path m --tp 8"),
     f"E=\n{RUN} ${{E-8}} --tp ${{E:-2}} > >(tee -a log) 2>&1":
@@ -212,6 +214,7 @@ STOPPED = {  # text that only a shell can resolve: a part of the error
     f"CMD='{RUN}'\nCMD+=' --dp 2'\nexec $CMD": "CMD is set again in line 2",
     f"if true; then\n  CMD='{RUN}'\nfi\n$CMD --dp 2": "CMD is computed in line 2",
     f"TP=4\n((TP*=2))\n{RUN} --tp $TP": "TP may be changed in line 2 (((",
+    f"(TP=4)\n{RUN} --tp ${{TP:-8}}": "TP is computed in line 1",
     f"(\nTP=4\n)\n{RUN} --tp ${{TP:-8}}": "TP may be changed in line 1 (()",
     f"run() {{ {RUN} --tp ${{TP:-8}}; }}\nTP=4\nrun": "TP may be changed in line 1 (run())",
     f"for TP in 4 8; do {RUN} --tp ${{TP:-2}}; done": "TP may be changed in line 1 (for)",
