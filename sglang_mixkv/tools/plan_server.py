@@ -137,8 +137,7 @@ def server_of(
     made: Any, gpu: str, stock: list[str], config: Config, *, role: str = "",
     refused: Sequence[str] = (), notes: Sequence[str] = (),
 ) -> Server:  # fmt: skip
-    """Describe resolved arguments. `role`: the role that plan was asked about; "" for that of the
-    arguments. Raises MixKVError for a model that SGLang cannot read."""
+    """Describe resolved arguments, for `role` or theirs. Raises MixKVError for an unread model."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view, notes, refused = resolving_view(made), [*notes], [*refused]
@@ -363,9 +362,10 @@ def _parser() -> argparse.ArgumentParser:
 def alone(environ: Mapping[str, str]) -> Iterator[None]:
     """Give SGLang and Mooncake the line's variables, not this shell's, and no logs or downloads."""
     level = logging.root.manager.disable
-    line_only = "SGLANG_", "MC_", "MOONCAKE_"
+    line_only = "SGLANG_", "SGL_", "MC_", "MOONCAKE_"
+    own = {re.sub("^SGL_", "SGLANG_", name): value for name, value in environ.items()}  # as SGLang
     of_shell = {name: v for name, v in os.environ.items() if not name.startswith(line_only)}
-    whole = {**of_shell, **environ, "HF_HUB_OFFLINE": "1"}
+    whole = {**of_shell, **own, "HF_HUB_OFFLINE": "1"}
     with patch.dict(os.environ, whole, clear=True), warnings.catch_warnings(action="ignore"):
         logging.disable(logging.CRITICAL)
         try:

@@ -39,7 +39,7 @@ _BRANCHES = {"if", "for", "while", "until", "case", "select", "function", "{", "
              "mapfile", "readarray", "getopts", "let", "printf"}  # fmt: skip
 _KEYWORDS = {"then", "else", "elif", "do", "!", "time", "{", "if", "while", "until", "command"}
 _NO_LAUNCH = {"echo", "export", "declare", "local", "readonly", "typeset", "alias", "pkill"}
-_NEEDED = re.compile(r"(?:SGLANG|MC|MOONCAKE)_(?!\w*(?:HOST|IP|PORT|DIR|PATH|LOG|URL|TIMEOUT))")
+_NEEDED = re.compile(r"(?:SGL(?:ANG)?|MC|MOONCAKE)_(?!\w*(HOST|IP|PORT|DIR|PATH|LOG|URL|TIMEOUT))")
 _DROPPED = r"--(?:(?!spec)(?:[\w-]+-)?(?:key|token|password|secret)s?|nnodes|node-rank|"
 _DROPPED += r"base-gpu-id|gpu-id-step|(?:[\w-]+-)?port)"  # dropped if unknown: secrets and numbers
 HOST = re.compile(

@@ -412,6 +412,8 @@ def test_a_line_is_what_sglang_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.attention_tp, found.draft, found.enabled, found.tcp) == (2, None, False, False)
     changed = read("prefill", f"SGLANG_ENABLE_MIXKV=1 SGLANG_PP_LAYER_PARTITION=4,1 x {line}")
     assert (changed.stage.entries, changed.enabled) == (8, True)
+    former = read("prefill", f"SGL_PP_LAYER_PARTITION=4,1 x {line}")  # SGLang renames it
+    assert former.stage.entries == 8
 
 
 def test_a_config_file_continuations_and_a_positional_model(tmp_path: Path) -> None:
