@@ -38,6 +38,7 @@ from sglang_mixkv.channel.data_plane import (
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
 from sglang_mixkv.draft.slot_format import HEADER, PROBE_OFFSET
+from sglang_mixkv.errors import MixKVError
 
 SIZE, THERE, LOCAL, REMOTE = 100, 70, 1000, 5000
 TEN = (LOCAL, REMOTE, 10)
@@ -318,30 +319,45 @@ def test_a_mooncake_peer_that_answers_slowly_times_out(
         assert time.monotonic() - began < 5
 
 
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace Mooncake's engine by one that returns the test's `codes`, and records memory."""
+    pytest.importorskip("mooncake.engine")
+    made = SimpleNamespace(codes=(0, 0), registered=[], get_rpc_port=lambda: 17)
+    made.initialize = lambda *_: made.codes[0]
+    made.register_memory = lambda *memory: made.registered.append(memory) or made.codes[1]
+    monkeypatch.setattr("mooncake.engine.TransferEngine", lambda: made)
+    return made
+
+
 @pytest.mark.parametrize(("host", "session"), [("10.0.0.1", b"10.0.0.1:17"), ("::1", b"[::1]:17")])
 def test_mooncake_registers_the_slots_and_names_its_port(
-    host: str, session: bytes, monkeypatch: pytest.MonkeyPatch
+    host: str, session: bytes, engine: Any
 ) -> None:
     """The memory is registered by address and size. Over TCP, Mooncake reads also without that."""
-    registered = list[tuple[int, int]]()
-
-    class Engine:
-        def initialize(self, *_: str) -> int:
-            return 0
-
-        def get_rpc_port(self) -> int:
-            return 17
-
-        def register_memory(self, address: int, size: int) -> int:
-            registered.append((address, size))
-            return 0
-
-    pytest.importorskip("mooncake.engine")
-    monkeypatch.setattr("mooncake.engine.TransferEngine", Engine)
     plane = Mooncake(host, "mlx5_0")
     plane.register(Memory(LOCAL, SIZE, 3))
-    assert registered == [(LOCAL, SIZE)]
+    assert engine.registered == [(LOCAL, SIZE)]
     assert msgspec.msgpack.decode(plane.endpoint, type=Endpoint).session == session
+
+
+@pytest.mark.parametrize("codes", [(1, 0), (-1, 0), (0, 1), (0, -600)])
+def test_any_code_but_0_of_mooncake_is_refused(codes: tuple[int, int], engine: Any) -> None:
+    engine.codes = codes
+    with pytest.raises(MixKVError, match=rf"MIXKV-START-06.*code {sum(codes)}"):
+        Mooncake("10.0.0.1").register(Memory(LOCAL, SIZE))
+
+
+@pytest.mark.parametrize(("value", "host"), [(None, "127.0.0.7"), ("1", "[::ffff:127.0.0.7]")])
+def test_a_mooncake_name_has_the_engines_address_family(
+    value: str | None, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake connects to IPv6 addresses only if MC_USE_IPV6 is set."""
+    monkeypatch.setattr(mooncake, "HAND_S", 0.01)
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MC_USE_IPV6", value)
+    assert mooncake._hand(b"answer", 6).rpartition(":")[0] == host
 
 
 @contextlib.contextmanager
