@@ -26,9 +26,8 @@ class Facts(DraftFacts, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """`hybrid`: some layers have a state instead of KV. `window`: how far back a drafter reads
-    (draft/window.py). `states`: the states beside KV that SGLang does not cut by heads. `met`: more
-    values that SGLang compares between prefill and decode."""
+    """`hybrid`: some layers have a state instead of KV. `window`: how far back a drafter reads.
+    `states`: those that SGLang does not cut by heads. `met`: more values that SGLang compares."""
 
     facts: Facts
     layers: int

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sglang_mixkv.errors import MixKVError
 
 LAUNCHER = re.compile(
-    r"(?:\S*/)?sglang serve|\S*\bsglang[./]launch_server(?:\.py)?|dynamo\.sglang(?:\.\w+)*"
+    r"(?:(?<!\S)\S*/)?sglang serve|(?<!\S)\S*\bsglang[./]launch_server(\.py)?|dynamo\.sglang[\w.]*"
 )
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
@@ -21,7 +21,8 @@ _LINE = re.compile(
     r"(?:\n|\Z|(?P<unclosed>.))",
     re.DOTALL,
 )
-_COMPUTED = rf"\$\{{[^}}]*\}}|{_PARENS}|`[^`]*`|\{{[^{{}}\s'\"$`]*(?:,|\.\.)[^{{}}\s'\"$`]*\}}"
+_BRACES = r"\{(?=[^{}\s'\"$`]*\})[^{}\s'\"$`]*?(?:,|\.\.)[^}]*\}"
+_COMPUTED = rf"\$\{{[^}}]*\}}|{_PARENS}|`[^`]*`|{_BRACES}"
 _VARIABLE = r"\$(?:(\w++)(?!(?:\\\n)+\w)|\{(\w+)(?:\[[@*]\])?(:?-[^{}$`]*)?\})"
 _TOKEN = re.compile(
     rf"(?:[ \t\n]|\\\n)+|#[^\n]*|\d+(?=[<>])|(?P<word>(?:{_QUOTED}|{_COMPUTED}|"

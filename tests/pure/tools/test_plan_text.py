@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +340,15 @@ def test_a_role_of_a_recipe_has_its_variables(tmp_path: Path) -> None:
     for pointer in ("", "#/0/b/sglang_config/decode"):
         found = split(load(f"{file}{pointer}"), "decode")
         assert (found.environ, found.config) == ({"A": "1"}, {"model-path": "m"})
+
+
+@pytest.mark.parametrize("word", ["[a", ",", "=(", "$(a ", "`", "{a,", "'a' "])
+def test_a_long_script_is_read_at_once(word: str) -> None:
+    """The time to read a word, as of base64, grows with its length, not with its square."""
+    began = time.process_time()
+    with suppress(ValueError):
+        split(f"echo {{{word * 30_000}\n{RUN}", "prefill")
+    assert time.process_time() - began < 2
 
 
 def test_flags_of_a_function_are_not_a_whole_line() -> None:
