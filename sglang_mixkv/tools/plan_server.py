@@ -39,7 +39,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """FLAGS have the values that SGLang resolved. `enabled`: the server has opted in. `gpu`: the
     GPU assumed. `mode`: the line's --disaggregation-mode; `role`: the role that plan was asked for.
     `sglang`: SGLang's release. `resolved`: whether SGLang resolved all flags. `attention_tp`: 0 if
-    TP does not divide. `stage`: the target's first pipeline stage. `tcp`: Mooncake is set to TCP.
+    TP does not divide. `stage`: layers of the target's first stage. `tcp`: Mooncake is set to TCP.
     `store`: its store's settings, if used. `stock`, `refused`: why SGLang or the plugin refuses."""
 
     attn_cp_size: int = 1
