@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,15 +68,23 @@ def ask(port: int, message: Any) -> Offer:
 
 
 @pytest.fixture
-def reports(port: int, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Result]:
-    """Start a doctor that listens in this process, and return a queue of its results."""
+def reports(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.Queue[Result]]:
+    """Start a doctor that listens in this process, and yield a queue of its results. It ends after
+    the test: a thread that receives from ZeroMQ while the process exits may abort it."""
     monkeypatch.delenv("SGLANG_MIXKV_DATA_PLANE", raising=False)
     monkeypatch.setattr(doctor_read.planes, "make", Copies)
     found: queue.Queue[Result] = queue.Queue()
     serve = partial(doctor_read.serve, "*", port, SMALL)
-    threading.Thread(target=lambda: found.put(serve()), daemon=True).start()
+    doctor = threading.Thread(target=lambda: found.put(serve()), daemon=True)
+    doctor.start()
     assert wait_for(lambda: listens(port))
-    return found
+    yield found
+    if doctor.is_alive():
+        with zmq.Context() as context, context.socket(zmq.REQ) as asking:
+            asking.connect(f"tcp://{HOST}:{port}")
+            asking.send(msgspec.msgpack.encode(Ask("mooncake", HOST, [])))
+    doctor.join(20)
+    assert not doctor.is_alive()
 
 
 def test_a_listener_survives_invalid_messages_and_reads(
