@@ -102,7 +102,8 @@ def test_messages_beyond_one_batch_need_no_new_signal(ranks: Ranks) -> None:
 @pytest.mark.parametrize("count", [2, 7, MANY])
 def test_peers_that_send_without_a_pause_share_a_batch(count: int) -> None:
     """Many ranks of a hostile server, which all send without a pause, delay no other rank's message
-    for long: a look takes one batch from all of them together, or one message from each."""
+    for long: a look takes one batch from all of them together, or one message from each. A rank
+    that sends while the others are silent gets the whole batch."""
     ranks = Ranks(count)
     try:
         sent = {peer: [Fail(room, 2, "lost") for room in range(BATCH)] for peer in ranks._names}
@@ -117,6 +118,11 @@ def test_peers_that_send_without_a_pause_share_a_batch(count: int) -> None:
             assert 0 < max(each.values()) <= max(1, BATCH // len(each))
             for peer, message in some:
                 found[peer].append(message)
+        (peer, messages), *_ = sent.items()
+        for message in messages:
+            ranks.send(peer, message)
+        time.sleep(0.3)
+        assert ranks.look() == [(peer, message) for message in messages], "alone, it gets all"
     finally:
         ranks.close()
 

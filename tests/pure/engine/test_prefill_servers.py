@@ -368,6 +368,28 @@ def test_a_refused_server_is_contacted_again_later(
         assert "Page size mismatch" in str(site.servers.refuse(address, None))
 
 
+def test_refused_requests_do_not_delay_the_next_query(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused server is contacted again AGAIN_S after its first refused request, however many
+    follow: under steady traffic, a server that was mended would stay refused otherwise."""
+    monkeypatch.setattr(prefill_servers, "AGAIN_S", 0.3)
+    asked: list[str] = []
+
+    def answer(path: str) -> tuple[int, bytes]:
+        asked.extend([path] * (path == "/mixkv"))
+        return NO_ROUTE
+
+    with serving(answer) as address:
+
+        def is_asked_again() -> bool:
+            if site.servers.ensure(address):
+                site.servers.refuse(address, None)
+            return len(asked) > 1
+
+        assert wait_for(is_asked_again)
+
+
 def test_a_refused_server_without_requests_gets_no_heartbeats(site: Site) -> None:
     """SGLang's heartbeats query each server in its table in turn, and one of them may hang: a
     refused server is there only from a request's `try_ensure_parallel_info` to its `init`."""
